@@ -1,0 +1,432 @@
+"""The command line: flags, the decision table that checks them, and the two reconciliations.
+
+`add_arguments` is an `extra_args_provider` of Megatron. `validate_args` runs after the *last* merge of command
+line, YAML and recipe, and before Megatron builds its model config, because that config freezes the per-token
+flag into DDP. It reports every violation at once; only `reconcile` changes an argument.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import warnings
+from importlib import metadata
+
+from megatron_pg.import_path import ImportPathError, load_function, source_of, split_import_path
+
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+METRIC_LEVELS = ("none", "basic", "with_entropy")
+KERNELS = ("triton", "torch")
+REDUCER_PARAMETERS = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss=False")
+
+# What other frameworks call the four modes, for the "did you mean" of an unknown one. Never an alias.
+ELSEWHERE = {
+    "grpo": "sample_mean",
+    "seq_mean_token_mean": "sample_mean",
+    "dapo": "token_mean or prompt_mean",
+    "token": "token_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "constant",
+    "seq_mean_token_sum": "constant",
+    "seq_mean_token_sum_norm": "constant",
+}
+
+# Megatron's arguments that the decision table reads. One that a release lacks means: that feature is off.
+MEGATRON_ARGUMENTS = (
+    "calculate_per_token_loss",
+    "context_parallel_size",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "cuda_graph_scope",
+    "ddp_average_in_collective",
+    "fp16",
+    "gtp_weight_remat_size",
+    "hybrid_context_parallel",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "mtp_num_layers",
+    "num_experts",
+    "overlap_moe_expert_parallel_comm",
+    "tensor_model_parallel_size",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+)
+
+
+class ArgumentError(ValueError):
+    """The arguments contradict each other or cannot work. `violations` holds (id, message) pairs."""
+
+    def __init__(self, violations: list[tuple[str, str]]):
+        self.violations = violations
+        lines = "\n".join(f"  [{rule}] {message}" for rule, message in violations)
+        super().__init__(f"megatron_pg found {len(violations)} problem(s) in the arguments:\n{lines}")
+
+
+class ArgumentNotice(UserWarning):
+    """An argument was reconciled with another one (R1, R2)."""
+
+
+class ArgumentWarning(UserWarning):
+    """The arguments work, with a consequence that the user should know (W1 to W6)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add megatron_pg's flags to Megatron's parser and return it (an `extra_args_provider`)."""
+    group = parser.add_argument_group("policy gradient (megatron_pg)")
+    group.add_argument(
+        "--loss-aggregation",
+        choices=AGGREGATIONS,
+        default="sample_mean",
+        help="Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
+        "prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
+        "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit.",
+    )
+    group.add_argument(
+        "--loss-aggregation-divisor",
+        type=float,
+        metavar="L",
+        help="L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length.",
+    )
+    group.add_argument(
+        "--custom-pg-loss-reducer-function-path",
+        metavar="PATH",
+        help="package.module:function or package.module.function of a reducer "
+        f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
+    )
+    group.add_argument(
+        "--pg-clip-eps-low",
+        type=float,
+        default=0.2,
+        metavar="EPS",
+        help="Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2.",
+    )
+    group.add_argument(
+        "--pg-clip-eps-high",
+        type=float,
+        default=0.2,
+        metavar="EPS",
+        help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28).",
+    )
+    group.add_argument(
+        "--pg-temperature",
+        type=float,
+        default=1.0,
+        metavar="TAU",
+        help="Temperature of the rollouts, > 0: log-probabilities are of softmax(logits / TAU). Default 1.0.",
+    )
+    group.add_argument(
+        "--pg-metrics",
+        choices=METRIC_LEVELS,
+        default="basic",
+        help="none: pg_loss only; basic: ratio, KL, clip fraction, advantages, counts; with_entropy: and the exact entropy.",
+    )
+    group.add_argument(
+        "--pg-kernel",
+        choices=KERNELS,
+        default="torch",
+        help="Implementation of log-probabilities and loss. triton is not there yet; torch runs everywhere.",
+    )
+    return parser
+
+
+def own_arguments() -> tuple[str, ...]:
+    """Names of the attributes that `add_arguments` defines."""
+    defaults = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    return tuple(vars(defaults))
+
+
+def validate_args(args: argparse.Namespace) -> argparse.Namespace:
+    """Check every rule, reconcile `token_mean` with the per-token flag, and return `args`.
+
+    Call it after Megatron's own validation and after the last merge; it may be called again.
+
+    Raises:
+        ArgumentError: with every violation of the decision table at once.
+    """
+    found = vars(args)
+    if missing := [name for name in own_arguments() if name not in found]:
+        message = f"megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set {', '.join(missing)} in the YAML file"
+        raise ArgumentError([("E1", message)])
+    if "megatron_pg_validated" in found:
+        _refuse_late_changes(args)
+        return args
+    facts = _Facts(args)
+    if violations := _violations(facts):
+        raise ArgumentError(violations)
+    notices = reconcile(args)
+    _say(ArgumentNotice, notices)
+    _say(ArgumentWarning, _warnings(facts))
+    args.megatron_pg_validated = json.dumps(_snapshot(args))  # primitive: Megatron stores it in checkpoints
+    return args
+
+
+def reconcile(args: argparse.Namespace) -> list[str]:
+    """Make `token_mean` and the per-token flag, two names of one objective, agree (R1, R2); say what changed."""
+    per_token = vars(args).get("calculate_per_token_loss", False)
+    if args.loss_aggregation == "token_mean" and not per_token:
+        args.calculate_per_token_loss = True
+        return ["token_mean: --calculate-per-token-loss switched on"]
+    if per_token and args.loss_aggregation == "sample_mean":
+        args.loss_aggregation = "token_mean"
+        return ["--calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean"]
+    return []
+
+
+def disagreement(per_rank: list[dict[str, object]]) -> str | None:
+    """The first argument on which the ranks differ, as the message of rule E23; None when they agree."""
+    for name in sorted(set().union(*per_rank)):
+        for rank, values in enumerate(per_rank[1:], start=1):
+            if values.get(name) != per_rank[0].get(name):
+                return f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)!r}, rank {rank} has {values.get(name)!r}"
+    return None
+
+
+class _Facts:
+    """What the rules read, under the names of the decision table."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.mode = args.loss_aggregation
+        self.divisor = args.loss_aggregation_divisor
+        self.path = args.custom_pg_loss_reducer_function_path
+        self.per_token = vars(args).get("calculate_per_token_loss", False)
+
+    def megatron(self, name: str, default: object = None) -> object:
+        """Megatron's argument, or `default` where this release does not have it."""
+        if name not in MEGATRON_ARGUMENTS:
+            raise KeyError(name)
+        return vars(self.args).get(name, default)
+
+    @property
+    def resolved_mode(self) -> object:
+        """The mode after R2."""
+        return "token_mean" if self.per_token is True and self.mode == "sample_mean" else self.mode
+
+
+def _violations(facts: _Facts) -> list[tuple[str, str]]:
+    rules = (
+        _mode_rules,
+        _divisor_rules,
+        _alias_rules,
+        _path_rules,
+        _number_rules,
+        _choice_rules,
+        _megatron_rules,
+    )
+    return [violation for rule in rules for violation in rule(facts)]
+
+
+def _mode_rules(facts: _Facts):
+    if not isinstance(facts.mode, str):
+        yield "E2", f"--loss-aggregation must be a string, got {facts.mode!r}"
+    elif facts.mode not in AGGREGATIONS:
+        yield (
+            "E3",
+            f"--loss-aggregation {facts.mode!r} is not one of {', '.join(AGGREGATIONS)}{_did_you_mean(facts.mode)}",
+        )
+    if not isinstance(facts.per_token, bool):
+        yield "E4", f"calculate_per_token_loss must be true or false, got {facts.per_token!r}"
+
+
+def _did_you_mean(mode: str) -> str:
+    key = mode.lower().replace("-", "_")
+    close = difflib.get_close_matches(key, [*AGGREGATIONS, *ELSEWHERE], n=1)
+    guess = key if key in ELSEWHERE else (close[0] if close else None)
+    return f"; did you mean {ELSEWHERE.get(guess, guess)}?" if guess else ""
+
+
+def _divisor_rules(facts: _Facts):
+    divisor, flag = facts.divisor, "--loss-aggregation-divisor"
+    if divisor is None:
+        if facts.mode == "constant" and facts.path is None:
+            yield (
+                "E5",
+                f"--loss-aggregation constant needs {flag} L > 0 (Dr. GRPO: the maximum context or response length, "
+                "all turns together); there is no default",
+            )
+        return
+    if isinstance(divisor, str):
+        yield "E7", f"{flag} must be a number, got {divisor!r}; write it without quotes"
+    elif isinstance(divisor, bool):
+        yield "E6", f"{flag} must be a number, got {divisor!r}"
+    elif not isinstance(divisor, (int, float)):
+        yield "E7", f"{flag} must be a number, got {divisor!r}"
+    elif not _is_usable_divisor(divisor):
+        yield "E8", f"{flag} must be finite and > 0, got {divisor}"
+    if facts.path is not None:
+        yield (
+            "E10",
+            f"{flag} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); remove one",
+        )
+    elif facts.mode != "constant":
+        yield "E9", f"{flag} has no effect with --loss-aggregation {facts.mode}; remove it or choose constant"
+
+
+def _is_usable_divisor(divisor: float) -> bool:
+    """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
+    if not (math.isfinite(divisor) and divisor > 0):
+        return False
+    return 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
+
+
+def _alias_rules(facts: _Facts):
+    if facts.megatron("hybrid_context_parallel", False):
+        if facts.resolved_mode != "token_mean":
+            yield (
+                "E12",
+                "--hybrid-context-parallel requires --calculate-per-token-loss, so only token_mean can be used with it, "
+                f"got {facts.mode}",
+            )
+    elif facts.per_token is True and facts.mode in ("constant", "prompt_mean"):
+        yield (
+            "E11",
+            "--calculate-per-token-loss is the older spelling of --loss-aggregation token_mean and contradicts "
+            f"{facts.mode}; remove one",
+        )
+
+
+def _path_rules(facts: _Facts):
+    if facts.path is None:
+        return
+    try:
+        split_import_path(facts.path)
+    except ImportPathError as error:
+        yield "E13", f"--custom-pg-loss-reducer-function-path {error}"
+        return
+    try:
+        load_function(facts.path, REDUCER_PARAMETERS)
+    except ImportPathError as error:
+        rule = "E14" if "cannot be imported" in str(error) else "E15"
+        yield rule, f"--custom-pg-loss-reducer-function-path {facts.path!r} {error}"
+
+
+def _number_rules(facts: _Facts):
+    args = facts.args
+    yield from _number(
+        "--pg-clip-eps-low", args.pg_clip_eps_low, 0.0, 1.0, "between 0 and 1 (1 switches the bound off)"
+    )
+    yield from _number("--pg-clip-eps-high", args.pg_clip_eps_high, 0.0, math.inf, "finite and >= 0")
+    yield from _number("--pg-temperature", args.pg_temperature, 2.0**-126, math.inf, "finite and > 0")
+
+
+def _number(flag: str, value: object, low: float, high: float, requirement: str):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        yield "E24", f"{flag} must be a number, got {value!r}"
+    elif not (math.isfinite(value) and low <= value <= high):
+        yield "E24", f"{flag} must be {requirement}, got {value}"
+
+
+def _choice_rules(facts: _Facts):
+    args = facts.args
+    if args.pg_metrics not in METRIC_LEVELS:
+        yield "E25", f"--pg-metrics {args.pg_metrics!r} is not one of {', '.join(METRIC_LEVELS)}"
+    if args.pg_kernel not in KERNELS:
+        yield "E25", f"--pg-kernel {args.pg_kernel!r} is not one of {', '.join(KERNELS)}"
+    elif args.pg_kernel == "triton":
+        yield (
+            "E26",
+            "--pg-kernel triton is not there yet, and nothing falls back in silence; use --pg-kernel torch",
+        )
+
+
+def _megatron_rules(facts: _Facts):
+    token_mean = facts.resolved_mode == "token_mean"
+    if token_mean and facts.megatron("ddp_average_in_collective", False):
+        yield "E18", "--ddp-average-in-collective divides by ranks and cannot be combined with token_mean"
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if facts.megatron(name, False):
+            yield (
+                "E19",
+                f"gradient scaling under --{name.replace('_', '-')} is not verified for --loss-aggregation; remove it",
+            )
+    graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
+    if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
+        yield "E20", "--cuda-graph-impl full_iteration freezes the step's normaliser; capture layers instead"
+    if token_mean and facts.megatron("mtp_num_layers"):
+        yield (
+            "E21",
+            "--mtp-num-layers cannot be combined with token_mean: the MTP loss would be divided by a count that is not its own",
+        )
+    if facts.megatron("overlap_moe_expert_parallel_comm", False):
+        yield (
+            "E27",
+            "--overlap-moe-expert-parallel-comm builds its own schedule plan, so the policy-gradient loss would never be "
+            "called; remove it",
+        )
+    if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
+        yield (
+            "E28",
+            "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it",
+        )
+
+
+def _flatten(values: list[object]) -> list[str]:
+    return [str(item) for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _warnings(facts: _Facts) -> list[str]:
+    messages = []
+    token_mean = facts.resolved_mode == "token_mean"
+    if facts.path is not None:
+        if facts.mode != "sample_mean":
+            messages.append(
+                "--custom-pg-loss-reducer-function-path takes precedence: "
+                f"--loss-aggregation {facts.mode} does not shape pg_loss"
+            )
+        unit = "1/T" if token_mean else "1/N_r"
+        file, digest = source_of(load_function(facts.path, REDUCER_PARAMETERS))
+        messages.append(f"pg_loss = ({unit})·Σ reducer(ℓ), reducer {facts.path} ({file}, sha256 {digest[:12]})")
+    if token_mean and facts.megatron("fp16", False):
+        messages.append(
+            "--fp16: gradients hold a sum over all trained tokens of the step until finalize; the loss scale must absorb it"
+        )
+    if token_mean and _has_moe_losses(facts) and _model_ranks(facts) > 1 and _core_version() < (0, 19):
+        messages.append("this Megatron mis-scales MoE auxiliary losses by TP·CP (Megatron-LM#5047)")
+    if not token_mean and facts.megatron("mtp_num_layers"):
+        messages.append("MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation")
+    return messages
+
+
+def _has_moe_losses(facts: _Facts) -> bool:
+    if not facts.megatron("num_experts"):
+        return False
+    coefficients = [facts.megatron(name) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")]
+    return any(value not in ("None", "0", "0.0") for value in _flatten(coefficients))
+
+
+def _model_ranks(facts: _Facts) -> int:
+    return (facts.megatron("tensor_model_parallel_size") or 1) * (facts.megatron("context_parallel_size") or 1)
+
+
+def _core_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:2])
+    except (metadata.PackageNotFoundError, ValueError):  # a source tree: newer than every release
+        return (99, 0)
+
+
+def _snapshot(args: argparse.Namespace) -> dict[str, object]:
+    names = (*own_arguments(), "calculate_per_token_loss")
+    return {name: vars(args).get(name, False) for name in names}
+
+
+def _refuse_late_changes(args: argparse.Namespace) -> None:
+    before, now = json.loads(args.megatron_pg_validated), _snapshot(args)
+    changed = [name for name in now if now[name] != before.get(name)]
+    if changed:
+        raise ArgumentError(
+            [
+                (
+                    "E22",
+                    f"{n} was {before.get(n)!r} when validated and is {now[n]!r} now; call validate_args after the last merge",
+                )
+                for n in changed
+            ]
+        )
+
+
+def _say(category: type[Warning], messages: list[str]) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        for message in messages:
+            warnings.warn(message, category, stacklevel=3)

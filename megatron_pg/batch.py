@@ -1,0 +1,256 @@
+"""One micro-batch: samples laid out as Megatron wants them, whole, and this rank's slice of it.
+
+Two layouts: thd (one row, documents one after the other) and bshd (one padded row per sample). Everything is laid
+out at full length first; context parallelism then takes one index out of every field, so tokens, masks, advantages
+and weights cannot come apart. Labels are shifted before slicing, inside each document.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.cp_utils import padded_length, zigzag_index
+from megatron_pg.rollouts import Id, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One micro-batch of whole samples, on the CPU, equal on all tensor-, context- and pipeline-parallel peers.
+
+    B rows of W positions: thd has B = 1, bshd one row per sample and empty rows up to the row count. A response
+    token belongs to the position whose logits predict it, one before its own.
+    """
+
+    qkv_format: str  # "thd" or "bshd"
+    samples: tuple[Sample, ...]
+    tokens: Tensor  # [B, W] int64
+    labels: Tensor  # [B, W] int64, the next token of the same document, else 0
+    position_ids: Tensor  # [B, W] int64, counted from the start of the document
+    sample_index: Tensor  # [B, W] int64 into `samples`, -1 on padding
+    response_positions: Tensor  # [sum of R] int64 into the flattened rows
+    documents: tuple[int, ...]  # padded lengths along a row: of every document (thd), or the width (bshd)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the model processes, padding included."""
+        return self.tokens.numel()
+
+    @property
+    def tokens_per_sample(self) -> list[int]:
+        """M_i of each sample."""
+        return [sample.num_trained for sample in self.samples]
+
+    def response_values(self, field: str) -> Tensor:
+        """[sum of R] one response-aligned field of the samples, one sample after the other."""
+        values = [getattr(sample, field) for sample in self.samples]
+        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, 0 elsewhere."""
+        flat = torch.zeros(self.tokens.numel(), dtype=values.dtype)
+        flat[self.response_positions] = values
+        return flat.view(self.tokens.shape)
+
+    def per_token(self, per_sample: Tensor) -> Tensor:
+        """[sum of R] from one value per sample."""
+        lengths = torch.tensor([sample.response_length for sample in self.samples], dtype=torch.int64)
+        return torch.repeat_interleave(per_sample, lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalBatch:
+    """What one rank computes on: its context-parallel slice, on its device.
+
+    Model inputs are [B, W/C]. Loss inputs are [T] in the order of the logits [W/C, B, V] flattened over their first
+    two dimensions.
+    """
+
+    tokens: Tensor  # [B, W/C] int64
+    labels: Tensor  # [B, W/C] int64
+    position_ids: Tensor  # [B, W/C] int64
+    loss_mask: Tensor  # [B, W/C] float32, for Megatron's own auxiliary losses
+    mask: Tensor  # [T] bool, trained tokens
+    targets: Tensor  # [T] int64
+    old_logprobs: Tensor  # [T] float64
+    advantages: Tensor  # [T] float64
+    weights: Tensor  # [T] float64, w = mask / denominator of the sample
+    document_weights: Tensor  # [T] float64, mask / trained tokens of the sample: sums to 1 over a document
+    whole: PackedBatch
+    row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
+    num_trained: int  # trained tokens here, known on the host
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that this rank holds, padding included."""
+        return self.tokens.numel()
+
+    def locate(self, flat: int) -> str:
+        """Sample and response token of an entry of the [T] fields, for error messages."""
+        column, row = divmod(flat, self.tokens.shape[0])
+        position = int(self.row_index[column])
+        sample = self.whole.samples[int(self.whole.sample_index[row, position])]
+        prompt_length = len(sample.tokens) - sample.response_length
+        k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
+        return f"sample {sample.sample_id}, response token {k}"
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    qkv_format: str,
+    cp_size: int = 1,
+    max_seq_len: int | None = None,
+    rows: int | None = None,
+    multiple_of: int = 1,
+) -> PackedBatch:
+    """Lay samples out as one micro-batch.
+
+    Args:
+        samples: may be empty: an empty micro-batch still takes part in every collective.
+        qkv_format: "thd" (packed) or "bshd" (padded).
+        cp_size: context-parallel size C; documents (thd) are padded to a multiple of 2C.
+        max_seq_len: width W of the rows, for bshd only; a multiple of 2C when C > 1.
+        rows: number of rows, for bshd only; rows without a sample are padding. Default: one per sample.
+        multiple_of: the row's length is padded to a multiple of it (sequence parallelism: TP · C), for thd only.
+
+    Raises:
+        ValueError: the format is unknown, a sample is longer than the row, or there are more samples than rows.
+    """
+    if qkv_format == "thd":
+        return _pack_thd(samples, cp_size, multiple_of)
+    if qkv_format == "bshd":
+        return _pack_bshd(samples, cp_size, max_seq_len, len(samples) if rows is None else rows)
+    raise ValueError(f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them.")
+
+
+def slice_batch(
+    batch: PackedBatch, weights: Tensor, *, cp_rank: int, cp_size: int, device: torch.device | str = "cpu"
+) -> LocalBatch:
+    """This rank's part of a micro-batch.
+
+    Args:
+        batch: the whole micro-batch.
+        weights: [sum of R] float64, the weight of each response token in the objective, 0 where masked.
+        cp_rank: rank in the context-parallel group.
+        cp_size: size of that group.
+        device: where the model runs.
+    """
+    index = zigzag_index(batch.documents, cp_rank=cp_rank, cp_size=cp_size)
+    counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
+    loss_mask = batch.response_values("loss_mask").bool()
+    fields = {
+        "mask": loss_mask,
+        "old_logprobs": batch.response_values("old_logprobs"),
+        "advantages": batch.response_values("advantages"),
+        "weights": weights,
+        "document_weights": loss_mask / batch.per_token(counts),
+    }
+    flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in fields.items()}
+    labels, mask = batch.labels[:, index], flat["mask"]
+    model_inputs = {
+        "tokens": batch.tokens[:, index],
+        "labels": labels,
+        "position_ids": batch.position_ids[:, index],
+        "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
+        "targets": labels.t().reshape(-1),
+    }
+    on_device = {name: _to_device(value, device) for name, value in (model_inputs | flat).items()}
+    return LocalBatch(**on_device, whole=batch, row_index=index, num_trained=int(mask.sum()))
+
+
+def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:
+    """Cut one rollout batch into optimizer steps, in order.
+
+    Raises:
+        ValueError: samples are left over, or a prompt group or rollout would lie in two steps, so that neither step
+            would know its denominator.
+    """
+    if samples_per_step < 1 or len(samples) % samples_per_step:
+        raise ValueError(
+            f"{len(samples)} samples do not fill steps of {samples_per_step}; none may be dropped. Choose a step size that "
+            "divides the rollout batch."
+        )
+    steps = [list(samples[i : i + samples_per_step]) for i in range(0, len(samples), samples_per_step)]
+    check_boundaries(steps)
+    return steps
+
+
+def check_boundaries(steps: Sequence[Sequence[Sample]]) -> None:
+    """Raise unless every prompt group and every rollout lies wholly in one of the steps of a rollout batch."""
+    for kind, noun in (("prompt_id", "prompt group"), ("rollout_id", "rollout")):
+        seen: dict[Id, int] = {}
+        for number, step in enumerate(steps):
+            for unit in {getattr(sample, kind) for sample in step} - {None}:
+                if seen.setdefault(unit, number) != number:
+                    raise ValueError(
+                        f"{noun} {unit!r} has samples in steps {seen[unit]} and {number}; a group must lie in one optimizer "
+                        "step. Sort the samples by prompt, or choose another step size."
+                    )
+
+
+def _pack_thd(samples: Sequence[Sample], cp_size: int, multiple_of: int) -> PackedBatch:
+    lengths = [padded_length(len(sample.tokens), cp_size) for sample in samples]
+    unit = 2 * cp_size if cp_size > 1 else 1
+    short = -sum(lengths) % multiple_of if lengths else max(multiple_of, unit)
+    while short % unit:  # the last document takes the filling, so it must still divide into chunks
+        short += multiple_of
+    documents = [*lengths[:-1], lengths[-1] + short] if lengths else [short]
+    starts = torch.tensor([0, *documents]).cumsum(0).tolist()
+    return _lay_out("thd", samples, (1, starts[-1]), [(0, start) for start in starts], tuple(documents))
+
+
+def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
+    longest = max((len(sample.tokens) for sample in samples), default=1)
+    if width is None or width < longest:
+        raise ValueError(
+            f"max_seq_len={width} with a sample of {longest} tokens, so it would be cut off. Raise the row width (--seq-length) "
+            "or drop the sample."
+        )
+    if cp_size > 1 and width % (2 * cp_size):
+        raise ValueError(
+            f"max_seq_len={width} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so the ranks' chunks "
+            f"would not tile the row. Use {padded_length(width, cp_size)}."
+        )
+    if not rows >= 1 or rows < len(samples):
+        raise ValueError(
+            f"rows={rows} for {len(samples)} samples: none may be dropped. Give at least one row per sample."
+        )
+    return _lay_out("bshd", samples, (rows, width), [(row, 0) for row in range(rows)], (width,))
+
+
+def _lay_out(
+    qkv_format: str,
+    samples: Sequence[Sample],
+    shape: tuple[int, int],
+    origins: Sequence[tuple[int, int]],
+    documents: tuple[int, ...],
+) -> PackedBatch:
+    tokens, labels, position_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    sample_index = torch.full(shape, -1)
+    response_positions = [torch.zeros(0, dtype=torch.int64)]
+    for i, (sample, (row, start)) in enumerate(zip(samples, origins, strict=False)):
+        n, r = len(sample.tokens), sample.response_length
+        tokens[row, start : start + n] = sample.tokens
+        labels[row, start : start + n - 1] = sample.tokens[1:]
+        position_ids[row, start : start + n] = torch.arange(n)
+        sample_index[row, start : start + n] = i
+        first = row * shape[1] + start + n - r - 1
+        response_positions.append(torch.arange(first, first + r))
+    return PackedBatch(
+        qkv_format=qkv_format,
+        samples=tuple(samples),
+        tokens=tokens,
+        labels=labels,
+        position_ids=position_ids,
+        sample_index=sample_index,
+        response_positions=torch.cat(response_positions),
+        documents=documents,
+    )
+
+
+def _to_device(values: Tensor, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)  # does not wait for the device

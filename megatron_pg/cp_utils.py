@@ -1,0 +1,424 @@
+"""Context parallelism: which positions of a sequence a rank holds, as pure functions of (length, rank, size).
+
+The zigzag layout cuts a sequence, padded to a multiple of 2C, into 2C chunks of equal length; rank r of C holds
+chunks r and 2C-1-r, so that causal attention costs every rank the same. A packed row (thd) is cut document by
+document, a padded row (bshd) by its padded width.
+
+The functions keep the names that slime and miles users know. Response values are aligned to the response: entry k
+belongs to response token k, whose logits stand one position before it. `cp_rank` and `cp_size` default to
+Megatron's parallel state when it is initialised, else to 0 and 1.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+
+_WHOLE_SEQUENCES: ContextVar[bool] = ContextVar("whole_sequences", default=False)
+
+
+@contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Within it `cp_rank` and `cp_size` default to 0 and 1: the values at hand are whole, whatever Megatron's layout."""
+    token = _WHOLE_SEQUENCES.set(True)
+    try:
+        yield
+    finally:
+        _WHOLE_SEQUENCES.reset(token)
+
+
+def chunk_length(length: int, cp_size: int) -> int:
+    """Length of one of the 2C equal chunks that hold a sequence of `length` tokens, padding included."""
+    return -(-length // (2 * cp_size))
+
+
+def padded_length(length: int, cp_size: int) -> int:
+    """Length of a document in a packed row: itself at C = 1, else the next multiple of 2C."""
+    return length if cp_size == 1 else 2 * cp_size * chunk_length(length, cp_size)
+
+
+def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Tensor:
+    """Positions of a packed row that a rank holds: chunks r and 2C-1-r of each document, one after the other.
+
+    Args:
+        padded_lengths: lengths of the documents in the row; multiples of 2C when C > 1.
+        cp_rank: rank r in the context-parallel group.
+        cp_size: size C of that group.
+
+    Returns:
+        [sum(padded_lengths) / C] int64 indices into the whole row, on the CPU.
+
+    Raises:
+        ValueError: the rank lies outside the group, or a length does not divide into 2C chunks.
+    """
+    _check_rank(cp_rank, cp_size)
+    if cp_size == 1:
+        return torch.arange(sum(padded_lengths))
+    pieces, start = [], 0
+    for i, length in enumerate(padded_lengths):
+        if length % (2 * cp_size):
+            raise ValueError(
+                f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so "
+                f"the ranks' chunks would not tile the sample. Pad it to {padded_length(length, cp_size)} before slicing."
+            )
+        chunk = length // (2 * cp_size)
+        for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            pieces.append(torch.arange(start + k * chunk, start + (k + 1) * chunk))
+        start += length
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    *,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
+    """Spans of one sample that this rank holds, counted from the start of its prompt.
+
+    Args:
+        total_length: prompt and response, in tokens; at least one of each.
+        response_length: response tokens.
+        qkv_format: "thd" (cut by the sample's own length) or "bshd" (cut by `max_seq_len`).
+        max_seq_len: padded width of the row, for bshd only.
+        cp_rank: this rank; default Megatron's.
+        cp_size: size of the context-parallel group; default Megatron's.
+
+    Returns:
+        The chunk length, and for each of the rank's two chunks its span, the span of the positions whose logits
+        predict a response token, and the span of those response tokens. An empty span is (0, 0).
+
+    Raises:
+        ValueError: a length, the format or the rank cannot be.
+    """
+    cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
+    check_lengths(total_length, response_length)
+    prompt_length = total_length - response_length
+    chunk = chunk_length(_layout_length(total_length, qkv_format, max_seq_len), cp_size)
+    chunks = tuple((k * chunk, (k + 1) * chunk) for k in (cp_rank, 2 * cp_size - 1 - cp_rank))
+    logits = tuple(_intersect(span, (prompt_length - 1, total_length - 1)) for span in chunks)
+    tokens = tuple((start + 1, end + 1) if start < end else (0, 0) for start, end in logits)
+    return chunk, chunks, logits, tokens
+
+
+def response_index(
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    *,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> Tensor:
+    """[local response length] int64: which response tokens this rank holds, in the order in which it holds them."""
+    *_, tokens = get_logits_and_tokens_offset_with_cp(
+        total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size
+    )
+    prompt_length = total_length - response_length
+    return torch.cat([torch.arange(start, end) - prompt_length for start, end in tokens])
+
+
+def slice_with_cp(
+    tokens: Tensor,
+    pad_value: int | float | Callable[[Tensor, int], Tensor],
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    *,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> Tensor:
+    """This rank's zigzag slice of one whole sample, padded to the layout first.
+
+    Args:
+        tokens: [length, ...] values of the whole sample.
+        pad_value: a number, or `fn(tokens, count)` that returns `tokens` with `count` entries appended.
+        qkv_format: "thd" or "bshd".
+        max_seq_len: padded width of the row, for bshd only.
+        cp_rank: this rank; default Megatron's.
+        cp_size: size of the context-parallel group; default Megatron's.
+
+    Returns:
+        [padded length / C, ...]. At C = 1 thd is not padded.
+    """
+    cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
+    width = padded_length(_layout_length(len(tokens), qkv_format, max_seq_len), cp_size)
+    padded = _pad(tokens, width - len(tokens), pad_value)
+    if cp_size == 1:
+        return padded
+    return padded[zigzag_index([width], cp_rank=cp_rank, cp_size=cp_size).to(padded.device)]
+
+
+def slice_loss_masks_for_local_cp(
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+    *,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> list[Tensor]:
+    """The part of each response-aligned loss mask that belongs to this rank, in zigzag order."""
+    widths = _check_batch(loss_masks, total_lengths, response_lengths, max_seq_lens)
+    cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
+    return [
+        mask[response_index(total, response, qkv_format, width, cp_rank=cp_rank, cp_size=cp_size).to(mask.device)]
+        for mask, total, response, width in zip(loss_masks, total_lengths, response_lengths, widths, strict=True)
+    ]
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+    *,
+    sample_denoms: Sequence[float | Tensor] | Tensor | None = None,
+    constant_divisor: float | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """Reducer of this rank's response values to one scalar; the scalars of the C ranks add up to that of C = 1.
+
+        x -> sum_i sum_t m_it x_it / d_i
+
+    d_i is max(trained tokens of the whole sample i, 1) by default, 1 with `calculate_per_token_loss`, else
+    `sample_denoms[i]` or `constant_divisor`. Masked slots are selected away, so NaN there changes nothing.
+
+    Args:
+        total_lengths: prompt and response tokens of each sample.
+        response_lengths: response tokens of each sample.
+        loss_masks: one [response_length] mask of 0 and 1 per sample, whole.
+        calculate_per_token_loss: sum over tokens, no division.
+        qkv_format: "thd" or "bshd".
+        max_seq_lens: padded width of each sample's row, for bshd only.
+        sample_denoms: one positive denominator per sample.
+        constant_divisor: one positive denominator for all.
+        cp_rank: this rank; default Megatron's.
+        cp_size: size of the context-parallel group; default Megatron's.
+
+    Returns:
+        A function of x, this rank's response values, samples one after the other, each in zigzag order.
+
+    Raises:
+        ValueError: more than one normaliser, a denominator that is not finite and positive, or lengths that do not
+            agree.
+    """
+    denominators = _denominators(loss_masks, calculate_per_token_loss, sample_denoms, constant_divisor)
+    masks = slice_loss_masks_for_local_cp(
+        loss_masks,
+        total_lengths,
+        response_lengths,
+        qkv_format,
+        max_seq_lens,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+    lengths = [len(mask) for mask in masks]
+
+    def reduce(x: Tensor) -> Tensor:
+        if x.shape != (sum(lengths),):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, this rank holds {sum(lengths)} response tokens, so values and masks would "
+                "not align. Give this context-parallel rank's values, samples one after the other."
+            )
+        parts = zip(x.split(lengths), masks, denominators, strict=True)
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)
+        return sum(
+            (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts),
+            start=zero,
+        )
+
+    return reduce
+
+
+def all_gather_with_cp(
+    tensor: Tensor,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> Tensor:
+    """The whole sample's response values on every rank, from each rank's zigzag part: the inverse of the slice.
+
+    The backward is the adjoint: gradients are summed over the ranks, then sliced. A loss that every rank computes
+    from the gathered values therefore counts C times; let each rank sum its own tokens only.
+
+    Args:
+        tensor: [local response length, ...] this rank's values.
+        total_length: prompt and response tokens of the sample.
+        response_length: response tokens of the sample.
+        qkv_format: "thd" or "bshd".
+        max_seq_len: padded width of the row, for bshd only.
+        group: the context-parallel group; every rank of it must call. Needed when C > 1.
+        cp_rank: this rank; default Megatron's.
+        cp_size: size of the group; default Megatron's.
+
+    Returns:
+        [response_length, ...], the same on every rank.
+    """
+    cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
+    index = response_index(total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size)
+    if len(tensor) != len(index):
+        raise ValueError(
+            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} holds {len(index)} of this sample, so they "
+            "would land on the wrong tokens. Slice it with the same lengths and format."
+        )
+    return _GatherResponse.apply(tensor, index.to(tensor.device), response_length, group if cp_size > 1 else None)
+
+
+class _GatherResponse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, index, response_length, group):
+        ctx.group = group
+        ctx.save_for_backward(index)
+        whole = tensor.new_zeros((response_length, *tensor.shape[1:]))
+        whole[index] = tensor
+        if group is not None:
+            torch.distributed.all_reduce(whole, group=group)  # every position has one owner, the rest add 0
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        if ctx.group is not None:
+            grad = grad.clone()
+            torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad[index], None, None, None
+
+
+def check_lengths(total_length: int, response_length: int) -> None:
+    """Refuse a sample without a prompt token (its first response token has no logits) or without a response token."""
+    if response_length < 1:
+        raise ValueError(
+            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to train. "
+            "Drop the sample before the step is planned."
+        )
+    if total_length <= response_length:
+        raise ValueError(
+            f"total_length={total_length} with response_length={response_length} leaves no prompt token, so the first "
+            "response token has no logits. Give every sample at least one prompt token."
+        )
+
+
+def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int:
+    if qkv_format == "thd":
+        return length
+    if qkv_format != "bshd":
+        raise ValueError(
+            f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them."
+        )
+    if max_seq_len is None or max_seq_len < length:
+        raise ValueError(
+            f"max_seq_len={max_seq_len} with a bshd sample of {length} tokens, so the row's padded width is unknown or too "
+            "small. Give the width that the whole batch is padded to."
+        )
+    return max_seq_len
+
+
+def _intersect(a: Span, b: Span) -> Span:
+    start, end = max(a[0], b[0]), min(a[1], b[1])
+    return (start, end) if start < end else (0, 0)
+
+
+def _pad(tokens: Tensor, count: int, pad_value: int | float | Callable[[Tensor, int], Tensor]) -> Tensor:
+    if count == 0:
+        return tokens
+    if callable(pad_value):
+        return pad_value(tokens, count)
+    return torch.cat([tokens, tokens.new_full((count, *tokens.shape[1:]), pad_value)])
+
+
+def _check_batch(
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None,
+) -> Sequence[int | None]:
+    widths = [None] * len(loss_masks) if max_seq_lens is None else max_seq_lens
+    fields = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": widths}
+    for name, values in fields.items():
+        if len(values) != len(loss_masks):
+            raise ValueError(
+                f"{name} has {len(values)} entries for {len(loss_masks)} samples, so they would not align."
+            )
+    for i, (mask, response) in enumerate(zip(loss_masks, response_lengths, strict=True)):
+        if mask.shape != (response,):
+            raise ValueError(
+                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and values would "
+                "not align. Give one entry per response token."
+            )
+    return widths
+
+
+def _denominators(
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool,
+    sample_denoms: Sequence[float | Tensor] | Tensor | None,
+    constant_divisor: float | None,
+) -> list[float] | list[Tensor]:
+    given = {
+        "calculate_per_token_loss": calculate_per_token_loss,
+        "sample_denoms": sample_denoms is not None,
+        "constant_divisor": constant_divisor is not None,
+    }
+    chosen = [name for name, is_given in given.items() if is_given]
+    if len(chosen) > 1:
+        raise ValueError(f"choose one normaliser, got {', '.join(chosen)}")
+    if calculate_per_token_loss:
+        return [1.0] * len(loss_masks)
+    if constant_divisor is not None:
+        return _checked([float(constant_divisor)] * len(loss_masks), len(loss_masks))
+    if sample_denoms is not None:
+        return _checked([float(d) for d in sample_denoms], len(loss_masks))
+    return [mask.bool().sum().clamp(min=1) for mask in loss_masks]  # tensors: no host sync
+
+
+def _checked(denominators: list[float], num_samples: int) -> list[float]:
+    if len(denominators) != num_samples:
+        raise ValueError(f"{len(denominators)} denominators for {num_samples} samples")
+    for i, d in enumerate(denominators):
+        if not 0.0 < d < float("inf"):
+            raise ValueError(
+                f"denominator {i} is {d}, so its sample would weigh 0 or inf. Every one must be finite and > 0."
+            )
+    return denominators
+
+
+def _rank_and_size(cp_rank: int | None, cp_size: int | None) -> tuple[int, int]:
+    if (cp_rank is None) != (cp_size is None):
+        raise ValueError(
+            f"cp_rank={cp_rank} and cp_size={cp_size}: one without the other names no layout. Give both or neither."
+        )
+    if cp_rank is None:
+        cp_rank, cp_size = _parallel_state()
+    _check_rank(cp_rank, cp_size)
+    return cp_rank, cp_size
+
+
+def _parallel_state() -> tuple[int, int]:
+    state = sys.modules.get("megatron.core.parallel_state")  # never imported from here
+    if _WHOLE_SEQUENCES.get() or state is None or not state.model_parallel_is_initialized():
+        return 0, 1
+    return state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+
+
+def _check_rank(cp_rank: int, cp_size: int) -> None:
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"cp_rank={cp_rank} is no rank of a context-parallel group of {cp_size}, so it holds no chunk. Ranks count from 0."
+        )

@@ -1,0 +1,315 @@
+"""One optimizer step through Megatron's schedule: plan, run, check.
+
+    1. take this step's K micro-batches and plan them: one exchange over the data-parallel group
+    2. run Megatron's forward-backward function over them, with the weights that came out
+    3. one all-gather for the checks and all metrics, one host read, before the optimizer moves
+
+Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.training.pretrain`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
+from megatron_pg.loss import Contract, LossSettings, MicrobatchLoss, microbatch_loss, response_weights
+from megatron_pg.metrics import combine, finish, identity
+from megatron_pg.plan import StepPlan, check_count, collective_device, local_table_of, plan_from_table
+
+_MESSAGE = 512  # bytes of the name of the first bad token
+
+
+class NonFiniteLossError(ValueError):
+    """A trained token's loss is NaN or inf; raised on every rank before the optimizer moves."""
+
+
+class ContractError(ValueError):
+    """Megatron's settings or counts are not what the plan relies on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step's forward-backward found, equal on every rank."""
+
+    plan: StepPlan
+    metrics: dict[str, float]
+    forward_only: bool  # an evaluation step
+
+
+class PolicyGradientStep:
+    """The policy-gradient loss for Megatron's schedules.
+
+    Args:
+        settings: from `LossSettings.from_args`, after `validate_args`.
+        on_report: called with a `StepReport` after every forward-backward, on every rank.
+    """
+
+    def __init__(self, settings: LossSettings, on_report: Callable[[StepReport], None] | None = None):
+        self.settings = settings
+        self._on_report = on_report or (lambda report: None)
+        self._contract: Contract | None = None  # of the step in progress
+        self._local: LocalBatch | None = None  # of the forward in progress
+        self._losses: list[tuple[LocalBatch, MicrobatchLoss]] = []
+
+    # --- the model ---
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Compute the loss inside `model` (a GPTModel, not wrapped), where the logits are neither copied nor gathered.
+
+        Raises:
+            ContractError: the model was built with another per-token flag than the arguments have.
+        """
+        built_with = model.config.calculate_per_token_loss
+        if built_with != self.settings.per_token:
+            raise ContractError(
+                f"the model was built with calculate_per_token_loss={built_with}, the arguments say {self.settings.per_token}; "
+                "call validate_args before the model config is made"
+            )
+        language_model_loss = model.compute_language_model_loss
+
+        def compute_language_model_loss(labels: Tensor, logits: Tensor):
+            if self._local is None or labels is not self._local.labels:  # multi-token prediction brings its own labels
+                return language_model_loss(labels, logits)
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+            rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
+            return microbatch_loss(rows, self._local, self.settings, tp_group if tp_group.size() > 1 else None)
+
+        model.compute_language_model_loss = compute_language_model_loss
+        return model
+
+    def forward_step(self, data_iterator: Iterator[LocalBatch], model: nn.Module) -> tuple[object, Callable]:
+        """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned."""
+        local = next(data_iterator)
+        if not isinstance(local, LocalBatch):
+            raise ContractError(
+                f"the data iterator gave a {type(local).__name__} that no plan has seen, so its denominators are unknown; "
+                "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
+            )
+        self._local = local
+        try:
+            output = model(
+                local.tokens,
+                local.position_ids,
+                None,
+                labels=local.labels,
+                loss_mask=local.loss_mask,
+                packed_seq_params=_packed_seq_params(local),
+            )
+        finally:
+            self._local = None
+        return output, partial(self._loss_func, local)
+
+    def _loss_func(self, local: LocalBatch, output: MicrobatchLoss) -> tuple:
+        if not isinstance(output, MicrobatchLoss):
+            raise ContractError(
+                f"the model returned a {type(output).__name__}, not the policy-gradient loss; call PolicyGradientStep.attach on "
+                "the GPTModel before it is wrapped"
+            )
+        if torch.is_grad_enabled() and not output.total.requires_grad:
+            raise ContractError("loss does not require grad; Megatron would skip this rank's backward")
+        self._losses.append((local, output))
+        return self._contract.outputs(output.total, self._local_count(local))
+
+    def _local_count(self, local: LocalBatch) -> int:
+        return local.num_positions if self._counts_positions else local.num_trained
+
+    # --- the step ---
+
+    def forward_backward(self, forward_backward_func: Callable, **arguments: object) -> list:
+        """Megatron's forward-backward function with the plan before it and the checks behind it.
+
+        Args:
+            forward_backward_func: what `get_forward_backward_func()` returned.
+            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es, on every rank, the same on
+                tensor-, context- and pipeline-parallel peers; `forward_step_func` is `self.forward_step`.
+
+        Raises:
+            StepPlanError, ContractError, NonFiniteLossError: on every rank.
+        """
+        num_microbatches, model = arguments["num_microbatches"], arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
+        plan, batches = self._plan(arguments["data_iterator"], num_microbatches)
+        self._contract = self._contract_of(plan)
+        local = self._slice(plan, batches)
+        self._losses = []
+        # every virtual pipeline chunk runs over the same micro-batches
+        iterators = [iter(local) for _ in chunks]
+        arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
+        losses = forward_backward_func(**arguments)
+        metrics = self._check_and_reduce()
+        self._on_report(StepReport(plan=plan, metrics=metrics, forward_only=bool(arguments.get("forward_only"))))
+        return losses
+
+    def _plan(self, data_iterator: object, num_microbatches: int) -> tuple[StepPlan, list[PackedBatch]]:
+        group = parallel_state.get_data_parallel_group()
+        batches, local, error = [], None, None
+        try:
+            batches = _take(data_iterator, num_microbatches)
+            samples = [sample for batch in batches for sample in batch.samples]
+            local = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group)
+        except ValueError as failure:  # travels to the other ranks, so that all of them stop
+            error = failure
+        plan = plan_from_table(
+            local,
+            error=error,
+            aggregation=self.settings.plan_aggregation,
+            divisor=self.settings.divisor,
+            num_positions=sum(batch.num_positions for batch in batches),
+            num_microbatches=num_microbatches,
+            group=group,
+        )
+        _check_peers(batches)
+        return plan, batches
+
+    def _contract_of(self, plan: StepPlan) -> Contract:
+        # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those
+        count = plan.num_positions if self._counts_positions else plan.num_tokens
+        if self.settings.per_token:
+            check_count(count)
+        return Contract(
+            per_token=self.settings.per_token,
+            num_microbatches=plan.num_microbatches,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+            count=count,
+        )
+
+    def _slice(self, plan: StepPlan, batches: Sequence[PackedBatch]) -> list[LocalBatch]:
+        cp_rank = parallel_state.get_context_parallel_rank()
+        cp_size = parallel_state.get_context_parallel_world_size()
+        device = collective_device(None)
+        local, first = [], 0
+        for batch in batches:
+            weights = response_weights(batch, plan, first, self.settings)
+            local.append(slice_batch(batch, weights, cp_rank=cp_rank, cp_size=cp_size, device=device))
+            first += len(batch.samples)
+        return local
+
+    def _check_and_reduce(self) -> dict[str, float]:
+        """The step's one all-gather and one host read: non-finite losses, the sum of the counts, the metrics."""
+        metrics = self.settings.metrics
+        device = collective_device(None)
+        rows = _all_gather(torch.cat([self._check_values(device), self._partial_result(device)]))
+        checks = rows[:, :3].tolist()
+        self._raise_nonfinite(checks)
+        returned = sum(row[2] for row in checks)
+        if self.settings.per_token and returned != self._contract.count:
+            raise ContractError(f"returned token counts sum to {returned:.0f}, the plan has {self._contract.count}")
+        return finish(metrics, combine(metrics, rows[:, 3:]).tolist())
+
+    def _check_values(self, device: torch.device) -> Tensor:
+        """[3]: trained tokens whose loss is not finite, code of the first one, returned counts."""
+        if not self._losses:
+            return torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64, device=device)
+        found = torch.stack([output.nonfinite for _, output in self._losses])  # [K, 2]
+        microbatch = torch.arange(len(found), dtype=torch.float64, device=device)
+        counted = sum(self._local_count(local) for local, _ in self._losses) if _reports() else 0
+        returned = torch.full((), float(counted), dtype=torch.float64, device=device)
+        # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
+        return torch.stack([found[:, 0].sum(), (found[:, 1] + microbatch * 2.0**32).amin(), returned])
+
+    def _partial_result(self, device: torch.device) -> Tensor:
+        metrics = self.settings.metrics
+        if not self._losses or not _reports():
+            return torch.tensor(identity(metrics), dtype=torch.float64, device=device)
+        return combine(metrics, torch.stack([output.partial for _, output in self._losses]))
+
+    def _raise_nonfinite(self, checks: list[list[float]]) -> None:
+        bad = [rank for rank, (count, _, _) in enumerate(checks) if count > 0]
+        if not bad:
+            return
+        where = ""
+        if torch.distributed.get_rank() == bad[0]:
+            microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
+            where = self._losses[microbatch][0].locate(flat)
+        where = _broadcast_text(where, bad[0])
+        raise NonFiniteLossError(
+            f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
+            "so the step would destroy the weights; the optimizer has not moved. Look at that sample's logits and "
+            "log-probabilities."
+        )
+
+
+def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
+    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    if source is None:
+        raise ContractError(
+            "this rank has no data iterator, so it cannot know the step; every rank needs one: set is_distributed = True on "
+            "the dataset provider"
+        )
+    batches = []
+    for _ in range(num_microbatches):
+        batch = next(source, None)
+        if batch is None:
+            raise ContractError(
+                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step"
+            )
+        if not isinstance(batch, PackedBatch):
+            raise ContractError(
+                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.batch.pack"
+            )
+        batches.append(batch)
+    return batches
+
+
+def _check_peers(batches: Sequence[PackedBatch]) -> None:
+    """Every tensor-, context- and pipeline-parallel peer must hold the same micro-batches (rule P9)."""
+    if torch.distributed.get_world_size() == parallel_state.get_data_parallel_world_size():
+        return
+    content = hashlib.blake2b(digest_size=6)  # 48 bits: exact in float64
+    for batch in batches:
+        content.update(batch.tokens.numpy().tobytes())
+        content.update(batch.response_values("loss_mask").numpy().tobytes())
+    digest = float(int.from_bytes(content.digest(), "big"))
+    mine = torch.tensor([float(parallel_state.get_data_parallel_rank()), digest], dtype=torch.float64)
+    seen: dict[float, tuple[int, float]] = {}
+    for rank, (dp_rank, value) in enumerate(_all_gather(mine.to(collective_device(None))).tolist()):
+        first, expected = seen.setdefault(dp_rank, (rank, value))
+        if value != expected:
+            raise ContractError(
+                f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and must be given "
+                "the same micro-batches"
+            )
+
+
+def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
+    if local.whole.qkv_format == "bshd":
+        return None
+    lengths = torch.tensor([0, *local.whole.documents], dtype=torch.int32)
+    boundaries = lengths.cumsum(0, dtype=torch.int32).to(local.tokens.device, non_blocking=True)
+    longest = max(local.whole.documents)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _reports() -> bool:
+    """Whether this rank's sums count: tensor-parallel peers hold copies."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _all_gather(values: Tensor) -> Tensor:
+    """[world, n] from [n] on every rank, on the CPU: the step's host read."""
+    gathered = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, values)
+    return torch.stack(gathered).cpu()
+
+
+def _broadcast_text(text: str, source: int) -> str:
+    data = torch.frombuffer(bytearray(text.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")), dtype=torch.uint8)
+    data = data.to(collective_device(None))
+    torch.distributed.broadcast(data, src=source)
+    return bytes(data.cpu().numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")

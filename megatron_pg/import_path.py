@@ -1,0 +1,82 @@
+"""Functions that a user names on the command line by import path, `package.module:function`.
+
+The path is checked before anything is imported: plain identifiers only, so no file path, URL or dunder
+reaches the import system.
+"""
+
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+_NAME = r"(?!__)[A-Za-z_][A-Za-z0-9_]*"
+_PATH = re.compile(rf"({_NAME}(?:\.{_NAME})*)[.:]({_NAME})")
+
+
+class ImportPathError(ValueError):
+    """An import path is malformed, cannot be imported, or names something that cannot be called as asked."""
+
+
+def split_import_path(path: object) -> tuple[str, str]:
+    """Module and attribute of `package.module:function` or `package.module.function`.
+
+    Raises:
+        ImportPathError: `path` is no string of that form.
+    """
+    match = _PATH.fullmatch(path) if isinstance(path, str) else None
+    if match is None:
+        raise ImportPathError(
+            f"must be package.module.function (or package.module:function), got {path!r}; file paths are not accepted"
+        )
+    return match.group(1), match.group(2)
+
+
+def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
+    """Import the function at `path` and check that it can be called with `parameters`, in that order.
+
+    Args:
+        path: `package.module:function` or `package.module.function`.
+        parameters: names of the positional parameters that it will be given; the names are not compared.
+
+    Raises:
+        ImportPathError: the import fails, or what is found is a class, a coroutine or generator function, not
+            callable, or does not accept that many positional arguments.
+    """
+    module_name, attribute = split_import_path(path)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything
+        raise ImportPathError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ImportPathError(
+            f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: {', '.join(names) or 'none'})"
+        )
+    function = getattr(module, attribute)
+    _check_callable(function, parameters)
+    return function
+
+
+def source_of(function: Callable) -> tuple[str, str]:
+    """File name and sha256 of the source file that defines `function`, so that ranks and runs can be compared."""
+    try:
+        path = Path(inspect.getsourcefile(function) or "")
+        return path.name, hashlib.sha256(path.read_bytes()).hexdigest()
+    except (TypeError, OSError):  # built in, or defined without a file
+        return "no source file", hashlib.sha256(repr(function).encode()).hexdigest()
+
+
+def _check_callable(function: object, parameters: tuple[str, ...]) -> None:
+    expected = f"must be a function that accepts ({', '.join(parameters)})"
+    if not callable(function) or inspect.isclass(function):
+        raise ImportPathError(f"{expected}, is a {type(function).__name__}")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ImportPathError(f"{expected}, is a coroutine or generator function")
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*parameters)
+    except (TypeError, ValueError) as error:
+        shown = str(signature) if "signature" in locals() else "no readable signature"
+        raise ImportPathError(f"{expected}, has {shown}") from error

@@ -1,0 +1,43 @@
+"""The eager implementation: plain torch with autograd, on any device. It is what the others are compared with."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.logprobs import logprobs_and_entropy
+from megatron_pg.objectives import grpo
+
+
+def reference_grpo_loss(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    mask: Tensor,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    temperature: float,
+    tp_group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+
+    def select(values: Tensor) -> Tensor:
+        return torch.where(mask, values.to(dtype), 0)
+
+    # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
+    safe_logits = logits.masked_fill(~mask[:, None], 0)
+    safe_targets = torch.where(mask, targets, 0)
+    logprobs, entropy = logprobs_and_entropy(safe_logits, safe_targets, temperature=temperature, tp_group=tp_group)
+    log_ratios = torch.where(mask, logprobs - select(old_logprobs), 0)
+    token_losses = grpo(log_ratios, select(advantages), clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
+    loss = (select(weights) * token_losses).sum()
+    return (
+        loss,
+        token_losses.detach(),
+        select(logprobs.detach()),
+        log_ratios.detach(),
+        select(entropy.detach()),
+    )

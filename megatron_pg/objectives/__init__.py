@@ -1,0 +1,5 @@
+"""Objectives: the loss of one token from its log-probability. No mean, no mask, no collective inside."""
+
+from megatron_pg.objectives.grpo import grpo
+
+__all__ = ["grpo"]

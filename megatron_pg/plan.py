@@ -1,0 +1,348 @@
+"""The step plan: integer counts of the whole optimizer step, exchanged once, and a denominator per sample.
+
+Everything later (kernel, context parallelism, pipeline, metrics) only reads the weights that come out of here. Every
+rank sees the same table, so a mistake in it is found, and raised, on every rank.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.args import AGGREGATIONS
+from megatron_pg.reducers import REDUCERS, StepCounts
+from megatron_pg.rollouts import Id
+
+SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
+_MESSAGE = 512  # bytes of a rank's error that travel to the others
+_EXTRAS = 6  # integers of a rank beside its table
+_INT32_MAX = 2**31 - 1
+
+
+class StepPlanError(ValueError):
+    """The step cannot be planned; the same message is raised on every data-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """Totals of one optimizer step, and the denominators of this rank's samples."""
+
+    aggregation: str
+    divisor: float | None
+    denominators: Tensor  # [S] float64, > 0; S samples of this process
+    num_samples: int
+    num_rollouts: int  # N_r
+    num_prompts: int | None  # P; None without prompt ids
+    num_tokens: int  # T, trained
+    num_positions: int  # R, prompt, response and padding
+    num_microbatches: int  # K, the same on every rank
+
+
+def plan_step(
+    tokens_per_sample: Sequence[int] | Tensor,
+    *,
+    aggregation: str,
+    divisor: float | None = None,
+    rollout_ids: Sequence[Id] | None = None,
+    prompt_ids: Sequence[Id] | None = None,
+    positions_per_sample: Sequence[int] | Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> StepPlan:
+    """Denominators of one optimizer step, from integer metadata, by one all-gather.
+
+        objective = sum over tokens of mask / d_sample(t) * loss_t
+
+    Args:
+        tokens_per_sample: [S] trained tokens of each sample of this process in the whole step, all micro-batches.
+        aggregation: sample_mean, prompt_mean, token_mean or constant. The same on every rank.
+        divisor: L of `constant`, in tokens. The same on every rank.
+        rollout_ids: [S] the trajectory of each sample; without it every sample is its own rollout.
+        prompt_ids: [S] the prompt group of each sample; needed by prompt_mean.
+        positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
+        group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
+            Context-, tensor- and pipeline-parallel peers hold copies and are never summed.
+
+    Raises:
+        StepPlanError: on every rank of `group`, for a mistake on any of them.
+    """
+    error, local = None, None
+    try:
+        local = _local_table(tokens_per_sample, aggregation, divisor, rollout_ids, prompt_ids, group)
+    except ValueError as failure:
+        error = failure
+    positions = tokens_per_sample if positions_per_sample is None else positions_per_sample
+    total = sum(int(n) for n in positions) if error is None else 0
+    return plan_from_table(
+        local,
+        error=error,
+        aggregation=aggregation,
+        divisor=divisor,
+        num_positions=total,
+        num_microbatches=1,
+        group=group,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTable:
+    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key) per sample."""
+
+    rows: Tensor  # [S, 3] int64
+    has_rollout_ids: bool
+    has_prompt_ids: bool
+
+
+def _local_table(
+    tokens_per_sample: Sequence[int] | Tensor,
+    aggregation: str,
+    divisor: float | None,
+    rollout_ids: Sequence[Id] | None,
+    prompt_ids: Sequence[Id] | None,
+    group: ProcessGroup | None,
+) -> LocalTable:
+    _check_aggregation(aggregation, divisor)
+    counts = _counts(tokens_per_sample)
+    size = len(counts)
+    if aggregation == "prompt_mean":
+        _check_prompt_ids(prompt_ids, size)
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
+    rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
+    prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
+    return LocalTable(torch.stack([counts, rollouts, prompts], dim=1), rollout_ids is not None, prompt_ids is not None)
+
+
+def plan_from_table(
+    local: LocalTable | None,
+    *,
+    error: Exception | None,
+    aggregation: str,
+    divisor: float | None,
+    num_positions: int,
+    num_microbatches: int,
+    group: ProcessGroup | None,
+) -> StepPlan:
+    """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`."""
+    rows = torch.zeros(0, 3, dtype=torch.int64) if local is None else local.rows
+    flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
+    extras = [len(rows), int(error is not None), *flags, num_positions, num_microbatches]
+    extras_per_rank, tables = _exchange(rows, extras, str(error or ""), group)
+    _check_agreement(extras_per_rank)
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    start = sum(len(table) for table in tables[:rank])
+    counts = _count_units(
+        torch.cat(tables),
+        slice(start, start + len(rows)),
+        with_prompts=any(e[3] == 1 for e in extras_per_rank),
+        divisor=divisor,
+    )
+    return StepPlan(
+        aggregation=aggregation,
+        divisor=divisor,
+        denominators=REDUCERS[aggregation](counts),
+        num_samples=sum(len(table) for table in tables),
+        num_rollouts=counts.num_rollouts,
+        num_prompts=counts.num_prompts,
+        num_tokens=counts.num_tokens,
+        num_positions=sum(e[4] for e in extras_per_rank),
+        num_microbatches=num_microbatches,
+    )
+
+
+def local_table_of(
+    samples: Sequence, aggregation: str, divisor: float | None, group: ProcessGroup | None
+) -> LocalTable:
+    """The table of this rank's `Sample`s, in order."""
+    prompt_ids = _all_or_none("prompt_id", samples)
+    if aggregation == "prompt_mean" and prompt_ids is None:
+        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
+    return _local_table(
+        [sample.num_trained for sample in samples],
+        aggregation,
+        divisor,
+        _all_or_none("rollout_id", samples),
+        prompt_ids,
+        group,
+    )
+
+
+def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
+    ids = [getattr(sample, name) for sample in samples]
+    missing = [i for i, value in enumerate(ids) if value is None]
+    if missing and len(missing) < len(ids):
+        raise ValueError(
+            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot be "
+            "counted. Give it to every sample or to none."
+        )
+    return None if missing or not ids else ids
+
+
+def _check_aggregation(aggregation: str, divisor: float | None) -> None:
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
+        )
+    if aggregation == "constant" and not (divisor is not None and 0 < divisor < float("inf")):
+        raise ValueError(
+            f"divisor={divisor} of constant must be finite and > 0. Set it to a length, for instance 4096."
+        )
+    if aggregation != "constant" and divisor is not None:
+        raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
+
+
+def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
+    counts = torch.as_tensor(tokens_per_sample)
+    if counts.numel() == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
+        raise ValueError(
+            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
+            "Give whole numbers of trained tokens."
+        )
+    if (counts < 0).any():
+        i = int((counts < 0).nonzero()[0])
+        raise ValueError(
+            f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
+        )
+    return counts.to(torch.int64).cpu()
+
+
+def _check_prompt_ids(prompt_ids: Sequence[Id] | None, size: int) -> None:
+    missing = range(size) if prompt_ids is None else (i for i, value in enumerate(prompt_ids) if value is None)
+    first = next(iter(missing), None)
+    if first is not None:
+        raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {first} has none")
+
+
+def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
+    """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
+    if len(ids) != size:
+        raise ValueError(
+            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
+        )
+    for i, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
+        if isinstance(value, int) and abs(value) >= 2**62:
+            raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
+    return torch.tensor([_key(value) for value in ids], dtype=torch.int64)
+
+
+def _key(value: Id) -> int:
+    if isinstance(value, int):
+        return value
+    return -(2**62) - (int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 2)
+
+
+def _exchange(
+    rows: Tensor, extras: list[int], error: str, group: ProcessGroup | None
+) -> tuple[list[list[int]], list[Tensor]]:
+    """All ranks' integers and tables, in rank order; raises on every rank where one rank reports an error."""
+    text = torch.frombuffer(bytearray(error.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")), dtype=torch.int64)
+    head = torch.cat([torch.tensor(extras, dtype=torch.int64), text])
+    gathered = _all_gather(torch.cat([head, _fill(rows, SLOTS)]), group)
+    heads = [row[: len(head)] for row in gathered]
+    extras_per_rank = [h[:_EXTRAS].tolist() for h in heads]
+    for rank, (values, h) in enumerate(zip(extras_per_rank, heads, strict=True)):
+        if values[1]:
+            message = bytes(h[_EXTRAS:].numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")
+            raise StepPlanError(f"data-parallel rank {rank}: {message}" if len(heads) > 1 else message)
+    bodies = [row[len(head) :] for row in gathered]
+    largest = max(values[0] for values in extras_per_rank)
+    if largest > SLOTS:
+        bodies = _all_gather(_fill(rows, largest), group)
+    return extras_per_rank, [b[: 3 * e[0]].view(-1, 3) for b, e in zip(bodies, extras_per_rank, strict=True)]
+
+
+def _fill(rows: Tensor, slots: int) -> Tensor:
+    flat = torch.zeros(3 * slots, dtype=torch.int64)
+    values = rows.reshape(-1)[: 3 * slots]
+    flat[: len(values)] = values
+    return flat
+
+
+def _all_gather(values: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    if group is None:
+        return [values]
+    values = values.to(collective_device(group))
+    gathered = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(gathered, values, group=group)
+    return [row.cpu() for row in gathered]
+
+
+def collective_device(group: ProcessGroup | None) -> torch.device:
+    """Where tensors must live for a collective of `group` (None: the default group)."""
+    if "nccl" in torch.distributed.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check_agreement(extras_per_rank: list[list[int]]) -> None:
+    for column, name in ((2, "rollout_ids"), (3, "prompt_ids")):
+        with_ids = [r for r, e in enumerate(extras_per_rank) if e[column] == 1]
+        without = [r for r, e in enumerate(extras_per_rank) if e[column] == 0]
+        if with_ids and without:
+            raise StepPlanError(
+                f"data-parallel rank {with_ids[0]} has {name} and rank {without[0]} has none, so units cannot be counted. "
+                "Give them on every rank or on none."
+            )
+    for rank, extras in enumerate(extras_per_rank):
+        if extras[5] != extras_per_rank[0][5]:
+            raise StepPlanError(
+                f"rank 0 has {extras_per_rank[0][5]} micro-batches, rank {rank} has {extras[5]}; Megatron's schedule needs the "
+                "same number everywhere. Fill up with empty micro-batches."
+            )
+
+
+def _count_units(table: Tensor, mine: slice, *, with_prompts: bool, divisor: float | None) -> StepCounts:
+    tokens, rollouts, prompts = table.unbind(dim=1)
+    num_tokens = int(tokens.sum())
+    if num_tokens == 0:
+        raise StepPlanError(
+            "the step has no trained token, so nothing can be learned from it. Skip it before the forward."
+        )
+    if with_prompts:
+        _check_one_group(rollouts, prompts)
+    num_rollouts, per_rollout = _totals(rollouts, tokens)
+    num_prompts, per_prompt = _totals(prompts, tokens) if with_prompts else (None, None)
+    return StepCounts(
+        tokens_per_rollout=per_rollout[mine],
+        tokens_per_prompt=per_prompt[mine] if per_prompt is not None else None,
+        num_rollouts=num_rollouts,
+        num_prompts=num_prompts,
+        num_tokens=num_tokens,
+        divisor=divisor,
+    )
+
+
+def _totals(keys: Tensor, tokens: Tensor) -> tuple[int, Tensor]:
+    """Number of distinct units, and for every sample the trained tokens of its unit."""
+    units, inverse = torch.unique(keys, return_inverse=True)
+    totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
+    return len(units), totals[inverse]
+
+
+def _check_one_group(rollouts: Tensor, prompts: Tensor) -> None:
+    units, inverse = torch.unique(rollouts, return_inverse=True)
+    first = torch.full((len(units),), len(rollouts)).scatter_reduce(0, inverse, torch.arange(len(rollouts)), "amin")
+    stray = (prompts != prompts[first[inverse]]).nonzero()
+    if len(stray):
+        i = int(stray[0])
+        raise StepPlanError(
+            f"rollout {_show(rollouts[i])} belongs to prompt groups {_show(prompts[first[inverse[i]]])} and "
+            f"{_show(prompts[i])}, so its tokens would count twice. Give all samples of a rollout one prompt_id."
+        )
+
+
+def _show(key: Tensor) -> str:
+    value = int(key)
+    return str(value) if abs(value) < 2**62 else f"with the string-id hash {-value - 2**62:x}"
+
+
+def check_count(count: int) -> None:
+    """Refuse a count that Megatron's int32 accumulator cannot hold (per-token contract only)."""
+    if count > _INT32_MAX:
+        raise StepPlanError(f"{count} tokens in one step exceed Megatron's int32 counter. Take fewer per step.")

@@ -1,0 +1,225 @@
+"""Megatron's own `pretrain()` with the policy-gradient step in it: the one module that imports megatron.training.
+
+It calls Megatron by keyword, because the positional order changed between releases, and replaces two names in
+`megatron.training.training` for the length of the call: the forward-backward function that the loop fetches, and the
+logging function, behind which the step's metrics are written.
+"""
+
+import inspect
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.training import arguments, training
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+from megatron_pg.args import ArgumentError, add_arguments, disagreement, own_arguments, validate_args
+from megatron_pg.explain import banner
+from megatron_pg.forward_step import PolicyGradientStep, StepReport
+from megatron_pg.import_path import source_of
+from megatron_pg.loss import LossSettings
+from megatron_pg.plan import collective_device
+from megatron_pg.reducers.custom import load_custom_reducer
+
+_ARGUMENT_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """One finished optimizer step, equal on every rank."""
+
+    iteration: int
+    report: StepReport
+    learning_rate: float | None
+    grad_norm: float | None
+    skipped: bool  # the optimizer skipped it (fp16 loss scale)
+
+
+def chain_args_providers(*providers: Callable | None) -> Callable[[ArgumentParser], ArgumentParser]:
+    """One `extra_args_provider` out of several; None is left out."""
+
+    def add_all(parser: ArgumentParser) -> ArgumentParser:
+        for provider in providers:
+            parser = parser if provider is None else provider(parser)
+        return parser
+
+    return add_all
+
+
+def pretrain(
+    *,
+    train_valid_test_datasets_provider: Callable,
+    model_provider: Callable,
+    model_type: object,
+    extra_args_provider: Callable | None = None,
+    args_defaults: dict | None = None,
+    on_step: Callable[[StepLog], None] | None = None,
+    **rest: object,
+) -> None:
+    """`megatron.training.pretrain` on the policy-gradient loss.
+
+    Args:
+        train_valid_test_datasets_provider: Megatron's, with `is_distributed = True`; its iterators yield
+            `PackedBatch`es on every rank (`--dataloader-type external`).
+        model_provider: Megatron's; returns a GPTModel.
+        model_type: Megatron's ModelType.
+        extra_args_provider: the script's own flags; megatron_pg's are added.
+        args_defaults: Megatron's.
+        on_step: called after every optimizer step, on every rank.
+        rest: further keywords of Megatron's `pretrain`.
+
+    Raises:
+        ArgumentError: on every rank, before the model is built.
+    """
+    session = _Session(on_step or (lambda log: None))
+    provider = chain_args_providers(extra_args_provider, add_arguments)
+    keywords = {
+        "train_valid_test_dataset_provider": train_valid_test_datasets_provider,
+        "model_provider": session.model_provider(model_provider),
+        "model_type": model_type,
+        "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
+        **rest,
+    }
+    if "extra_args_provider" in inspect.signature(training.pretrain).parameters:  # up to 0.17
+        keywords |= {"extra_args_provider": provider, "args_defaults": args_defaults or {}}
+    else:
+        keywords["cfg_container"] = _configuration(provider, args_defaults or {})
+    with (
+        _replaced("get_forward_backward_func", session.forward_backward_getter),
+        _replaced("training_log", session.logger),
+    ):
+        training.pretrain(**keywords)
+
+
+def _configuration(provider: Callable, args_defaults: dict) -> object:
+    """Megatron's configuration container (0.18 and later), made after our validation."""
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    args = arguments.parse_and_validate_args(extra_args_provider=provider, args_defaults=args_defaults)
+    return pretrain_cfg_container_from_args(validate_args(args))
+
+
+class _Session:
+    """What one call of `pretrain` keeps between Megatron's callbacks."""
+
+    def __init__(self, on_step: Callable[[StepLog], None]):
+        self.step: PolicyGradientStep | None = None
+        self._on_step = on_step
+        self._report: StepReport | None = None
+
+    def model_provider(self, provider: Callable) -> Callable:
+        """`provider`, with our validation before it and our loss in its model."""
+
+        def build(*positional: object, **keywords: object):
+            if self.step is None:
+                self.step = _start(get_args(), self._keep)
+            model = provider(*positional, **keywords)
+            return self.step.attach(model) if getattr(model, "post_process", True) else model
+
+        return build
+
+    def forward_backward_getter(self, original: Callable) -> Callable:
+        def get_forward_backward_func(*positional: object, **keywords: object) -> Callable:
+            function = original(*positional, **keywords)
+            return lambda **arguments: self.step.forward_backward(function, **arguments)
+
+        return get_forward_backward_func
+
+    def logger(self, original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        def training_log(*positional: object, **keywords: object):
+            result = original(*positional, **keywords)
+            values = signature.bind(*positional, **keywords).arguments
+            self._log(values)
+            return result
+
+        return training_log
+
+    def _keep(self, report: StepReport) -> None:
+        if not report.forward_only:
+            self._report = report
+
+    def _log(self, values: dict[str, object]) -> None:
+        grad_norm = values["grad_norm"]
+        log = StepLog(
+            iteration=values["iteration"],
+            report=self._report,
+            learning_rate=values["learning_rate"],
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            skipped=bool(values["skipped_iter"]),
+        )
+        _write(log)
+        self._on_step(log)
+
+
+def _start(args: Namespace, keep: Callable[[StepReport], None]) -> PolicyGradientStep:
+    """Validate on every rank, compare the ranks, and say what is in force."""
+    error = None
+    try:
+        validate_args(args)
+        path = args.custom_pg_loss_reducer_function_path
+        reducer = load_custom_reducer(path, calculate_per_token_loss=args.calculate_per_token_loss) if path else None
+    except ArgumentError as failure:
+        error, reducer = failure, None
+    _compare_ranks(args, reducer, error)
+    if torch.distributed.get_rank() == 0:
+        sys.stdout.write(banner(args) + "\n")
+        sys.stdout.flush()
+    return PolicyGradientStep(LossSettings.from_args(args, reducer), keep)
+
+
+def _compare_ranks(args: Namespace, reducer: Callable | None, error: ArgumentError | None) -> None:
+    """Raise on every rank when one has an error, or when two have different arguments (rule E23)."""
+    mine = {name: vars(args).get(name) for name in (*own_arguments(), "calculate_per_token_loss")}
+    mine["source of the custom reducer"] = source_of(reducer)[1] if reducer else None
+    mine["error"] = str(error)[: _ARGUMENT_BYTES // 4] if error else None
+    per_rank = _all_gather_json(mine)
+    if error is not None:
+        raise error
+    failed = [(rank, values["error"]) for rank, values in enumerate(per_rank) if values["error"]]
+    if failed:
+        raise ArgumentError([("E23", f"rank {failed[0][0]}: {failed[0][1]}")])
+    if message := disagreement(per_rank):
+        raise ArgumentError([("E23", message)])
+
+
+def _all_gather_json(values: dict[str, object]) -> list[dict[str, object]]:
+    text = json.dumps(values, default=repr).encode()
+    if len(text) > _ARGUMENT_BYTES:
+        raise ArgumentError(
+            [
+                (
+                    "E13",
+                    f"the arguments take {len(text)} bytes as text, more than {_ARGUMENT_BYTES}; shorten them",
+                )
+            ]
+        )
+    data = torch.frombuffer(bytearray(text.ljust(_ARGUMENT_BYTES)), dtype=torch.uint8).to(collective_device(None))
+    gathered = [torch.empty_like(data) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, data)
+    return [json.loads(bytes(row.cpu().numpy().tobytes())) for row in gathered]
+
+
+def _write(log: StepLog) -> None:
+    """Metrics to Megatron's own TensorBoard and W&B writers, under the names that the JSONL file uses."""
+    metrics = log.report.metrics
+    if writer := get_tensorboard_writer():
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, log.iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(metrics, log.iteration)
+
+
+@contextmanager
+def _replaced(name: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
+    original = getattr(training, name)
+    setattr(training, name, replacement(original))
+    try:
+        yield
+    finally:
+        setattr(training, name, original)

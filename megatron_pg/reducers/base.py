@@ -1,0 +1,26 @@
+"""What a reducer sees: integer counts of the whole optimizer step, never a loss, a rank or a micro-batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """Trained tokens of the units that this process's S samples belong to, counted over the whole step.
+
+    A unit's count includes its samples on other data-parallel ranks and in other micro-batches. Fully masked units
+    count in `num_rollouts` and `num_prompts`.
+    """
+
+    tokens_per_rollout: Tensor  # [S] int64, M of the sample's rollout
+    tokens_per_prompt: Tensor | None  # [S] int64, M of the sample's prompt group; None without prompt ids
+    num_rollouts: int  # N_r
+    num_prompts: int | None  # P
+    num_tokens: int  # T
+    divisor: float | None  # L
+
+
+Reducer = Callable[[StepCounts], Tensor]
+"""Maps the counts to one denominator per sample: [S] float64, all > 0."""

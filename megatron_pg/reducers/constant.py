@@ -1,0 +1,16 @@
+"""Every trained token weighs the same, at a scale that does not depend on the data."""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.reducers.base import StepCounts
+
+
+def constant(step: StepCounts) -> Tensor:
+    """Denominator of each sample, [S] float64.
+
+        d_i = N_r · L
+
+    Source: Dr. GRPO, arXiv 2503.20783; L is `--loss-aggregation-divisor`, one length for the whole run.
+    """
+    return torch.full(step.tokens_per_rollout.shape, step.num_rollouts * step.divisor, dtype=torch.float64)

@@ -1,0 +1,123 @@
+"""A user's own reducer, with the four arguments that slime and miles give it.
+
+It is called on the CPU, once per micro-batch, with whole samples, whatever the context-parallel layout; context
+parallelism then slices the weights like any other token field. It must be linear in the per-token loss, add up over
+samples, and not read masked slots: its token weights are its derivative, and the probe checks all of that on a tiny
+step before training starts.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_pg.args import REDUCER_PARAMETERS, ArgumentError
+from megatron_pg.cp_utils import whole_sequences
+from megatron_pg.import_path import load_function
+
+CustomReducer = Callable[..., Callable[[Tensor], Tensor]]
+
+
+def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomReducer:
+    """Import the reducer at `path` and probe it.
+
+    Raises:
+        ArgumentError: rule E16, when the probe finds that its value depends on how the step is cut.
+        ImportPathError: it cannot be imported or called.
+    """
+    reducer = load_function(path, REDUCER_PARAMETERS)
+    if reason := _probe(reducer, calculate_per_token_loss):
+        raise ArgumentError([("E16", f"custom reducer {path!r} {reason}")])
+    return reducer
+
+
+def token_weights(
+    reducer: CustomReducer,
+    total_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    *,
+    calculate_per_token_loss: bool,
+) -> Tensor:
+    """Derivative of the reducer with respect to each response token's loss, samples one after the other.
+
+    Args:
+        reducer: the user's function.
+        total_lengths: prompt and response tokens of each sample.
+        loss_masks: one [response length] bool mask per sample.
+        calculate_per_token_loss: the per-token flag, which is passed on.
+
+    Returns:
+        [sum of response lengths] float64, without the 1/N_r (flag on: 1/T) that the plugin applies.
+
+    Raises:
+        ValueError: the reducer fails on these lengths, is not linear in the loss, or weighs a masked token.
+    """
+    lengths = [len(mask) for mask in loss_masks]
+    live = torch.cat([mask.bool() for mask in loss_masks]) if lengths else torch.zeros(0, dtype=torch.bool)
+    masks = [mask.to(torch.int32) for mask in loss_masks]
+    point = torch.linspace(-1.0, 2.0, len(live), dtype=torch.float64)
+    with whole_sequences(), torch.enable_grad():
+        at_zero, weights = _value_and_gradient(
+            reducer, total_lengths, lengths, masks, calculate_per_token_loss, 0 * point
+        )
+        value, _ = _value_and_gradient(reducer, total_lengths, lengths, masks, calculate_per_token_loss, point)
+    _check_linear(at_zero, value, weights, point, live)
+    return weights
+
+
+def _value_and_gradient(
+    reducer, total_lengths, lengths, masks, per_token: bool, point: Tensor
+) -> tuple[Tensor, Tensor]:
+    x = point.clone().requires_grad_()
+    if not lengths:  # an empty micro-batch: nothing to ask the user's code
+        return point.new_zeros(()), point.new_zeros(0)
+    value = reducer(list(total_lengths), lengths, masks, per_token)(x)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(
+            f"the custom reducer returned {value!r}, not a scalar tensor, so there is no loss. Return one number."
+        )
+    if not value.requires_grad:
+        return value.detach().reshape(()), torch.zeros_like(x)
+    (gradient,) = torch.autograd.grad(value.reshape(()), x)
+    return value.detach().reshape(()), gradient
+
+
+def _check_linear(at_zero: Tensor, value: Tensor, weights: Tensor, point: Tensor, live: Tensor) -> None:
+    if not torch.isfinite(weights).all():
+        raise ValueError(
+            "the custom reducer gives a token a weight that is not finite, so the loss would be NaN or inf."
+        )
+    if weights[~live].any():
+        raise ValueError(
+            "the custom reducer gives a masked token a weight, so tokens that must not be trained would be."
+        )
+    scale = (weights * point).abs().sum().clamp(min=1e-300)
+    if at_zero != 0 or (value - weights @ point).abs() > 1e-6 * scale:  # a float32 reducer is fine
+        raise ValueError(
+            "the custom reducer is not linear in the per-token loss, so it has no token weights. Divide sums by counts that "
+            "do not depend on the loss."
+        )
+
+
+def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
+    """Why the reducer is refused, or None: a step of three dyadic samples, whole and cut into single samples."""
+    totals = [6, 3, 7]
+    masks = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1], [1, 1], [0, 1, 1, 1])]
+
+    def weights(which: Sequence[int]) -> Tensor:
+        return token_weights(
+            reducer, [totals[i] for i in which], [masks[i] for i in which], calculate_per_token_loss=per_token
+        )
+
+    try:
+        whole, cut = weights([0, 1, 2]), torch.cat([weights([i]) for i in range(3)])
+    except Exception as error:  # the user's code may raise anything
+        return f"fails on a tiny step of whole samples: {type(error).__name__}: {error}"
+    if not whole.any():
+        return "has no gradient with respect to the per-token loss, so nothing would be trained"
+    if not torch.allclose(whole, cut, rtol=1e-6, atol=0):
+        return (
+            f"gives {whole.sum():.6g} in one micro-batch and {cut.sum():.6g} for the same data in three micro-batches; divide by "
+            "per-sample counts of the full sequence only"
+        )
+    return None

@@ -1,0 +1,349 @@
+"""Samples, and the neutral rollout file that holds them (docs/rollout_file.md).
+
+A sample is one training sequence: prompt and response tokens, and what reinforcement learning knows about the
+response. Everything is checked here, at the door, so that nothing later has to.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_pg.cp_utils import check_lengths
+
+FORMAT = "megatron_pg.rollouts"
+VERSION = 1
+MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
+
+_REQUIRED = (
+    "step",
+    "prompt_id",
+    "rollout_id",
+    "tokens",
+    "response_length",
+    "loss_mask",
+    "old_logprobs",
+    "reward",
+    "advantage",
+)
+_OPTIONAL = ("rollout_logprobs", "ref_logprobs")
+
+Id = int | str
+
+
+class RolloutFileError(ValueError):
+    """A rollout file is malformed; the message begins with file and line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One training sequence, whole, on the CPU. Response-aligned fields have one entry per response token (R).
+
+    Values at masked tokens may be anything, NaN included: they are selected away. At trained tokens they must be
+    finite.
+
+    Raises:
+        ValueError: shapes, dtypes or lengths disagree, the mask is not 0/1, or a trained token has a value that is
+            not finite.
+    """
+
+    tokens: Tensor  # [n] int64, prompt then response
+    loss_mask: Tensor  # [R] bool, True where the token is trained
+    old_logprobs: Tensor  # [R] float64, nats, of the sampling policy at the training temperature
+    advantages: Tensor  # [R] float64
+    sample_id: str = "?"  # what error messages call it
+    prompt_id: Id | None = None  # samples of one prompt share it
+    rollout_id: Id | None = None  # samples of one trajectory share it
+    rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
+    ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
+    step: int | None = None  # optimizer step that it belongs to
+    reward: float | None = None
+    extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
+
+    def __post_init__(self):
+        _check_tokens(self.tokens, self.sample_id)
+        _check_mask(self.loss_mask, self.sample_id)
+        check_lengths(len(self.tokens), len(self.loss_mask))
+        for name in ("old_logprobs", "advantages", *_OPTIONAL):
+            _check_values(name, getattr(self, name), self.loss_mask, self.sample_id)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        tokens: Sequence[int],
+        response_length: int,
+        loss_mask: Sequence[int],
+        old_logprobs: Sequence[float],
+        advantage: float | Sequence[float],
+        **rest: object,
+    ) -> "Sample":
+        """A sample from plain lists; `advantage` is one number for the whole response or one per response token.
+
+        Args:
+            tokens: prompt and response token ids.
+            response_length: R, the number of response tokens.
+            loss_mask: R entries, 0 or 1.
+            old_logprobs: R log-probabilities in nats.
+            advantage: a number or R numbers.
+            rest: any other field of `Sample`; log-probability fields may be lists.
+        """
+        label = rest.get("sample_id", "?")
+        if len(loss_mask) != response_length:
+            raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
+        if isinstance(advantage, (int, float)):
+            advantage = [advantage] * response_length
+        for name in _OPTIONAL:
+            if rest.get(name) is not None:
+                rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
+        return cls(
+            tokens=torch.as_tensor(tokens, dtype=torch.int64),
+            loss_mask=_as_mask(loss_mask, label),
+            old_logprobs=torch.as_tensor(old_logprobs, dtype=torch.float64),
+            advantages=torch.as_tensor(advantage, dtype=torch.float64),
+            **rest,
+        )
+
+    @property
+    def response_length(self) -> int:
+        """R, the number of response tokens, trained or not."""
+        return len(self.loss_mask)
+
+    @property
+    def num_trained(self) -> int:
+        """M_i, the number of trained tokens."""
+        return int(self.loss_mask.sum())
+
+
+def read_rollouts(path: str | Path) -> list[Sample]:
+    """Read and check a whole rollout file before anything is trained.
+
+    Raises:
+        RolloutFileError: with file and line, for whatever does not follow docs/rollout_file.md.
+    """
+    path = Path(path)
+    samples = []
+    for number, record in _records(path):
+        try:
+            samples.append(_sample(record, f"{path.name}:{number}"))
+        except ValueError as error:
+            raise RolloutFileError(f"{path}:{number}: {error}") from error
+    if not samples:
+        raise RolloutFileError(
+            f"{path}: holds no sample, so there is nothing to train. Check that it was written whole."
+        )
+    return samples
+
+
+class RolloutWriter:
+    """Writes samples to a rollout file, one line each, flushed after every batch of samples."""
+
+    def __init__(self, path: str | Path):
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, closed by close()
+        self._line({"format": FORMAT, "version": VERSION})
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        """Append samples; `step`, `prompt_id`, `rollout_id` and `reward` must be set, because the format needs them."""
+        for sample in samples:
+            self._line(_record(sample))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _line(self, record: dict[str, object]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                record = _parse(line, f"{path}:{number}")
+                if number == 1:
+                    _check_header(record, path)
+                else:
+                    yield number, record
+    except OSError as error:
+        raise RolloutFileError(f"{path}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
+
+
+def _parse(line: bytes, where: str) -> dict:
+    if len(line) > MAX_LINE_BYTES:
+        raise RolloutFileError(
+            f"{where}: line is longer than {MAX_LINE_BYTES} bytes, so it is no sample of this format."
+        )
+    try:
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RolloutFileError(
+            f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RolloutFileError(
+            f"{where}: is not one JSON object per line ({error}); was the file cut short?"
+        ) from error
+    if not isinstance(record, dict):
+        raise RolloutFileError(f"{where}: is a JSON {type(record).__name__}, not an object. Write one object per line.")
+    return record
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate field {next(n for n in names if names.count(n) > 1)!r}")
+    return record
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_header(record: dict, path: Path) -> None:
+    if record.get("format") != FORMAT or record.get("version") != VERSION:
+        raise RolloutFileError(
+            f"{path}:1: header has format {record.get('format')!r}, version {record.get('version')!r}, so the fields below "
+            f'cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSION}}}.'
+        )
+    if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
+        raise RolloutFileError(f"{path}:1: unknown header field {unknown[0]!r}; your own fields begin with x_")
+
+
+def _sample(record: dict, sample_id: str) -> Sample:
+    if missing := [name for name in _REQUIRED if name not in record]:
+        raise ValueError(
+            f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(_REQUIRED)}."
+        )
+    extra = {name: value for name, value in record.items() if name not in _REQUIRED and name not in _OPTIONAL}
+    if unknown := [name for name in extra if not name.startswith("x_")]:
+        raise ValueError(f"unknown field {unknown[0]!r}; is it misspelt? Your own fields begin with x_.")
+    for name, check in _FIELD_TYPES.items():
+        if name in record and not check(record[name]):
+            raise ValueError(f"{name}={_shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
+    return Sample.build(
+        tokens=record["tokens"],
+        response_length=record["response_length"],
+        loss_mask=record["loss_mask"],
+        old_logprobs=record["old_logprobs"],
+        advantage=record["advantage"],
+        sample_id=sample_id,
+        extra=extra,
+        **{name: record.get(name) for name in ("prompt_id", "rollout_id", "step", "reward", *_OPTIONAL)},
+    )
+
+
+def _record(sample: Sample) -> dict[str, object]:
+    needed = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "reward")}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise ValueError(
+            f"sample {sample.sample_id} has no {missing[0]}, which the rollout file needs. Set it on the sample."
+        )
+    advantages = sample.advantages.tolist()
+    record = {
+        **needed,
+        "tokens": sample.tokens.tolist(),
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask.int().tolist(),
+        "old_logprobs": _finite(sample.old_logprobs),
+        "advantage": advantages[0] if len(set(advantages)) == 1 else _finite(sample.advantages),
+    }
+    optional = {name: getattr(sample, name) for name in _OPTIONAL}
+    return record | {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
+
+
+def _finite(values: Tensor) -> list[float]:
+    """Only masked tokens can hold values that are not finite, and nobody reads those: they are written as 0."""
+    return torch.where(torch.isfinite(values), values, 0.0).tolist()
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(check) -> object:
+    return lambda value: isinstance(value, list) and all(check(item) for item in value)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str) or (_is_int(value) and abs(value) < 2**62)
+
+
+_FIELD_TYPES = {
+    "step": lambda value: _is_int(value) and value >= 0,
+    "prompt_id": _is_id,
+    "rollout_id": _is_id,
+    "tokens": _is_list(lambda value: _is_int(value) and 0 <= value < 2**31),
+    "response_length": _is_int,
+    "loss_mask": _is_list(_is_number),
+    "old_logprobs": _is_list(_is_number),
+    "reward": _is_number,
+    "advantage": lambda value: _is_number(value) or _is_list(_is_number)(value),
+    "rollout_logprobs": _is_list(_is_number),
+    "ref_logprobs": _is_list(_is_number),
+}
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _as_mask(loss_mask: Sequence[int], label: object) -> Tensor:
+    mask = torch.as_tensor(loss_mask)
+    if mask.numel() and not torch.isin(mask, torch.tensor([0, 1], dtype=mask.dtype)).all():
+        bad = next(float(value) for value in mask if value not in (0, 1))
+        raise ValueError(f"loss_mask of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages")
+    return mask.bool()
+
+
+def _length_message(name: str, length: int, response_length: int, label: object) -> str:
+    return (
+        f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not align. "
+        "Give one per response token."
+    )
+
+
+def _check_tokens(tokens: Tensor, label: str) -> None:
+    if tokens.dim() != 1 or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"tokens of sample {label} have shape {tuple(tokens.shape)} and dtype {tokens.dtype}, not [n] int64. Give one "
+            "flat list of token ids."
+        )
+    if len(tokens) and tokens.min() < 0:
+        raise ValueError(
+            f"tokens of sample {label} hold {int(tokens.min())}, which is no token id. Remove padding first."
+        )
+
+
+def _check_mask(mask: Tensor, label: str) -> None:
+    if mask.dim() != 1 or mask.dtype != torch.bool:
+        raise ValueError(
+            f"loss_mask of sample {label} has shape {tuple(mask.shape)} and dtype {mask.dtype}, not [R] bool. "
+            "Use Sample.build, which also takes 0 and 1."
+        )
+
+
+def _check_values(name: str, values: Tensor | None, mask: Tensor, label: str) -> None:
+    if values is None:
+        return
+    if values.shape != mask.shape:
+        raise ValueError(_length_message(name, len(values) if values.dim() else 1, len(mask), label))
+    if not values.dtype.is_floating_point:
+        raise ValueError(f"{name} of sample {label} have dtype {values.dtype}, not a floating-point one. Convert them.")
+    bad = (mask & ~torch.isfinite(values)).nonzero()
+    if len(bad):
+        position = int(bad[0])
+        raise ValueError(
+            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, so the loss "
+            "would not be finite. Mask the token or repair the value."
+        )
