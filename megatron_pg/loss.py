@@ -78,7 +78,7 @@ class Contract:
         whose sum over micro-batches and ranks, divided by Megatron, is the objective.
         """
         share = 1.0 / (self.num_microbatches * self.data_parallel_size * self.context_parallel_size)
-        value = total.detach().float()
+        value = total.detach()
         report = {"pg_loss": torch.stack([value, torch.full_like(value, share)])}
         if not self.per_token:
             return total * (self.num_microbatches * self.data_parallel_size), report

@@ -58,6 +58,7 @@ def pretrain(
     extra_args_provider: Callable | None = None,
     args_defaults: dict | None = None,
     on_step: Callable[[StepLog], None] | None = None,
+    say: Callable[[str], None] | None = None,
     **rest: object,
 ) -> None:
     """`megatron.training.pretrain` on the policy-gradient loss.
@@ -70,12 +71,13 @@ def pretrain(
         extra_args_provider: the script's own flags; megatron_pg's are added.
         args_defaults: Megatron's.
         on_step: called after every optimizer step, on every rank.
+        say: where rank 0 puts the banner with the effective objective; default the standard output.
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
         ArgumentError: on every rank, before the model is built.
     """
-    session = _Session(on_step or (lambda log: None))
+    session = _Session(on_step or (lambda log: None), say or _print)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
         "train_valid_test_dataset_provider": train_valid_test_datasets_provider,
@@ -106,9 +108,10 @@ def _configuration(provider: Callable, args_defaults: dict) -> object:
 class _Session:
     """What one call of `pretrain` keeps between Megatron's callbacks."""
 
-    def __init__(self, on_step: Callable[[StepLog], None]):
+    def __init__(self, on_step: Callable[[StepLog], None], say: Callable[[str], None]):
         self.step: PolicyGradientStep | None = None
         self._on_step = on_step
+        self._say = say
         self._report: StepReport | None = None
 
     def model_provider(self, provider: Callable) -> Callable:
@@ -116,7 +119,7 @@ class _Session:
 
         def build(*positional: object, **keywords: object):
             if self.step is None:
-                self.step = _start(get_args(), self._keep)
+                self.step = _start(get_args(), self._keep, self._say)
             model = provider(*positional, **keywords)
             return self.step.attach(model) if getattr(model, "post_process", True) else model
 
@@ -157,7 +160,14 @@ class _Session:
         self._on_step(log)
 
 
-def _start(args: Namespace, keep: Callable[[StepReport], None]) -> PolicyGradientStep:
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _start(
+    args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None]
+) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, and say what is in force."""
     error = None
     try:
@@ -168,8 +178,7 @@ def _start(args: Namespace, keep: Callable[[StepReport], None]) -> PolicyGradien
         error, reducer = failure, None
     _compare_ranks(args, reducer, error)
     if torch.distributed.get_rank() == 0:
-        sys.stdout.write(banner(args) + "\n")
-        sys.stdout.flush()
+        say(banner(args))
     return PolicyGradientStep(LossSettings.from_args(args, reducer), keep)
 
 

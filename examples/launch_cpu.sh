@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# GRPO on a machine without a GPU: Megatron's pretrain() over gloo, two data-parallel processes.
+# Usage: bash examples/launch_cpu.sh [any flag of Megatron, megatron_pg or the example]
+#   PYTHON, PROCESSES and RUN_DIR may be set in the environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python}
+PROCESSES=${PROCESSES:-2}
+RUN_DIR=${RUN_DIR:-runs/grpo}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+DISTRIBUTED_ARGS=(
+    --standalone
+    --nproc-per-node "$PROCESSES"
+)
+
+MODEL_ARGS=(
+    --transformer-impl local
+    --num-layers 3
+    --hidden-size 96
+    --num-attention-heads 4
+    --seq-length 16
+    --max-position-embeddings 16
+    --attention-dropout 0
+    --hidden-dropout 0
+    --tokenizer-type NullTokenizer
+    --vocab-size 11 # NullTokenizer adds one: 12 tokens
+    --make-vocab-size-divisible-by 1
+)
+
+# What a machine without a GPU needs: gloo, and none of the fused kernels.
+CPU_ARGS=(
+    --distributed-backend gloo
+    --use-cpu-initialization
+    --no-gradient-accumulation-fusion
+    --no-persist-layer-norm
+    --no-masked-softmax-fusion
+    --no-bias-gelu-fusion
+    --no-bias-dropout-fusion
+    --no-rope-fusion
+)
+
+ROLLOUT_ARGS=(
+    --warm-up-iters 200
+    --prompts-per-rollout 32
+    --group-size 8
+)
+
+GRPO_ARGS=(
+    --loss-aggregation sample_mean
+    --pg-clip-eps-low 0.2
+    --pg-clip-eps-high 0.28
+    --pg-temperature 1.0
+    --pg-metrics basic
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 1e-3
+    --min-lr 1e-4
+    --lr-decay-style cosine
+    --lr-warmup-iters 10
+    --weight-decay 0
+    --adam-beta2 0.98
+    --clip-grad 1.0
+    --micro-batch-size 64
+    --global-batch-size 128
+    --train-iters 260
+    --seed 1234
+)
+
+LOGGING_ARGS=(
+    --run-dir "$RUN_DIR"
+    --megatron-log "$RUN_DIR/megatron.log"
+    --tensorboard-dir "$RUN_DIR/tensorboard"
+    --tensorboard-log-interval 1
+    --log-interval 10
+    --logging-level 40
+    --eval-iters 0
+    --eval-interval 1000
+    --dataloader-type external
+)
+
+exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" examples/train_grpo.py \
+    "${MODEL_ARGS[@]}" "${CPU_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" \
+    "${LOGGING_ARGS[@]}" "$@"

@@ -1,0 +1,112 @@
+"""What a run leaves behind and shows: metrics.jsonl, rollouts.jsonl, arguments.json, curves.png, a progress line."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+from megatron_pg import RolloutWriter
+
+
+class RunFolder:
+    """The run's files, written by one rank. Every line is flushed: a run that dies leaves what it knew."""
+
+    def __init__(self, path: str, *, train_iters: int):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.rollouts = RolloutWriter(self.path / "rollouts.jsonl")
+        self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+        self._train_iters = train_iters
+        self._first: tuple[int, float] | None = None
+        self._exact_match: float | None = None  # the last one: it is not measured at every step
+
+    def write_arguments(self, args) -> None:
+        """The resolved arguments."""
+        text = json.dumps(vars(args), indent=1, sort_keys=True, default=str)
+        (self.path / "arguments.json").write_text(text, encoding="utf-8")
+
+    def log(self, record: dict[str, object]) -> None:
+        """One optimizer step: a line of metrics.jsonl (no times, so that two equal runs write equal files)."""
+        bad = [name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+        clean = {name: None if name in bad else value for name, value in record.items()}
+        self._metrics.write(json.dumps(clean | ({"nonfinite": bad} if bad else {})) + "\n")
+        self._metrics.flush()
+
+    def show(self, record: dict[str, object], *, every: int) -> None:
+        """The progress line, with the time left; signs are always printed."""
+        self._exact_match = record.get("exact_match", self._exact_match)
+        record = record | {"exact_match": self._exact_match}
+        iteration, now = record["iteration"], time.monotonic()
+        if self._first is None:
+            self._first = (iteration, now)
+        if iteration % every and iteration != self._train_iters:
+            return
+        done = iteration - self._first[0]
+        left = (now - self._first[1]) / done * (self._train_iters - iteration) if done else math.nan
+        parts = [f"{record['phase']:<7} {iteration:>4}/{self._train_iters}"]
+        for name, style in _SHOWN.items():
+            if record.get(name) is not None:
+                parts.append(f"{name} {record[name]:{style}}")
+        say(" | ".join([*parts, f"{_clock(left)} left"]))
+
+    def close(self) -> None:
+        """Close the files and draw the curves."""
+        self._metrics.close()
+        self.rollouts.close()
+        draw(self.path)
+
+
+_SHOWN = {
+    "pg_loss": "+.4f",
+    "exact_match": ".3f",
+    "reward": ".3f",
+    "response_length": ".2f",
+    "kl_new_old": ".1e",
+    "clipped_ratio_fraction": ".3f",
+    "grad_norm": ".3g",
+}
+
+
+def say(text: str) -> None:
+    """Print to the terminal, also while the standard output is redirected."""
+    print(text, file=sys.__stdout__, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return "--:--" if math.isnan(seconds) else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def draw(path: Path) -> None:
+    """curves.png from metrics.jsonl: reward, exact match, response length, pg_loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    grpo = [record for record in records if record["phase"] != "warm-up"]
+    panels = {
+        "reward": "mean reward of the rollouts",
+        "exact_match": "exact match, held-out prompts",
+        "response_length": "response length, tokens",
+        "pg_loss": "pg_loss",
+    }
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True)
+    for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
+        points = [(r["iteration"], r[name]) for r in grpo if r.get(name) is not None]
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 20 else None, markersize=4, linewidth=1.5)
+        if name in ("reward", "exact_match"):
+            axis.set_ylim(0, 1)
+        if name == "pg_loss":
+            axis.axhline(0, color="grey", linewidth=0.8)
+    for axis in axes[1]:
+        axis.set_xlabel("optimizer step")
+    arguments = json.loads((path / "arguments.json").read_text(encoding="utf-8"))
+    figure.suptitle(f"GRPO on digit sorting, --loss-aggregation {arguments['loss_aggregation']}", fontsize=12)
+    figure.tight_layout()
+    figure.savefig(path / "curves.png", dpi=110)
+    plt.close(figure)

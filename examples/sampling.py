@@ -1,0 +1,118 @@
+"""Sampling from a Megatron model under any tensor-, sequence-, context- and pipeline-parallel layout.
+
+Every model-parallel peer ends with the same samples: logits are brought to all of them, and they draw with the same
+generator. The whole row is computed again for every token, which a task of 16 tokens can afford.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_pg.cp_utils import zigzag_index
+
+
+@dataclass
+class Completions:
+    """Sampled responses: token ids and their log-probabilities at the sampling temperature."""
+
+    responses: list[list[int]]
+    logprobs: list[list[float]]
+
+
+class Policy:
+    """The model under training, as a sampler. `chunks` are its (virtual) pipeline stages on this rank."""
+
+    def __init__(self, chunks: list, *, width: int, temperature: float):
+        self._chunks, self._width, self._temperature = chunks, width, temperature
+
+    @torch.no_grad()
+    def logprobs(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, W, V] float32 log-probabilities of every next token, on the CPU, for rows [B, W]."""
+        for chunk in self._chunks:
+            chunk.eval()
+        logits = self._whole_logits(rows)
+        for chunk in self._chunks:
+            chunk.train()
+        return torch.log_softmax(logits.float().cpu() / self._temperature, dim=-1)
+
+    def score(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+        """Log-probability of every token of given responses."""
+        table = self.logprobs(self._rows([p + r for p, r in zip(prompts, responses, strict=True)]))
+        return [
+            [float(row[len(p) - 1 + k, token]) for k, token in enumerate(r)]
+            for row, p, r in zip(table, prompts, responses, strict=True)
+        ]
+
+    def sample(
+        self, prompts: list[list[int]], *, max_tokens: int, stop: int, generator: torch.Generator
+    ) -> Completions:
+        """One response per prompt, drawn token by token until `stop`."""
+        done = Completions([[] for _ in prompts], [[] for _ in prompts])
+        for _ in range(max_tokens):
+            open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
+            if not open_rows:
+                break
+            sequences = [p + r for p, r in zip(prompts, done.responses, strict=True)]
+            table = self.logprobs(self._rows(sequences))
+            ends = torch.tensor([len(sequence) - 1 for sequence in sequences])
+            last = table[torch.arange(len(prompts)), ends]
+            tokens = torch.multinomial(last.exp(), 1, generator=generator)[:, 0]
+            for i in open_rows:
+                done.responses[i].append(int(tokens[i]))
+                done.logprobs[i].append(float(last[i, tokens[i]]))
+        return done
+
+    def _rows(self, sequences: list[list[int]]) -> torch.Tensor:
+        rows = torch.zeros(len(sequences), self._width, dtype=torch.int64)
+        for row, sequence in zip(rows, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        return rows
+
+    def _whole_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+        device = next(self._chunks[0].parameters()).device
+        index = zigzag_index([self._width], cp_rank=cp_rank, cp_size=cp_size)
+        local, positions = rows[:, index].to(device), index.expand(len(rows), -1).to(device)
+        data = get_forward_backward_func()(
+            forward_step_func=partial(_forward, local, positions),
+            data_iterator=[None] * len(self._chunks) if len(self._chunks) > 1 else None,
+            model=self._chunks,
+            num_microbatches=1,
+            seq_length=self._width,
+            micro_batch_size=len(rows),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        logits = data[0].contiguous() if data else None
+        return self._gather(logits, len(rows), index, device)
+
+    def _gather(self, logits: torch.Tensor | None, count: int, index: torch.Tensor, device) -> torch.Tensor:
+        """Whole logits on every rank from [B, W/C, V/tp] on the last stage."""
+        config = self._chunks[0].config
+        if mpu.get_pipeline_model_parallel_world_size() > 1:
+            vocabulary = self._chunks[0].vocab_size // mpu.get_tensor_model_parallel_world_size()
+            if logits is None:
+                logits = torch.empty(count, len(index), vocabulary, dtype=config.params_dtype, device=device)
+            source = mpu.get_pipeline_model_parallel_last_rank()
+            torch.distributed.broadcast(logits, source, group=mpu.get_pipeline_model_parallel_group())
+        logits = torch.cat(_all_gather(logits, mpu.get_tensor_model_parallel_group()), dim=-1)
+        parts = _all_gather(logits, mpu.get_context_parallel_group())
+        whole = torch.empty(count, self._width, logits.shape[-1], dtype=logits.dtype, device=device)
+        for rank, part in enumerate(parts):
+            whole[:, zigzag_index([self._width], cp_rank=rank, cp_size=len(parts))] = part
+        return whole
+
+
+def _forward(tokens, positions, data_iterator, model):
+    return model(tokens, positions, None), lambda output, non_loss_data=False: output
+
+
+def _all_gather(values: torch.Tensor, group) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [values]
+    gathered = [torch.empty_like(values) for _ in range(group.size())]
+    torch.distributed.all_gather(gathered, values.contiguous(), group=group)
+    return gathered

@@ -1,0 +1,364 @@
+"""GRPO with megatron_pg inside Megatron-LM's own pretrain(): learn to sort digits from a rule-based reward.
+
+    bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 8
+
+A warm start imitates right answers for a while (the same loss, advantage 1), then every rollout batch samples a
+group of responses per prompt, rewards the right ones and takes its optimizer steps. On a machine without a GPU it
+runs over gloo through cpu_megatron.py, on GPUs over NCCL without any patch.
+"""
+
+import contextlib
+import sys
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # about CUDA, Apex and their own deprecations
+if not torch.cuda.is_available():
+    import cpu_megatron
+
+    cpu_megatron.enable()
+
+import digit_sort as task
+from megatron.core import parallel_state as mpu
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
+from run_folder import RunFolder, say
+from sampling import Policy
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron_pg import PackedBatch, Sample, cut_steps, pack, read_rollouts
+from megatron_pg.batch import check_boundaries
+from megatron_pg.pretrain import StepLog, pretrain
+
+
+def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """The example's own flags."""
+    group = parser.add_argument_group("GRPO example")
+    group.add_argument("--warm-up-iters", type=int, default=200, help="optimizer steps that imitate right answers first")
+    group.add_argument("--prompts-per-rollout", type=int, default=32, help="prompts of a rollout batch, all ranks")
+    group.add_argument("--group-size", type=int, default=8, help="responses per prompt")
+    group.add_argument("--exact-match-prompts", type=int, default=256, help="held-out prompts, all ranks")
+    group.add_argument("--exact-match-interval", type=int, default=10, help="optimizer steps between evaluations on them")
+    group.add_argument("--rollouts", metavar="FILE", help="train from this rollout file instead of sampling")
+    group.add_argument("--run-dir", default="runs/grpo", help="folder for metrics, rollouts, arguments and curves")
+    group.add_argument("--megatron-log", metavar="FILE", help="Megatron's own output goes here instead of the terminal")
+    group.add_argument("--progress-interval", type=int, default=10, help="optimizer steps between progress lines")
+    return parser
+
+
+class Example:
+    """What the callbacks of pretrain() share."""
+
+    def __init__(self):
+        self.chunks: list[GPTModel] = []
+        self.task_metrics: dict[str, float] = {}  # of the step that is being trained
+        self.folder: RunFolder | None = None
+
+    # --- callbacks of pretrain() ---
+
+    def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+        """A GPT model with Megatron's local layers."""
+        args = get_args()
+        model = GPTModel(
+            config=config or core_transformer_config_from_args(args),
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+        self.chunks.append(model)
+        return model
+
+    def datasets(self, num_samples, vp_stage=None):
+        """The training data: an endless iterator of this rank's micro-batches."""
+        args = get_args()
+        if self.folder is None and torch.distributed.get_rank() == 0:
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters)
+            self.folder.write_arguments(args)
+        steps = self.recorded_steps(args) if args.rollouts else self.sampled_steps(args)
+        return microbatches(steps, args), None, None
+
+    def on_step(self, log: StepLog) -> None:
+        """Write and show what the step did."""
+        if self.folder is None:
+            return
+        args = get_args()
+        line = {
+            "iteration": log.iteration,
+            "phase": "warm-up" if not args.rollouts and log.iteration <= args.warm_up_iters else "grpo",
+            **log.report.metrics,
+            "num_rollouts": log.report.plan.num_rollouts,
+            "num_prompts": log.report.plan.num_prompts,
+            **self.task_metrics,
+            "grad_norm": log.grad_norm,
+            "learning_rate": log.learning_rate,
+            "skipped": log.skipped,
+        }
+        self.folder.log(line)
+        self.folder.show(line, every=args.progress_interval)
+
+    # --- data ---
+
+    def recorded_steps(self, args) -> Iterator[list[Sample]]:
+        """This rank's samples of each step of a rollout file, which is read and checked whole before training."""
+        by_step: dict[int, list[Sample]] = {}
+        for sample in read_rollouts(args.rollouts):
+            _check_fits(sample, args)
+            by_step.setdefault(sample.step, []).append(sample)
+        steps = [by_step[number] for number in sorted(by_step)]
+        check_boundaries(steps)
+        if len(steps) < args.train_iters:
+            raise ValueError(
+                f"{args.rollouts} holds {len(steps)} optimizer steps, --train-iters asks for {args.train_iters}, so the run "
+                "would end early. Lower --train-iters."
+            )
+        for number, step in zip(sorted(by_step), steps, strict=True):
+            if len(step) > args.global_batch_size:
+                raise ValueError(
+                    f"step {number} of {args.rollouts} has {len(step)} samples, more than --global-batch-size "
+                    f"{args.global_batch_size}; none may be dropped. Raise it."
+                )
+        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        return (self._with_task_metrics(step)[rank::size] for step in steps[args.iteration :])
+
+    def sampled_steps(self, args) -> Iterator[list[Sample]]:
+        """This rank's samples of each optimizer step: right answers first, then rollouts of the current policy."""
+        policy = Policy(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
+        step = args.iteration
+        while True:
+            generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
+            if step < args.warm_up_iters:
+                batches, self.task_metrics = [imitation(policy, step, args, generator)], {}
+            else:
+                batches = self._rollout_batch(policy, step, args, generator)
+            for samples in batches:
+                if step >= args.warm_up_iters:
+                    self.task_metrics = self._task_metrics(policy, step, samples, args)
+                yield samples
+                step += 1
+
+    def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
+        samples = rollout(policy, step, args, generator)
+        size = mpu.get_data_parallel_world_size()
+        steps = cut_steps(samples, samples_per_step=args.global_batch_size // size)
+        numbered = [[_with_step(s, step + k) for s in chunk] for k, chunk in enumerate(steps)]
+        for chunk in numbered:
+            everyone = gather_samples(chunk, args)
+            if self.folder is not None:
+                self.folder.rollouts.write(everyone)
+        return numbered
+
+    def _task_metrics(self, policy: Policy, step: int, samples: list[Sample], args) -> dict[str, float]:
+        values = {
+            "reward": mean_over_ranks([sample.reward for sample in samples]),
+            "response_length": mean_over_ranks([sample.response_length for sample in samples]),
+        }
+        last = step == args.train_iters - 1
+        if (step - args.warm_up_iters) % args.exact_match_interval == 0 or last:
+            values["exact_match"] = exact_match(policy, args)
+        return values
+
+    def _with_task_metrics(self, step: list[Sample]) -> list[Sample]:
+        self.task_metrics = {
+            "reward": sum(sample.reward for sample in step) / len(step),
+            "response_length": sum(sample.response_length for sample in step) / len(step),
+        }
+        return step
+
+
+def microbatches(steps: Iterator[list[Sample]], args) -> Iterator[PackedBatch]:
+    """Each step's samples as the K micro-batches that Megatron's schedule takes; the last ones may have empty rows."""
+    rows, cp_size = args.micro_batch_size, mpu.get_context_parallel_world_size()
+    for samples in steps:
+        for k in range(get_num_microbatches()):
+            part = samples[k * rows : (k + 1) * rows]
+            yield pack(part, qkv_format="bshd", cp_size=cp_size, max_seq_len=args.seq_length, rows=rows)
+
+
+def imitation(policy: Policy, step: int, args, generator: torch.Generator) -> list[Sample]:
+    """Right answers with advantage 1: on-policy, the loss then has the gradient of cross-entropy."""
+    prompts = task.prompts(args.global_batch_size // mpu.get_data_parallel_world_size(), generator)
+    answers = [task.answer(prompt) for prompt in prompts]
+    logprobs = policy.score(prompts, answers)
+    first = mpu.get_data_parallel_rank() * len(prompts)
+    return [
+        Sample.build(
+            tokens=prompt + response,
+            response_length=len(response),
+            loss_mask=[1] * len(response),
+            old_logprobs=old,
+            advantage=1.0,
+            prompt_id=first + i,
+            rollout_id=first + i,
+            sample_id=f"warm-up {step}/{first + i}",
+            step=step,
+            reward=1.0,
+        )
+        for i, (prompt, response, old) in enumerate(zip(prompts, answers, logprobs, strict=True))
+    ]
+
+
+def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list[Sample]:
+    """Groups of responses to this rank's prompts; the advantage is the reward minus the group's mean."""
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    count = args.prompts_per_rollout // size
+    prompts = [prompt for prompt in task.prompts(count, generator) for _ in range(args.group_size)]
+    done = policy.sample(prompts, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
+    rewards = [task.reward(prompt, response) for prompt, response in zip(prompts, done.responses, strict=True)]
+    groups = torch.tensor(rewards).view(count, args.group_size)
+    advantages = (groups - groups.mean(dim=1, keepdim=True)).flatten().tolist()
+    samples = []
+    for i, (prompt, response, logprobs) in enumerate(zip(prompts, done.responses, done.logprobs, strict=True)):
+        samples.append(
+            Sample.build(
+                tokens=prompt + response,
+                response_length=len(response),
+                loss_mask=[1] * len(response),
+                old_logprobs=logprobs,
+                advantage=advantages[i],
+                prompt_id=f"{step}-{rank * count + i // args.group_size}",
+                rollout_id=f"{step}-{rank * len(prompts) + i}",
+                sample_id=f"{step}-{rank * len(prompts) + i}",
+                reward=rewards[i],
+            )
+        )
+    return samples
+
+
+def exact_match(policy: Policy, args) -> float:
+    """Share of held-out prompts that a sampled response answers right; the same prompts and draws every time."""
+    count = args.exact_match_prompts // mpu.get_data_parallel_world_size()
+    generator = torch.Generator().manual_seed(10_000 + mpu.get_data_parallel_rank())
+    held_out = task.prompts(count, generator)
+    done = policy.sample(held_out, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
+    return mean_over_ranks([task.reward(p, r) for p, r in zip(held_out, done.responses, strict=True)])
+
+
+def mean_over_ranks(values: list[float]) -> float:
+    """Mean over all data-parallel ranks' values."""
+    totals = torch.tensor([sum(values), len(values)], dtype=torch.float64, device=_device())
+    torch.distributed.all_reduce(totals, group=mpu.get_data_parallel_group())
+    return float(totals[0] / totals[1])
+
+
+def gather_samples(samples: list[Sample], args) -> list[Sample]:
+    """All data-parallel ranks' samples of a step, as one table of numbers per rank."""
+    width, prompt_numbers = args.seq_length, []
+    table = torch.zeros(len(samples), 6 + 2 * width, dtype=torch.float64)
+    for row, sample in zip(table, samples, strict=True):
+        n, r = len(sample.tokens), sample.response_length
+        prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
+        rollout_number = int(sample.rollout_id.split("-")[1])
+        row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward])
+        row[6 : 6 + n] = sample.tokens
+        row[6 + width : 6 + width + r] = sample.old_logprobs
+        row[-1] = sample.advantages[0]
+    group = mpu.get_data_parallel_group()
+    table = table.to(_device())
+    tables = [torch.empty_like(table) for _ in range(group.size())]
+    torch.distributed.all_gather(tables, table, group=group)
+    return [_sample_of(row, samples[0].step, width) for row in torch.cat(tables).tolist()]
+
+
+def _sample_of(row: list[float], step: int, width: int) -> Sample:
+    batch, prompt, number, n, r = (int(value) for value in row[:5])
+    return Sample.build(
+        tokens=[int(token) for token in row[6 : 6 + n]],
+        response_length=r,
+        loss_mask=[1] * r,
+        old_logprobs=row[6 + width : 6 + width + r],
+        advantage=row[-1],
+        prompt_id=f"{batch}-{prompt}",
+        rollout_id=f"{batch}-{number}",
+        step=step,
+        reward=row[5],
+    )
+
+
+def _with_step(sample: Sample, step: int) -> Sample:
+    object.__setattr__(sample, "step", step)
+    return sample
+
+
+def _check_fits(sample: Sample, args) -> None:
+    if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= args.padded_vocab_size:
+        raise ValueError(
+            f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model takes "
+            f"{args.seq_length} tokens (--seq-length) of a vocabulary of {args.padded_vocab_size}, so it cannot be trained."
+        )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mpu_is_nccl() else torch.device("cpu")
+
+
+def mpu_is_nccl() -> bool:
+    """Whether collectives need CUDA tensors."""
+    return "nccl" in torch.distributed.get_backend(mpu.get_data_parallel_group())
+
+
+def check_example(args) -> None:
+    """Refuse sizes of the example that do not divide."""
+    samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
+    if args.prompts_per_rollout % size or samples % args.global_batch_size or args.exact_match_prompts % size:
+        raise ValueError(
+            f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
+            f"over {size} data-parallel ranks and steps of --global-batch-size {args.global_batch_size}. Choose multiples."
+        )
+
+
+@contextlib.contextmanager
+def megatron_output(path: str | None) -> Iterator[None]:
+    """Send the standard output to a file while Megatron runs."""
+    if path is None:
+        yield
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        yield
+
+
+@record
+def main() -> None:
+    """Parse the example's flags early, because the output moves before Megatron starts."""
+    parser = add_example_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    early, _ = parser.parse_known_args(sys.argv[1:])
+    example = Example()
+
+    def datasets(num_samples, vp_stage=None):
+        check_example(get_args())
+        return example.datasets(num_samples, vp_stage)
+
+    datasets.is_distributed = True  # every rank builds its own iterator
+    try:
+        with megatron_output(early.megatron_log):
+            pretrain(
+                train_valid_test_datasets_provider=datasets,
+                model_provider=example.model_provider,
+                model_type=ModelType.encoder_or_decoder,
+                extra_args_provider=add_example_arguments,
+                on_step=example.on_step,
+                say=say,
+            )
+    finally:
+        if example.folder is not None:
+            example.folder.close()
+            say(f"run folder: {example.folder.path}  (metrics.jsonl, rollouts.jsonl, arguments.json, curves.png)")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

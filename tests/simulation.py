@@ -1,0 +1,199 @@
+"""One optimizer step over D x C x TP ranks in one process, through Megatron's own schedule function.
+
+Every rank is a thread with real (threaded) process groups; the "model" is a table of logits, one leaf per
+micro-batch, so the gradient with respect to every logit of every sample can be compared. What DDP and finalize do to
+gradients (a factor, a sum) is applied by formula.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cpu_megatron
+import threads
+import torch
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_pg.batch import PackedBatch, pack, slice_batch
+from megatron_pg.loss import Contract, LossSettings, microbatch_loss, response_weights
+from megatron_pg.metrics import combine, finish, metrics_of
+from megatron_pg.plan import local_table_of, plan_from_table
+from megatron_pg.rollouts import Sample
+
+EPS_LOW, EPS_HIGH = 0.2, 0.28
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a run: data, context, tensor parallel, micro-batches per rank."""
+
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+    qkv_format: str = "thd"
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.context * self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        return rank // (self.context * self.tensor), rank // self.tensor % self.context, rank % self.tensor
+
+
+@dataclass
+class Outcome:
+    """What the optimizer and the log would see."""
+
+    gradients: list[Tensor]  # [n, V] of every sample, after DDP and finalize
+    reported: float  # Megatron's sum over sum of the report
+    metrics: dict[str, float]
+
+
+def settings(aggregation: str, *, per_token: bool, divisor: float | None = None, reducer=None, temperature=1.0):
+    return LossSettings(
+        aggregation=aggregation,
+        divisor=divisor,
+        reducer=reducer,
+        per_token=per_token,
+        clip_eps_low=EPS_LOW,
+        clip_eps_high=EPS_HIGH,
+        temperature=temperature,
+        kernel="torch",
+        metrics=metrics_of("with_entropy"),
+        entropy=True,
+    )
+
+
+def scatter_samples(samples: Sequence[Sample], layout: Layout, rng: random.Random) -> list[list[list[int]]]:
+    """A random assignment of samples to [data rank][micro-batch]; some stay empty."""
+    cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
+    order = list(range(len(samples)))
+    rng.shuffle(order)
+    for i in order:
+        rng.choice(rng.choice(cells)).append(i)
+    return cells
+
+
+def run_step(
+    samples: Sequence[Sample], logits: Sequence[Tensor], layout: Layout, loss: LossSettings, rng: random.Random
+) -> Outcome:
+    """One step of the whole world; `logits` are [n, V] per sample."""
+    cells = scatter_samples(samples, layout, rng)
+    results = threads.run(layout.world_size, lambda rank: _run_rank(rank, samples, logits, layout, loss, cells))
+    return _finalize(results, logits, layout, loss)
+
+
+def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) -> SimpleNamespace:
+    d, c, t = layout.coordinates(rank)
+    data_group = threads.subgroup(lambda r: layout.coordinates(r)[1:], layout.world_size, rank)
+    tensor_group = threads.subgroup(lambda r: layout.coordinates(r)[:2], layout.world_size, rank)
+    batches = [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
+    mine = [sample for batch in batches for sample in batch.samples]
+    plan = plan_from_table(
+        local_table_of(mine, loss.plan_aggregation, loss.divisor, data_group),
+        error=None,
+        aggregation=loss.plan_aggregation,
+        divisor=loss.divisor,
+        num_positions=sum(batch.num_positions for batch in batches),
+        num_microbatches=len(batches),
+        group=data_group,
+    )
+    locals_, leaves, first = [], [], 0
+    for batch, cell in zip(batches, cells[d], strict=True):
+        weights = response_weights(batch, plan, first, loss)
+        first += len(cell)
+        locals_.append(slice_batch(batch, weights, cp_rank=c, cp_size=layout.context))
+        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor))
+    contract = Contract(
+        per_token=loss.per_token,
+        num_microbatches=len(batches),
+        data_parallel_size=layout.data,
+        context_parallel_size=layout.context,
+        count=plan.num_tokens,
+    )
+    tp_group = tensor_group if layout.tensor > 1 else None
+    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, tp_group)
+    pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
+    partials = torch.stack([output.partial for output in outputs])
+    return SimpleNamespace(rank=rank, pieces=pieces, reports=reports, counted=counted, partials=partials)
+
+
+def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
+    """Megatron's schedule over this rank's micro-batches."""
+    outputs, finalized = [], []
+
+    def forward_step(data_iterator, model):
+        local, leaf = next(data_iterator)
+        output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+        outputs.append(output)
+        return output, lambda out: contract.outputs(out.total, local.num_trained)
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token
+    )
+    config.finalize_model_grads_func = lambda model, count, **rest: finalized.append(count)
+    model = torch.nn.Module()
+    model.config, model.set_input_tensor, model.model_type = config, lambda tensor: None, None
+    size = lambda n: SimpleNamespace(size=lambda: n, rank=lambda: 0)  # noqa: E731
+    groups = SimpleNamespace(tp=size(layout.tensor), cp=size(layout.context), pp=size(1))
+    with cpu_megatron.CudaMeansCPU():
+        reports = forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=iter(list(zip(locals_, leaves, strict=True))),
+            model=model,
+            num_microbatches=len(locals_),
+            seq_length=0,
+            micro_batch_size=0,
+            pg_collection=groups,
+        )
+    return outputs, reports, int(finalized[0]) if contract.per_token else 0
+
+
+def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
+    if layout.qkv_format == "thd":
+        return pack(samples, qkv_format="thd", cp_size=layout.context, multiple_of=layout.tensor * layout.context)
+    width = 24 + -24 % (2 * layout.context)
+    return pack(samples, qkv_format="bshd", cp_size=layout.context, max_seq_len=width, rows=max(len(samples), 2))
+
+
+def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
+    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, NaN at positions without a sample."""
+    whole, vocabulary = local.whole, (logits[0].shape[1] if logits else 12)
+    rows = torch.full((*whole.tokens.shape, vocabulary), float("nan"), dtype=torch.float64)
+    for i, table in enumerate(logits):
+        rows[whole.sample_index == i] = table
+    shard = vocabulary // tp_size
+    mine = rows[:, local.row_index, tp_rank * shard : (tp_rank + 1) * shard]
+    return mine.transpose(0, 1).contiguous().requires_grad_()
+
+
+def _sample_rows(local, leaf: Tensor, cell: Sequence[int]) -> list[tuple[int, Tensor, Tensor]]:
+    """(sample, positions, gradient rows) of what this rank holds."""
+    index = local.whole.sample_index[:, local.row_index]
+    positions = local.whole.position_ids[:, local.row_index]
+    gradient = leaf.grad.transpose(0, 1)
+    assert not gradient[index == -1].any(), "a padding position has a gradient"
+    return [(sample, positions[index == i], gradient[index == i]) for i, sample in enumerate(cell)]
+
+
+def _finalize(results, logits: Sequence[Tensor], layout: Layout, loss: LossSettings) -> Outcome:
+    counted = sum(r.counted for r in results if layout.coordinates(r.rank)[2] == 0)
+    factor = 1.0 / counted if loss.per_token else 1.0 / (layout.data * layout.context)
+    gradients = [torch.zeros_like(table) for table in logits]
+    numerator = denominator = 0.0
+    for result in results:
+        t = layout.coordinates(result.rank)[2]
+        for pieces in result.pieces:
+            for sample, positions, rows in pieces:
+                shard = rows.shape[1]
+                gradients[sample][positions, t * shard : (t + 1) * shard] += rows * factor
+        if t == 0:
+            numerator += sum(float(report["pg_loss"][0]) for report in result.reports)
+            denominator += sum(float(report["pg_loss"][1]) for report in result.reports)
+    partials = torch.cat([r.partials for r in results if layout.coordinates(r.rank)[2] == 0])
+    metrics = finish(loss.metrics, combine(loss.metrics, partials).tolist())
+    return Outcome(gradients, numerator / denominator, metrics)
