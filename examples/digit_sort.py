@@ -2,14 +2,14 @@
 
     prompt    3 1 2 =        response    1 2 3 .
 
-Tokens 0-9 are the digits, EQUALS ends the prompt, STOP the answer. Answers have 3 to 7 digits, so that responses
+Tokens 0-9 are the digits, EQUALS ends the prompt, STOP the answer. Answers have 2 to 5 digits, so that responses
 differ in length and the aggregations differ from each other.
 """
 
 import torch
 
 EQUALS, STOP, VOCABULARY = 10, 11, 12
-MIN_DIGITS, MAX_DIGITS = 3, 7
+MIN_DIGITS, MAX_DIGITS = 2, 5
 MAX_RESPONSE = MAX_DIGITS + 1
 MAX_LENGTH = MAX_DIGITS + 1 + MAX_RESPONSE
 
@@ -25,6 +25,13 @@ def answer(prompt: list[int]) -> list[int]:
     return [*sorted(prompt[:-1]), STOP]
 
 
-def reward(prompt: list[int], response: list[int]) -> float:
+def exact(prompt: list[int], response: list[int]) -> float:
     """1 for the right response, else 0."""
     return float(response == answer(prompt))
+
+
+def reward(prompt: list[int], response: list[int]) -> float:
+    """Share of the answer that is right before the first mistake: 1 for the right response only."""
+    right = answer(prompt)
+    correct = next((k for k, (a, b) in enumerate(zip(right, response, strict=False)) if a != b), min(len(right), len(response)))
+    return correct / len(right)

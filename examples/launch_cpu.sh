@@ -20,8 +20,8 @@ MODEL_ARGS=(
     --num-layers 3
     --hidden-size 96
     --num-attention-heads 4
-    --seq-length 16
-    --max-position-embeddings 16
+    --seq-length 12
+    --max-position-embeddings 12
     --attention-dropout 0
     --hidden-dropout 0
     --tokenizer-type NullTokenizer

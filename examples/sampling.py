@@ -55,14 +55,14 @@ class Policy:
             open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
             if not open_rows:
                 break
-            sequences = [p + r for p, r in zip(prompts, done.responses, strict=True)]
-            table = self.logprobs(self._rows(sequences))
+            sequences = [prompts[i] + done.responses[i] for i in open_rows]
             ends = torch.tensor([len(sequence) - 1 for sequence in sequences])
-            last = table[torch.arange(len(prompts)), ends]
-            tokens = torch.multinomial(last.exp(), 1, generator=generator)[:, 0]
-            for i in open_rows:
-                done.responses[i].append(int(tokens[i]))
-                done.logprobs[i].append(float(last[i, tokens[i]]))
+            last = self.logprobs(self._rows(sequences))[torch.arange(len(sequences)), ends]
+            tokens = torch.multinomial(last.exp(), 1, generator=generator)
+            drawn = zip(open_rows, tokens[:, 0].tolist(), last.gather(1, tokens)[:, 0].tolist(), strict=True)
+            for i, token, logprob in drawn:
+                done.responses[i].append(token)
+                done.logprobs[i].append(logprob)
         return done
 
     def _rows(self, sequences: list[list[int]]) -> torch.Tensor:

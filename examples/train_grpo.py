@@ -244,7 +244,7 @@ def exact_match(policy: Policy, args) -> float:
     generator = torch.Generator().manual_seed(10_000 + mpu.get_data_parallel_rank())
     held_out = task.prompts(count, generator)
     done = policy.sample(held_out, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
-    return mean_over_ranks([task.reward(p, r) for p, r in zip(held_out, done.responses, strict=True)])
+    return mean_over_ranks([task.exact(p, r) for p, r in zip(held_out, done.responses, strict=True)])
 
 
 def mean_over_ranks(values: list[float]) -> float:

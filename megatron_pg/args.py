@@ -13,7 +13,7 @@ import os
 import warnings
 from importlib import metadata
 
-from megatron_pg.import_path import ImportPathError, load_function, source_of, split_import_path
+from megatron_pg.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
 
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 METRIC_LEVELS = ("none", "basic", "with_entropy")
@@ -62,13 +62,16 @@ class ArgumentError(ValueError):
         lines = "\n".join(f"  [{rule}] {message}" for rule, message in violations)
         super().__init__(f"megatron_pg found {len(violations)} problem(s) in the arguments:\n{lines}")
 
+    def __reduce__(self):
+        return type(self), (self.violations,)  # so that it survives the way between processes
+
 
 class ArgumentNotice(UserWarning):
     """An argument was reconciled with another one (R1, R2)."""
 
 
 class ArgumentWarning(UserWarning):
-    """The arguments work, with a consequence that the user should know (W1 to W6)."""
+    """The arguments work, with a consequence that the user should know (W1, W2, W4, W5, W6)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -148,12 +151,12 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
     if missing := [name for name in own_arguments() if name not in found]:
         message = f"megatron_pg arguments are missing (--yaml-cfg replaces the parsed namespace): set {', '.join(missing)} in the YAML file"
         raise ArgumentError([("E1", message)])
-    if "megatron_pg_validated" in found:
-        _refuse_late_changes(args)
-        return args
     facts = _Facts(args)
-    if violations := _violations(facts):
+    validated_before = "megatron_pg_validated" in found
+    if violations := (_late_changes(args) if validated_before else []) or _violations(facts):
         raise ArgumentError(violations)
+    if validated_before:
+        return args
     notices = reconcile(args)
     _say(ArgumentNotice, notices)
     _say(ArgumentWarning, _warnings(facts))
@@ -259,15 +262,23 @@ def _divisor_rules(facts: _Facts):
             "E10",
             f"{flag} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); remove one",
         )
-    elif facts.mode != "constant":
+    elif facts.mode in AGGREGATIONS and facts.mode != "constant":
         yield "E9", f"{flag} has no effect with --loss-aggregation {facts.mode}; remove it or choose constant"
 
 
 def _is_usable_divisor(divisor: float) -> bool:
     """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
-    if not (math.isfinite(divisor) and divisor > 0):
+    if not (_is_finite(divisor) and divisor > 0):
         return False
     return 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
+
+
+def _is_finite(value: float) -> bool:
+    """Whether `value` is finite as a float64; an integer in YAML may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _alias_rules(facts: _Facts):
@@ -297,7 +308,7 @@ def _path_rules(facts: _Facts):
     try:
         load_function(facts.path, REDUCER_PARAMETERS)
     except ImportPathError as error:
-        rule = "E14" if "cannot be imported" in str(error) else "E15"
+        rule = "E14" if isinstance(error, ImportFailedError) else "E15"
         yield rule, f"--custom-pg-loss-reducer-function-path {facts.path!r} {error}"
 
 
@@ -313,7 +324,7 @@ def _number_rules(facts: _Facts):
 def _number(flag: str, value: object, low: float, high: float, requirement: str):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         yield "E24", f"{flag} must be a number, got {value!r}"
-    elif not (math.isfinite(value) and low <= value <= high):
+    elif not (_is_finite(value) and low <= value <= high):
         yield "E24", f"{flag} must be {requirement}, got {value}"
 
 
@@ -331,7 +342,7 @@ def _choice_rules(facts: _Facts):
 
 
 def _megatron_rules(facts: _Facts):
-    token_mean = facts.resolved_mode == "token_mean"
+    token_mean = facts.resolved_mode == "token_mean" or facts.per_token is True
     if token_mean and facts.megatron("ddp_average_in_collective", False):
         yield "E18", "--ddp-average-in-collective divides by ranks and cannot be combined with token_mean"
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
@@ -362,7 +373,8 @@ def _megatron_rules(facts: _Facts):
 
 
 def _flatten(values: list[object]) -> list[str]:
-    return [str(item) for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+    items = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return [part.strip() for item in items for part in str(item).split(",")]
 
 
 def _warnings(facts: _Facts) -> list[str]:
@@ -411,19 +423,11 @@ def _snapshot(args: argparse.Namespace) -> dict[str, object]:
     return {name: vars(args).get(name, False) for name in names}
 
 
-def _refuse_late_changes(args: argparse.Namespace) -> None:
+def _late_changes(args: argparse.Namespace) -> list[tuple[str, str]]:
     before, now = json.loads(args.megatron_pg_validated), _snapshot(args)
-    changed = [name for name in now if now[name] != before.get(name)]
-    if changed:
-        raise ArgumentError(
-            [
-                (
-                    "E22",
-                    f"{n} was {before.get(n)!r} when validated and is {now[n]!r} now; call validate_args after the last merge",
-                )
-                for n in changed
-            ]
-        )
+    changed = [n for n in now if now[n] != before.get(n) or isinstance(now[n], bool) != isinstance(before.get(n), bool)]
+    advice = "call validate_args after the last merge"
+    return [("E22", f"{n} was {before.get(n)!r} when validated and is {now[n]!r} now; {advice}") for n in changed]
 
 
 def _say(category: type[Warning], messages: list[str]) -> None:

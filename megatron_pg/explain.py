@@ -12,7 +12,7 @@ _DENOMINATOR = {
     "sample_mean": "N_r · M_rollout: rollouts of the step · trained tokens of the token's rollout",
     "prompt_mean": "P · M_group: prompts of the step · trained tokens of the token's prompt group",
     "token_mean": "T: trained tokens of the step",
-    "constant": "N_r · L: rollouts of the step · {divisor:g}",
+    "constant": "N_r · L: rollouts of the step · {divisor:.12g}",
 }
 
 
@@ -47,13 +47,13 @@ def banner(args: argparse.Namespace) -> str:
 
 def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.custom_pg_loss_reducer_function_path is not None:
-        unit = "1/T" if args.calculate_per_token_loss else "1/N_r"
+        unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"
         path = args.custom_pg_loss_reducer_function_path
         return [("pg_loss", f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
     mode = args.loss_aggregation
     flag = f"--loss-aggregation {mode}"
     if mode == "constant":
-        flag += f" --loss-aggregation-divisor {args.loss_aggregation_divisor:g}"
+        flag += f" --loss-aggregation-divisor {args.loss_aggregation_divisor:.12g}"
     return [
         ("pg_loss", f"{_FORMULA[mode]}  ({flag})"),
         ("weight", f"1/δ, δ = {_DENOMINATOR[mode].format(divisor=args.loss_aggregation_divisor or 0)}"),
@@ -61,7 +61,7 @@ def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _contract(args: argparse.Namespace) -> str:
-    if args.calculate_per_token_loss:
+    if vars(args).get("calculate_per_token_loss", False):
         return "returns (Q·Σwℓ, n, report); finalize divides by Q = Σn  (--calculate-per-token-loss)"
     return "returns (K·D·Σwℓ, report); the schedule multiplies by C and divides by K, DDP divides by D·C"
 

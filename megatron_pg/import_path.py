@@ -4,6 +4,7 @@ The path is checked before anything is imported: plain identifiers only, so no f
 reaches the import system.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -19,6 +20,10 @@ class ImportPathError(ValueError):
     """An import path is malformed, cannot be imported, or names something that cannot be called as asked."""
 
 
+class ImportFailedError(ImportPathError):
+    """The module at an import path cannot be imported, or has no such attribute."""
+
+
 def split_import_path(path: object) -> tuple[str, str]:
     """Module and attribute of `package.module:function` or `package.module.function`.
 
@@ -26,7 +31,7 @@ def split_import_path(path: object) -> tuple[str, str]:
         ImportPathError: `path` is no string of that form.
     """
     match = _PATH.fullmatch(path) if isinstance(path, str) else None
-    if match is None:
+    if match is None or path.partition(":")[0].endswith(".py"):
         raise ImportPathError(
             f"must be package.module.function (or package.module:function), got {path!r}; file paths are not accepted"
         )
@@ -41,26 +46,34 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
         parameters: names of the positional parameters that it will be given; the names are not compared.
 
     Raises:
-        ImportPathError: the import fails, or what is found is a class, a coroutine or generator function, not
+        ImportFailedError: the module or its attribute cannot be had.
+        ImportPathError: the path is malformed, or what is found is a class, a coroutine or generator function, not
             callable, or does not accept that many positional arguments.
     """
     module_name, attribute = split_import_path(path)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything
-        raise ImportPathError(f"cannot be imported: {type(error).__name__}: {error}") from error
-    if not hasattr(module, attribute):
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        function = getattr(module, attribute)
+    except AttributeError:
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ImportPathError(
+        raise ImportFailedError(
             f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: {', '.join(names) or 'none'})"
-        )
-    function = getattr(module, attribute)
+        ) from None
+    except Exception as error:  # a module's own __getattr__
+        raise ImportFailedError(f"cannot be imported: {type(error).__name__}: {error}") from error
     _check_callable(function, parameters)
     return function
 
 
 def source_of(function: Callable) -> tuple[str, str]:
     """File name and sha256 of the source file that defines `function`, so that ranks and runs can be compared."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not inspect.isroutine(function):
+        function = type(function)
     try:
         path = Path(inspect.getsourcefile(function) or "")
         return path.name, hashlib.sha256(path.read_bytes()).hexdigest()
@@ -72,7 +85,8 @@ def _check_callable(function: object, parameters: tuple[str, ...]) -> None:
     expected = f"must be a function that accepts ({', '.join(parameters)})"
     if not callable(function) or inspect.isclass(function):
         raise ImportPathError(f"{expected}, is a {type(function).__name__}")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in kinds):
         raise ImportPathError(f"{expected}, is a coroutine or generator function")
     try:
         signature = inspect.signature(function)

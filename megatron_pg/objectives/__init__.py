@@ -1,4 +1,4 @@
-"""Objectives: the loss of one token from its log-probability. No mean, no mask, no collective inside."""
+"""Objectives: the loss of one token from its log-probability. No mean, no selection of tokens and no collective inside."""
 
 from megatron_pg.objectives.grpo import grpo
 

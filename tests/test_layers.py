@@ -1,0 +1,94 @@
+"""The house rules that a reader relies on: import arrows, no hidden collective, no host sync."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_pg"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Every room and the rooms it may import; a room that is not listed fails the test.
+ALLOWED = {
+    "__init__": set(),
+    "import_path": set(),
+    "args": {"import_path"},
+    "explain": set(),
+    "cp_utils": set(),
+    "rollouts": {"cp_utils"},
+    "batch": {"cp_utils", "rollouts"},
+    "reducers": {"reducers", "args", "cp_utils", "import_path"},
+    "plan": {"args", "reducers", "rollouts"},
+    "logprobs": set(),
+    "objectives": {"objectives"},
+    "kernels": {"kernels", "logprobs", "objectives"},
+    "metrics": {"objectives"},
+    "loss": {"batch", "kernels", "metrics", "plan", "reducers"},
+    "forward_step": {"batch", "loss", "metrics", "plan"},
+    "pretrain": {"args", "explain", "forward_step", "import_path", "loss", "plan", "reducers"},
+}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_import_arrows_go_one_way(path):
+    rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_pg.")}
+    assert rooms <= ALLOWED[room_of(path)], f"{path.name} imports {rooms - ALLOWED[room_of(path)]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_megatron_is_imported_in_two_rooms_only(path):
+    megatron = {name for name in imports_of(path) if name == "megatron" or name.startswith("megatron.")}
+    if room_of(path) == "pretrain":
+        return
+    assert all(name.startswith("megatron.core") for name in megatron)
+    assert not megatron or room_of(path) == "forward_step"
+
+
+@pytest.mark.parametrize(
+    ("rooms", "forbidden"),
+    [
+        ("reducers objectives kernels", ("all_reduce", "get_rank", "cp_rank", "parallel_state")),
+        ("objectives", (".mean(", "mask")),
+        ("kernels objectives logprobs loss metrics", (".item()", ".tolist()", ".cpu()", "nonzero", "synchronize")),
+    ],
+)
+def test_a_room_keeps_out_of_what_is_not_its_business(rooms, forbidden):
+    for path in FILES:
+        if room_of(path) in rooms.split():
+            source = path.read_text(encoding="utf-8")
+            assert not [word for word in forbidden if word in source], path.name
+
+
+def test_nothing_hides_a_bad_value_or_runs_stored_code():
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        found = [word for word in ("nan_to_num", "import pickle", "torch.load", "_object(", "get_args()") if word in source]
+        assert found == (["get_args()"] if room_of(path) == "pretrain" else []), path.name
+
+
+def test_importing_the_package_needs_neither_megatron_nor_cuda():
+    code = (
+        "import sys, megatron_pg\n"
+        "assert 'torch' not in sys.modules\n"
+        "[getattr(megatron_pg, name) for name in megatron_pg.__all__]\n"
+        "import torch, megatron_pg.loss\n"
+        "assert not [m for m in sys.modules if m == 'megatron' or m.startswith('megatron.')]\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
