@@ -83,7 +83,15 @@ def _patch_torch_cuda() -> None:
         "default_stream": _NoStream(),
     }
     zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
-    nothing = ("set_device", "synchronize", "empty_cache", "set_stream", "manual_seed", "manual_seed_all", "ipc_collect")
+    nothing = (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "set_stream",
+        "manual_seed",
+        "manual_seed_all",
+        "ipc_collect",
+    )
     answers |= dict.fromkeys(zero, 0) | dict.fromkeys(nothing)
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)

@@ -33,5 +33,7 @@ def exact(prompt: list[int], response: list[int]) -> float:
 def reward(prompt: list[int], response: list[int]) -> float:
     """Share of the answer that is right before the first mistake: 1 for the right response only."""
     right = answer(prompt)
-    correct = next((k for k, (a, b) in enumerate(zip(right, response, strict=False)) if a != b), min(len(right), len(response)))
+    correct = next(
+        (k for k, (a, b) in enumerate(zip(right, response, strict=False)) if a != b), min(len(right), len(response))
+    )
     return correct / len(right)

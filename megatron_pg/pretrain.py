@@ -165,9 +165,7 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _start(
-    args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None]
-) -> PolicyGradientStep:
+def _start(args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None]) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, and say what is in force."""
     error = None
     try:

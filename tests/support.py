@@ -54,7 +54,9 @@ def make_sample(
     )
 
 
-def random_step(rng: random.Random, *, vocabulary: int = 11, poison: bool = True, most_tokens: int = 14) -> list[Sample]:
+def random_step(
+    rng: random.Random, *, vocabulary: int = 11, poison: bool = True, most_tokens: int = 14
+) -> list[Sample]:
     """A step with uneven groups, fan-out, holes in masks, a fully masked sample and one-token samples."""
     samples = []
     for prompt in range(rng.randint(1, 4)):

@@ -72,7 +72,9 @@ def test_an_empty_microbatch_still_has_positions(layout):
 
 
 def test_bshd_fills_up_with_empty_rows():
-    batch = pack([make_sample(prompt_length=1, mask=[1], rng=random.Random(0))], qkv_format="bshd", max_seq_len=4, rows=3)
+    batch = pack(
+        [make_sample(prompt_length=1, mask=[1], rng=random.Random(0))], qkv_format="bshd", max_seq_len=4, rows=3
+    )
     assert batch.tokens.shape == (3, 4)
     assert batch.sample_index[1:].tolist() == [[-1] * 4] * 2
 

@@ -49,7 +49,8 @@ def test_the_ranks_tile_the_response_of_every_short_sample_exactly_once(cp_size)
         for response in {1, 2, total // 2, total - 1} - {0, total}:
             for qkv_format, width in formats(total):
                 parts = [
-                    response_index(total, response, qkv_format, width, cp_rank=r, cp_size=cp_size) for r in range(cp_size)
+                    response_index(total, response, qkv_format, width, cp_rank=r, cp_size=cp_size)
+                    for r in range(cp_size)
                 ]
                 assert sorted(torch.cat(parts).tolist()) == list(range(response))
 
@@ -67,7 +68,9 @@ def test_response_values_are_the_slice_of_the_whole_sequence(cp_size):
             for rank in range(cp_size):
                 where = {"cp_rank": rank, "cp_size": cp_size}
                 local = slice_with_cp(coded, -1, qkv_format, width, **where)
-                assert local[local >= 0].tolist() == response_index(total, response, qkv_format, width, **where).tolist()
+                assert (
+                    local[local >= 0].tolist() == response_index(total, response, qkv_format, width, **where).tolist()
+                )
 
 
 def test_offsets_of_a_hand_worked_sample():
@@ -90,14 +93,18 @@ def test_bshd_is_cut_by_the_padded_width_not_by_the_sample():
 def test_slice_pads_with_a_value_or_a_function():
     tokens = torch.tensor([1, 2, 3])
     assert slice_with_cp(tokens, 9, cp_rank=0, cp_size=2).tolist() == [1, 9]
-    assert slice_with_cp(tokens, lambda x, n: torch.cat([x, torch.full((n,), 7)]), cp_rank=0, cp_size=2).tolist() == [1, 7]
+    assert slice_with_cp(tokens, lambda x, n: torch.cat([x, torch.full((n,), 7)]), cp_rank=0, cp_size=2).tolist() == [
+        1,
+        7,
+    ]
     assert slice_with_cp(tokens, 9, "bshd", 5, cp_rank=0, cp_size=1).tolist() == [1, 2, 3, 9, 9]
     assert slice_with_cp(tokens, 9, cp_rank=0, cp_size=1).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "normaliser", [{}, {"calculate_per_token_loss": True}, {"sample_denoms": [4.0, 8.0, 2.0]}, {"constant_divisor": 16.0}]
+    "normaliser",
+    [{}, {"calculate_per_token_loss": True}, {"sample_denoms": [4.0, 8.0, 2.0]}, {"constant_divisor": 16.0}],
 )
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normaliser, cp_size, qkv_format):

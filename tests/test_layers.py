@@ -78,7 +78,9 @@ def test_a_room_keeps_out_of_what_is_not_its_business(rooms, forbidden):
 def test_nothing_hides_a_bad_value_or_runs_stored_code():
     for path in FILES:
         source = path.read_text(encoding="utf-8")
-        found = [word for word in ("nan_to_num", "import pickle", "torch.load", "_object(", "get_args()") if word in source]
+        found = [
+            word for word in ("nan_to_num", "import pickle", "torch.load", "_object(", "get_args()") if word in source
+        ]
         assert found == (["get_args()"] if room_of(path) == "pretrain" else []), path.name
 
 

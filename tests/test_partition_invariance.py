@@ -33,7 +33,9 @@ def poisoned_logits(samples, rng: random.Random) -> list[torch.Tensor]:
     """[n, V] float64 per sample; NaN and inf wherever no trained token is predicted."""
     tables = []
     for sample in samples:
-        table = torch.tensor([[rng.gauss(0, 1.5) for _ in range(VOCABULARY)] for _ in sample.tokens], dtype=torch.float64)
+        table = torch.tensor(
+            [[rng.gauss(0, 1.5) for _ in range(VOCABULARY)] for _ in sample.tokens], dtype=torch.float64
+        )
         first = len(sample.tokens) - sample.response_length - 1
         predicts = {first + k for k, m in enumerate(sample.loss_mask.tolist()) if m}
         for position in set(range(len(table))) - predicts:

@@ -39,11 +39,15 @@ def test_the_worked_example(aggregation):
     assert found.denominators.tolist() == TINY_DENOMINATORS[aggregation]
     assert found.denominators.dtype == torch.float64
     assert (found.num_samples, found.num_rollouts, found.num_prompts, found.num_tokens) == (5, 4, 2, 32)
-    assert sum(m / d for m, d in zip(TINY_TOKENS, found.denominators.tolist(), strict=True)) == TINY_OBJECTIVE[aggregation]
+    assert (
+        sum(m / d for m, d in zip(TINY_TOKENS, found.denominators.tolist(), strict=True)) == TINY_OBJECTIVE[aggregation]
+    )
 
 
 @pytest.mark.parametrize("aggregation", MODES)
-@pytest.mark.parametrize("cells", [[[0, 1, 2, 3, 4]], [[4, 0], [3, 1, 2]], [[], [2, 3], [0, 1, 4]], [[0], [1], [2], [3, 4]]])
+@pytest.mark.parametrize(
+    "cells", [[[0, 1, 2, 3, 4]], [[4, 0], [3, 1, 2]], [[], [2, 3], [0, 1, 4]], [[0], [1], [2], [3, 4]]]
+)
 def test_denominators_do_not_depend_on_where_the_samples_are(aggregation, cells):
     plans = plan_on_ranks(cells, aggregation, TINY_TOKENS, TINY_ROLLOUTS, TINY_PROMPTS)
     for cell, found in zip(cells, plans, strict=True):

@@ -100,7 +100,11 @@ def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
         ([HEADER, RECORD | {"tokens": [5, 2**31, 7]}], ":2:", "has the wrong type or range"),
         ([HEADER, RECORD | {"tokens": "5678"}], ":2:", "tokens='5678'"),
         ([HEADER, RECORD | {"response_length": 3}], ":2:", "loss_mask of sample rollouts.jsonl:2 has 2 entries for 3"),
-        ([HEADER, RECORD | {"old_logprobs": [-1.0]}], ":2:", "old_logprobs of sample rollouts.jsonl:2 has 1 entries for 2"),
+        (
+            [HEADER, RECORD | {"old_logprobs": [-1.0]}],
+            ":2:",
+            "old_logprobs of sample rollouts.jsonl:2 has 1 entries for 2",
+        ),
         ([HEADER, RECORD | {"advantage": [1.0]}], ":2:", "advantages of sample rollouts.jsonl:2 has 1 entries for 2"),
         ([HEADER, RECORD | {"loss_mask": [1, 0.5]}], ":2:", "must be 0 or 1, got 0.5; put weights into the advantages"),
         ([HEADER, RECORD | {"loss_mask": [1, 2]}], ":2:", "must be 0 or 1, got 2"),

@@ -1,0 +1,43 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+#   PYTHON       interpreter that .venv is made of
+#   CONSTRAINTS  pins; empty on a machine whose torch must stay as it is
+#   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
+PYTHON ?= python3
+CONSTRAINTS ?= constraints/cpu.txt
+PIP_ARGS ?=
+MEGATRON_CORE ?= 0.17.1
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+
+.PHONY: demo test lint check fix clean
+
+demo: .venv/ready
+	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+check: lint test
+
+fix: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first, so that nothing else pulls another build of it. megatron-core $(MEGATRON_CORE) carries
+# megatron.training; it declares Python 3.12 and runs on 3.11 when it is installed by itself.
+.venv/ready: setup.py $(CONSTRAINTS)
+	@echo "setting up .venv ..."
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) torch numpy
+	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
+	$(PIP) --no-deps --ignore-requires-python megatron-core==$(MEGATRON_CORE)
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info runs
