@@ -42,9 +42,10 @@ CPU_ARGS=(
 )
 
 ROLLOUT_ARGS=(
-    --warm-up-iters 200
+    --warm-up-iters 60
     --prompts-per-rollout 32
     --group-size 8
+    --exact-match-interval 30
 )
 
 GRPO_ARGS=(
@@ -58,7 +59,7 @@ GRPO_ARGS=(
 OPTIMIZER_ARGS=(
     --optimizer adam
     --lr 1e-3
-    --min-lr 1e-4
+    --min-lr 5e-5
     --lr-decay-style cosine
     --lr-warmup-iters 10
     --weight-decay 0
@@ -66,7 +67,7 @@ OPTIMIZER_ARGS=(
     --clip-grad 1.0
     --micro-batch-size 64
     --global-batch-size 128
-    --train-iters 260
+    --train-iters 420
     --seed 1234
 )
 

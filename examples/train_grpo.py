@@ -42,14 +42,12 @@ from megatron_pg.pretrain import StepLog, pretrain
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The example's own flags."""
     group = parser.add_argument_group("GRPO example")
-    group.add_argument(
-        "--warm-up-iters", type=int, default=200, help="optimizer steps that imitate right answers first"
-    )
+    group.add_argument("--warm-up-iters", type=int, default=60, help="optimizer steps that imitate right answers first")
     group.add_argument("--prompts-per-rollout", type=int, default=32, help="prompts of a rollout batch, all ranks")
     group.add_argument("--group-size", type=int, default=8, help="responses per prompt")
     group.add_argument("--exact-match-prompts", type=int, default=256, help="held-out prompts, all ranks")
     group.add_argument(
-        "--exact-match-interval", type=int, default=10, help="optimizer steps between evaluations on them"
+        "--exact-match-interval", type=int, default=30, help="optimizer steps between evaluations on them"
     )
     group.add_argument("--rollouts", metavar="FILE", help="train from this rollout file instead of sampling")
     group.add_argument("--run-dir", default="runs/grpo", help="folder for metrics, rollouts, arguments and curves")

@@ -90,10 +90,11 @@ class LocalBatch:
         """Sample and response token of an entry of the [T] fields, for error messages."""
         column, row = divmod(flat, self.tokens.shape[0])
         position = int(self.row_index[column])
-        sample = self.whole.samples[int(self.whole.sample_index[row, position])]
+        i = int(self.whole.sample_index[row, position])
+        sample = self.whole.samples[i]
         prompt_length = len(sample.tokens) - sample.response_length
         k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
-        return f"sample {sample.sample_id}, response token {k}"
+        return f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k}"
 
 
 def pack(

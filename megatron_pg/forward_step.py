@@ -9,6 +9,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
 from megatron_pg.loss import Contract, LossSettings, MicrobatchLoss, microbatch_loss, response_weights
 from megatron_pg.metrics import combine, finish, identity
-from megatron_pg.plan import StepPlan, check_count, collective_device, local_table_of, plan_from_table
+from megatron_pg.plan import StepPlan, StepPlanError, check_count, collective_device, local_table_of, plan_from_table
 
 _MESSAGE = 512  # bytes of the name of the first bad token
 
@@ -55,6 +56,7 @@ class PolicyGradientStep:
         self._on_report = on_report or (lambda report: None)
         self._contract: Contract | None = None  # of the step in progress
         self._local: LocalBatch | None = None  # of the forward in progress
+        self._counts_positions = False  # mixture of experts: the router counts positions
         self._losses: list[tuple[LocalBatch, MicrobatchLoss]] = []
 
     # --- the model ---
@@ -142,10 +144,28 @@ class PolicyGradientStep:
         # every virtual pipeline chunk runs over the same micro-batches
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
-        losses = forward_backward_func(**arguments)
-        metrics = self._check_and_reduce()
+        found: list[dict[str, float]] = []
+        with self._checked_before_finalize(chunks[0].config, found):
+            losses = forward_backward_func(**arguments)
+        metrics = found[0] if found else self._check_and_reduce()
         self._on_report(StepReport(plan=plan, metrics=metrics, forward_only=bool(arguments.get("forward_only"))))
         return losses
+
+    @contextmanager
+    def _checked_before_finalize(self, config: object, found: list[dict[str, float]]) -> Iterator[None]:
+        """Check before gradients are reduced: Megatron's own NaN check stops the one rank that sees it."""
+        finalize = config.finalize_model_grads_func
+
+        def check_and_finalize(*positional: object, **keywords: object) -> None:
+            found.append(self._check_and_reduce())
+            finalize(*positional, **keywords)
+
+        if finalize is not None:
+            config.finalize_model_grads_func = check_and_finalize
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = finalize
 
     def _plan(self, data_iterator: object, num_microbatches: int) -> tuple[StepPlan, list[PackedBatch]]:
         group = parallel_state.get_data_parallel_group()
@@ -154,18 +174,22 @@ class PolicyGradientStep:
             batches = _take(data_iterator, num_microbatches)
             samples = [sample for batch in batches for sample in batch.samples]
             local = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group)
-        except ValueError as failure:  # travels to the other ranks, so that all of them stop
+        except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
-        plan = plan_from_table(
-            local,
-            error=error,
-            aggregation=self.settings.plan_aggregation,
-            divisor=self.settings.divisor,
-            num_positions=sum(batch.num_positions for batch in batches),
-            num_microbatches=num_microbatches,
-            group=group,
-        )
-        _check_peers(batches)
+        plan, failure = None, None
+        try:
+            plan = plan_from_table(
+                local,
+                error=error,
+                aggregation=self.settings.plan_aggregation,
+                divisor=self.settings.divisor,
+                num_positions=sum(batch.num_positions for batch in batches),
+                num_microbatches=num_microbatches,
+                group=group,
+            )
+        except StepPlanError as raised:
+            failure = raised
+        _agree(batches, failure)
         return plan, batches
 
     def _contract_of(self, plan: StepPlan) -> Contract:
@@ -259,24 +283,33 @@ def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
     return batches
 
 
-def _check_peers(batches: Sequence[PackedBatch]) -> None:
-    """Every tensor-, context- and pipeline-parallel peer must hold the same micro-batches (rule P9)."""
+def _agree(batches: Sequence[PackedBatch], failure: StepPlanError | None) -> None:
+    """Stop every rank when one could not plan, or when model-parallel peers hold different micro-batches (rule P9)."""
     if torch.distributed.get_world_size() == parallel_state.get_data_parallel_world_size():
+        if failure is not None:  # every rank has it
+            raise failure
         return
-    content = hashlib.blake2b(digest_size=6)  # 48 bits: exact in float64
-    for batch in batches:
-        content.update(batch.tokens.numpy().tobytes())
-        content.update(batch.response_values("loss_mask").numpy().tobytes())
-    digest = float(int.from_bytes(content.digest(), "big"))
-    mine = torch.tensor([float(parallel_state.get_data_parallel_rank()), digest], dtype=torch.float64)
+    mine = [float(parallel_state.get_data_parallel_rank()), _digest(batches), float(failure is not None)]
+    ranks = _all_gather(torch.tensor(mine, dtype=torch.float64, device=collective_device(None))).tolist()
+    if failed := [rank for rank, (_, _, has_failed) in enumerate(ranks) if has_failed]:
+        raise StepPlanError(_broadcast_text(str(failure or ""), failed[0])) from failure
     seen: dict[float, tuple[int, float]] = {}
-    for rank, (dp_rank, value) in enumerate(_all_gather(mine.to(collective_device(None))).tolist()):
-        first, expected = seen.setdefault(dp_rank, (rank, value))
-        if value != expected:
+    for rank, (dp_rank, digest, _) in enumerate(ranks):
+        first, expected = seen.setdefault(dp_rank, (rank, digest))
+        if digest != expected:
             raise ContractError(
                 f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and must be given "
                 "the same micro-batches"
             )
+
+
+def _digest(batches: Sequence[PackedBatch]) -> float:
+    """48 bits of what the micro-batches hold, exact in float64."""
+    content = hashlib.blake2b(digest_size=6)
+    for batch in batches:
+        content.update(batch.tokens.numpy().tobytes())
+        content.update(batch.response_values("loss_mask").numpy().tobytes())
+    return float(int.from_bytes(content.digest(), "big"))
 
 
 def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:

@@ -129,7 +129,10 @@ def plan_from_table(
     rows = torch.zeros(0, 3, dtype=torch.int64) if local is None else local.rows
     flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
     extras = [len(rows), int(error is not None), *flags, num_positions, num_microbatches]
-    extras_per_rank, tables = _exchange(rows, extras, str(error or ""), group)
+    try:
+        extras_per_rank, tables = _exchange(rows, extras, _describe(error), group)
+    except StepPlanError as failure:
+        raise failure from error
     _check_agreement(extras_per_rank)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
@@ -150,6 +153,10 @@ def plan_from_table(
         num_positions=sum(e[4] for e in extras_per_rank),
         num_microbatches=num_microbatches,
     )
+
+
+def _describe(error: Exception | None) -> str:
+    return str(error or "") if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def local_table_of(

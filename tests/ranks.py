@@ -156,10 +156,11 @@ def run_case(case: Case, out: Path) -> None:
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     batches = microbatches(case)
+    iterator = broken() if case.fault == "raises" and torch.distributed.get_rank() == 1 else iter(batches)
     losses = step.forward_backward(
         get_forward_backward_func(),
         forward_step_func=step.forward_step,
-        data_iterator=iter(batches),
+        data_iterator=iterator,
         model=[ddp],
         num_microbatches=2 if torch.distributed.get_world_size() > 1 else 1,
         seq_length=WIDTH,
@@ -167,6 +168,12 @@ def run_case(case: Case, out: Path) -> None:
         forward_only=case.fault == "evaluate",
     )
     save(case, out, model, losses, reports[0])
+
+
+def broken():
+    """A data iterator that fails with something other than a ValueError."""
+    raise RuntimeError("the sampler broke")
+    yield
 
 
 def poison_logits(model: GPTModel) -> None:

@@ -106,6 +106,6 @@ def test_a_rollout_that_straddles_two_steps_is_refused():
 )
 def test_a_layout_that_cannot_be_is_a_named_error(layout, message):
     sample = make_sample(prompt_length=2, mask=[1, 1], rng=random.Random(0))
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError) as error:
         pack([sample], **layout)
     assert message in str(error.value)

@@ -206,6 +206,6 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
     ],
 )
 def test_what_cannot_be_is_a_named_error(call, message):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)

@@ -17,6 +17,8 @@ FAULTS = {
     "pp2-token_mean-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
     "tp2-constant-peers": "ContractError: step plan differs between ranks 0 and 1",
     "dp2-constant-ended": "rank 1: the data ended after 1 of the 2 micro-batches of this step",
+    "tp2-constant-ended": "the data ended after 1 of the 2 micro-batches of this step",
+    "pp2-token_mean-raises": "RuntimeError: the sampler broke",
     "dp2-token_mean-masked": "the step has no trained token",
     "dp2-constant-detached": "call PolicyGradientStep.attach",
 }

@@ -146,6 +146,6 @@ def test_bfloat16_logits_are_computed_in_float32():
     ],
 )
 def test_wrong_input_is_a_named_error(change, message):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError) as error:
         grpo_loss(**(example() | CLIP | {"impl": "torch"} | change))
     assert message in str(error.value)

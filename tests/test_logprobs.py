@@ -122,6 +122,6 @@ def test_logits_are_left_unchanged_and_empty_input_works():
     ],
 )
 def test_wrong_input_is_a_named_error(logits, targets, temperature, message):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError) as error:
         logprobs_and_entropy(logits, targets, temperature=temperature)
     assert message in str(error.value)

@@ -132,7 +132,7 @@ def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_
     ],
 )
 def test_what_cannot_be_planned_is_a_named_error(tokens, aggregation, rest, message):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError) as error:
         plan(tokens, aggregation, **rest)
     assert message in str(error.value)
 

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# GRPO on the GPUs of one node: the same script over NCCL, without any patch.
+# Usage: bash examples/launch_gpu.sh [any flag of Megatron, megatron_pg or the example]
+#   PYTHON, PROCESSES, RUN_DIR, TP and PP may be set in the environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python}
+PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}
+RUN_DIR=${RUN_DIR:-runs/grpo}
+TP=${TP:-1}
+PP=${PP:-1}
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+
+DISTRIBUTED_ARGS=(
+    --standalone
+    --nproc-per-node "$PROCESSES"
+)
+
+MODEL_ARGS=(
+    --transformer-impl local # runs without Transformer Engine
+    --num-layers 4
+    --hidden-size 256
+    --num-attention-heads 8
+    --seq-length 12
+    --max-position-embeddings 12
+    --attention-dropout 0
+    --hidden-dropout 0
+    --tokenizer-type NullTokenizer
+    --vocab-size 11 # NullTokenizer adds one: 12 tokens
+    --make-vocab-size-divisible-by 4
+    --no-persist-layer-norm # needs Apex
+    --no-gradient-accumulation-fusion # needs Apex
+    --no-masked-softmax-fusion
+    --bf16
+)
+
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP"
+    --pipeline-model-parallel-size "$PP"
+    --use-distributed-optimizer
+)
+
+ROLLOUT_ARGS=(
+    --warm-up-iters 60
+    --prompts-per-rollout 64
+    --group-size 8
+)
+
+GRPO_ARGS=(
+    --loss-aggregation constant
+    --loss-aggregation-divisor 6
+    --pg-clip-eps-low 0.2
+    --pg-clip-eps-high 0.28
+    --pg-temperature 1.0
+    --pg-metrics with_entropy
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 5e-4
+    --min-lr 5e-5
+    --lr-decay-style cosine
+    --lr-warmup-iters 10
+    --weight-decay 0
+    --adam-beta2 0.98
+    --clip-grad 1.0
+    --micro-batch-size 64
+    --global-batch-size 256
+    --train-iters 300
+    --seed 1234
+)
+
+LOGGING_ARGS=(
+    --run-dir "$RUN_DIR"
+    --megatron-log "$RUN_DIR/megatron.log"
+    --tensorboard-dir "$RUN_DIR/tensorboard"
+    --tensorboard-log-interval 1
+    --log-interval 10
+    --eval-iters 0
+    --eval-interval 1000
+    --dataloader-type external
+)
+
+exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" examples/train_grpo.py \
+    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" \
+    "${LOGGING_ARGS[@]}" "$@"
