@@ -25,7 +25,7 @@ MODEL_ARGS=(
     --attention-dropout 0
     --hidden-dropout 0
     --tokenizer-type NullTokenizer
-    --vocab-size 11 # NullTokenizer adds one: 12 tokens
+    --vocab-size 12
     --make-vocab-size-divisible-by 1
 )
 

@@ -27,7 +27,7 @@ MODEL_ARGS=(
     --attention-dropout 0
     --hidden-dropout 0
     --tokenizer-type NullTokenizer
-    --vocab-size 11 # NullTokenizer adds one: 12 tokens
+    --vocab-size 12
     --make-vocab-size-divisible-by 4
     --no-persist-layer-norm # needs Apex
     --no-gradient-accumulation-fusion # needs Apex

@@ -72,7 +72,7 @@ class Example:
         model = GPTModel(
             config=config or core_transformer_config_from_args(args),
             transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
-            vocab_size=args.padded_vocab_size,
+            vocab_size=task.VOCABULARY,  # releases differ in what NullTokenizer adds
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
@@ -296,10 +296,10 @@ def _with_step(sample: Sample, step: int) -> Sample:
 
 
 def _check_fits(sample: Sample, args) -> None:
-    if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= args.padded_vocab_size:
+    if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= task.VOCABULARY:
         raise ValueError(
             f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model takes "
-            f"{args.seq_length} tokens (--seq-length) of a vocabulary of {args.padded_vocab_size}, so it cannot be trained."
+            f"{args.seq_length} tokens (--seq-length) of a vocabulary of {task.VOCABULARY}, so it cannot be trained."
         )
 
 

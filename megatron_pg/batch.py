@@ -43,9 +43,15 @@ class PackedBatch:
         return [sample.num_trained for sample in self.samples]
 
     def response_values(self, field: str) -> Tensor:
-        """[sum of R] one response-aligned field of the samples, one sample after the other."""
+        """[sum of R] one response-aligned field of the samples, one sample after the other; NaN where one has none."""
         values = [getattr(sample, field) for sample in self.samples]
-        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+        missing = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
+        filled = [gap if value is None else value for value, gap in zip(values, missing, strict=True)]
+        return torch.cat(filled) if filled else torch.zeros(0, dtype=torch.float64)
+
+    def has_any(self, field: str) -> bool:
+        """Whether at least one sample has an optional field."""
+        return any(getattr(sample, field) is not None for sample in self.samples)
 
     def spread(self, values: Tensor) -> Tensor:
         """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, 0 elsewhere."""
@@ -77,6 +83,8 @@ class LocalBatch:
     advantages: Tensor  # [T] float64
     weights: Tensor  # [T] float64, w = mask / denominator of the sample
     document_weights: Tensor  # [T] float64, mask / trained tokens of the sample: sums to 1 over a document
+    ref_logprobs: Tensor | None  # [T] float64, NaN where the sample has none; None where no sample has any
+    rollout_logprobs: Tensor | None  # likewise
     whole: PackedBatch
     row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
     num_trained: int  # trained tokens here, known on the host
@@ -148,6 +156,8 @@ def slice_batch(
         "weights": weights,
         "document_weights": loss_mask / batch.per_token(counts),
     }
+    optional = ("ref_logprobs", "rollout_logprobs")
+    fields |= {name: batch.response_values(name) for name in optional if batch.has_any(name)}
     flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in fields.items()}
     labels, mask = batch.labels[:, index], flat["mask"]
     model_inputs = {
@@ -157,7 +167,7 @@ def slice_batch(
         "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
         "targets": labels.t().reshape(-1),
     }
-    on_device = {name: _to_device(value, device) for name, value in (model_inputs | flat).items()}
+    on_device = dict.fromkeys(optional) | {n: _to_device(v, device) for n, v in (model_inputs | flat).items()}
     return LocalBatch(**on_device, whole=batch, row_index=index, num_trained=int(mask.sum()))
 
 

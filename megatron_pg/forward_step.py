@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
 from megatron_pg.loss import Contract, LossSettings, MicrobatchLoss, microbatch_loss, response_weights
-from megatron_pg.metrics import combine, finish, identity
 from megatron_pg.plan import StepPlan, StepPlanError, check_count, collective_device, local_table_of, plan_from_table
 
 _MESSAGE = 512  # bytes of the name of the first bad token
@@ -39,7 +38,8 @@ class StepReport:
     """What one step's forward-backward found, equal on every rank."""
 
     plan: StepPlan
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # by name, in the order of docs/metrics.md; one without a contribution is absent
+    nonfinite: dict[str, list[int]]  # metric: the ranks whose contribution is NaN or inf
     forward_only: bool  # an evaluation step
 
 
@@ -144,20 +144,27 @@ class PolicyGradientStep:
         # every virtual pipeline chunk runs over the same micro-batches
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
-        found: list[dict[str, float]] = []
+        found: list[Tensor] = []
         with self._checked_before_finalize(chunks[0].config, found):
             losses = forward_backward_func(**arguments)
-        metrics = found[0] if found else self._check_and_reduce()
-        self._on_report(StepReport(plan=plan, metrics=metrics, forward_only=bool(arguments.get("forward_only"))))
+        rows = found[0] if found else self._gather_and_check()
+        metrics = self.settings.metrics
+        report = StepReport(
+            plan=plan,
+            metrics=metrics.finish(metrics.combine(rows).tolist(), plan),
+            nonfinite=metrics.nonfinite(rows.tolist()),
+            forward_only=bool(arguments.get("forward_only")),
+        )
+        self._on_report(report)
         return losses
 
     @contextmanager
-    def _checked_before_finalize(self, config: object, found: list[dict[str, float]]) -> Iterator[None]:
+    def _checked_before_finalize(self, config: object, found: list[Tensor]) -> Iterator[None]:
         """Check before gradients are reduced: Megatron's own NaN check stops the one rank that sees it."""
         finalize = config.finalize_model_grads_func
 
         def check_and_finalize(*positional: object, **keywords: object) -> None:
-            found.append(self._check_and_reduce())
+            found.append(self._gather_and_check())
             finalize(*positional, **keywords)
 
         if finalize is not None:
@@ -186,6 +193,7 @@ class PolicyGradientStep:
                 num_positions=sum(batch.num_positions for batch in batches),
                 num_microbatches=num_microbatches,
                 group=group,
+                num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
             )
         except StepPlanError as raised:
             failure = raised
@@ -216,9 +224,8 @@ class PolicyGradientStep:
             first += len(batch.samples)
         return local
 
-    def _check_and_reduce(self) -> dict[str, float]:
-        """The step's one all-gather and one host read: non-finite losses, the sum of the counts, the metrics."""
-        metrics = self.settings.metrics
+    def _gather_and_check(self) -> Tensor:
+        """The step's one all-gather and one host read: checks, and [world, width] partial results of the metrics."""
         device = collective_device(None)
         rows = _all_gather(torch.cat([self._check_values(device), self._partial_result(device)]))
         checks = rows[:, :3].tolist()
@@ -226,7 +233,7 @@ class PolicyGradientStep:
         returned = sum(row[2] for row in checks)
         if self.settings.per_token and returned != self._contract.count:
             raise ContractError(f"returned token counts sum to {returned:.0f}, the plan has {self._contract.count}")
-        return finish(metrics, combine(metrics, rows[:, 3:]).tolist())
+        return rows[:, 3:]
 
     def _check_values(self, device: torch.device) -> Tensor:
         """[3]: trained tokens whose loss is not finite, code of the first one, returned counts."""
@@ -242,8 +249,8 @@ class PolicyGradientStep:
     def _partial_result(self, device: torch.device) -> Tensor:
         metrics = self.settings.metrics
         if not self._losses or not _reports():
-            return torch.tensor(identity(metrics), dtype=torch.float64, device=device)
-        return combine(metrics, torch.stack([output.partial for _, output in self._losses]))
+            return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
+        return metrics.combine(torch.stack([output.partial for _, output in self._losses]))
 
     def _raise_nonfinite(self, checks: list[list[float]]) -> None:
         bad = [rank for rank, (count, _, _) in enumerate(checks) if count > 0]

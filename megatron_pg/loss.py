@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.kernels import GRPOLoss, grpo_loss
-from megatron_pg.metrics import Metric, TokenValues, metrics_of, partial_result
+from megatron_pg.metrics import Reduction, TokenValues
 from megatron_pg.plan import StepPlan
 from megatron_pg.reducers.custom import CustomReducer, token_weights
 
@@ -36,8 +36,7 @@ class LossSettings:
     clip_eps_high: float
     temperature: float
     kernel: str
-    metrics: tuple[Metric, ...]
-    entropy: bool
+    metrics: Reduction
 
     @classmethod
     def from_args(cls, args, reducer: CustomReducer | None = None) -> "LossSettings":
@@ -51,8 +50,7 @@ class LossSettings:
             clip_eps_high=args.pg_clip_eps_high,
             temperature=args.pg_temperature,
             kernel=args.pg_kernel,
-            metrics=metrics_of(args.pg_metrics),
-            entropy=args.pg_metrics == "with_entropy",
+            metrics=Reduction(args.pg_metrics),
         )
 
     @property
@@ -135,12 +133,12 @@ def microbatch_loss(
         clip_eps_high=settings.clip_eps_high,
         temperature=settings.temperature,
         tp_group=tp_group,
-        entropy=settings.entropy,
+        entropy=settings.metrics.needs_entropy,
         impl=settings.kernel,
     )
     with torch.no_grad():
         tokens = _token_values(out, local, settings)
-        return MicrobatchLoss(out.loss, partial_result(settings.metrics, tokens), _count_nonfinite(tokens))
+        return MicrobatchLoss(out.loss, settings.metrics.partial(tokens), _count_nonfinite(tokens))
 
 
 def _token_values(out: GRPOLoss, local: LocalBatch, settings: LossSettings) -> TokenValues:
@@ -154,6 +152,8 @@ def _token_values(out: GRPOLoss, local: LocalBatch, settings: LossSettings) -> T
         log_ratios=out.log_ratios.double(),
         advantages=local.advantages,
         entropy=None if out.entropy is None else out.entropy.double(),
+        ref_logprobs=local.ref_logprobs,
+        rollout_logprobs=local.rollout_logprobs,
         clip_eps_low=settings.clip_eps_low,
         clip_eps_high=settings.clip_eps_high,
     )

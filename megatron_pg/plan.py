@@ -18,7 +18,7 @@ from megatron_pg.rollouts import Id
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
-_EXTRAS = 6  # integers of a rank beside its table
+_EXTRAS = 7  # integers of a rank beside its table
 _INT32_MAX = 2**31 - 1
 
 
@@ -37,6 +37,7 @@ class StepPlan:
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
     num_tokens: int  # T, trained
+    num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
 
@@ -124,11 +125,13 @@ def plan_from_table(
     num_positions: int,
     num_microbatches: int,
     group: ProcessGroup | None,
+    num_response_tokens: int | None = None,
 ) -> StepPlan:
     """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`."""
     rows = torch.zeros(0, 3, dtype=torch.int64) if local is None else local.rows
     flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
-    extras = [len(rows), int(error is not None), *flags, num_positions, num_microbatches]
+    responses = int(rows[:, 0].sum()) if num_response_tokens is None else num_response_tokens
+    extras = [len(rows), int(error is not None), *flags, num_positions, num_microbatches, responses]
     try:
         extras_per_rank, tables = _exchange(rows, extras, _describe(error), group)
     except StepPlanError as failure:
@@ -150,6 +153,7 @@ def plan_from_table(
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
         num_tokens=counts.num_tokens,
+        num_response_tokens=sum(e[6] for e in extras_per_rank),
         num_positions=sum(e[4] for e in extras_per_rank),
         num_microbatches=num_microbatches,
     )

@@ -31,7 +31,7 @@ from support import random_step
 from megatron_pg.batch import pack
 from megatron_pg.forward_step import PolicyGradientStep
 from megatron_pg.loss import LossSettings
-from megatron_pg.metrics import metrics_of
+from megatron_pg.metrics import Reduction
 
 WIDTH, VOCABULARY, DIVISOR = 24, 16, 32.0
 
@@ -69,8 +69,7 @@ def settings(case: Case) -> LossSettings:
         clip_eps_high=0.28,
         temperature=1.0,
         kernel="torch",
-        metrics=metrics_of("with_entropy"),
-        entropy=True,
+        metrics=Reduction("with_entropy"),
     )
 
 

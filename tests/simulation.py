@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_pg.batch import PackedBatch, pack, slice_batch
 from megatron_pg.loss import Contract, LossSettings, microbatch_loss, response_weights
-from megatron_pg.metrics import combine, finish, metrics_of
+from megatron_pg.metrics import Reduction
 from megatron_pg.plan import local_table_of, plan_from_table
 from megatron_pg.rollouts import Sample
 
@@ -63,8 +63,7 @@ def settings(aggregation: str, *, per_token: bool, divisor: float | None = None,
         clip_eps_high=EPS_HIGH,
         temperature=temperature,
         kernel="torch",
-        metrics=metrics_of("with_entropy"),
-        entropy=True,
+        metrics=Reduction("with_entropy"),
     )
 
 
@@ -101,6 +100,7 @@ def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) 
         num_positions=sum(batch.num_positions for batch in batches),
         num_microbatches=len(batches),
         group=data_group,
+        num_response_tokens=sum(sample.response_length for sample in mine),
     )
     locals_, leaves, first = [], [], 0
     for batch, cell in zip(batches, cells[d], strict=True):
@@ -119,7 +119,7 @@ def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) 
     outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, tp_group)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
     partials = torch.stack([output.partial for output in outputs])
-    return SimpleNamespace(rank=rank, pieces=pieces, reports=reports, counted=counted, partials=partials)
+    return SimpleNamespace(rank=rank, pieces=pieces, reports=reports, counted=counted, partials=partials, plan=plan)
 
 
 def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
@@ -195,5 +195,5 @@ def _finalize(results, logits: Sequence[Tensor], layout: Layout, loss: LossSetti
             numerator += sum(float(report["pg_loss"][0]) for report in result.reports)
             denominator += sum(float(report["pg_loss"][1]) for report in result.reports)
     partials = torch.cat([r.partials for r in results if layout.coordinates(r.rank)[2] == 0])
-    metrics = finish(loss.metrics, combine(loss.metrics, partials).tolist())
+    metrics = loss.metrics.finish(loss.metrics.combine(partials).tolist(), results[0].plan)
     return Outcome(gradients, numerator / denominator, metrics)

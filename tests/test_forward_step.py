@@ -27,7 +27,9 @@ EVALUATION = "dp2-constant-evaluate"
 
 def launch(processes: int, out: Path, cases: list[str]) -> subprocess.Popen:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "examples"), str(HERE.parent)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parent / "examples"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        ),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }

@@ -1,0 +1,118 @@
+"""Exact reduction: per micro-batch, over micro-batches, over ranks.
+
+A partial result is one float64 vector. Sums and means contribute 0 where there is no token, maxima and minima their
+identity, so pipeline stages without the loss, empty micro-batches and empty ranks change nothing. Means are divided
+once, at the end, by the number of documents that contributed; a metric to which nobody contributed is absent.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_pg.metrics.table import LEVELS, METRICS, Metric, TokenValues
+
+_FIELDS = (None, "ref_logprobs", "rollout_logprobs")  # what a document must have to be counted
+
+
+class Reduction:
+    """The metrics of one level of `--pg-metrics`, in a fixed order.
+
+    A partial result holds the added metrics, the extrema (minima negated, so that all are maxima), and for every
+    optional field the number of documents that have it.
+    """
+
+    def __init__(self, level: str):
+        active = [metric for metric in METRICS if LEVELS.index(metric.level) <= LEVELS.index(level)]
+        self.level = level
+        self.metrics: tuple[Metric, ...] = tuple(active)
+        self._means = [metric for metric in active if metric.kind == "mean"]
+        self._added = [*self._means, *(metric for metric in active if metric.kind in ("sum", "part"))]
+        self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
+        self._derived = [metric for metric in active if metric.kind in ("step", "ratio")]
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether a metric reads the entropy."""
+        return any(metric.name == "entropy" for metric in self.metrics)
+
+    @property
+    def width(self) -> int:
+        """Length of a partial result."""
+        return len(self._added) + len(self._extrema) + len(_FIELDS)
+
+    def identity(self) -> list[float]:
+        """Partial result of a rank or micro-batch without a trained token."""
+        return [*[0.0] * len(self._added), *[-math.inf] * len(self._extrema), *[0.0] * len(_FIELDS)]
+
+    def partial(self, tokens: TokenValues) -> Tensor:
+        """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
+        masks = {field: _has(tokens, field) for field in _FIELDS}
+        documents = torch.stack([torch.where(masks[field], tokens.document_weights, 0).sum() for field in _FIELDS])
+        return torch.cat([self._add(tokens, masks), self._extreme(tokens, masks), documents])
+
+    def combine(self, partials: Tensor) -> Tensor:
+        """[width] from [n, width] partial results, in their order."""
+        added, extrema, documents = partials.split([len(self._added), len(self._extrema), len(_FIELDS)], dim=1)
+        return torch.cat([added.sum(dim=0), extrema.amax(dim=0), documents.sum(dim=0)])
+
+    def finish(self, totals: Sequence[float], plan: object) -> dict[str, float]:
+        """Values by name, in the order of the table, from the combined totals and the step plan."""
+        documents = dict(zip(_FIELDS, totals[-len(_FIELDS) :], strict=True))
+        values = {}
+        for metric, total in zip([*self._added, *self._extrema], totals, strict=False):
+            if documents[metric.needs] != 0:
+                values[metric.name] = {"mean": total / documents[metric.needs], "min": -total}.get(metric.kind, total)
+        for metric in self._derived:
+            if documents[None] != 0:
+                values[metric.name] = _ratio(metric, values) if metric.kind == "ratio" else metric.formula(plan)
+        order = [metric.name for metric in self.metrics if metric.kind != "part"]
+        return {name: values[name] for name in order if values.get(name) is not None}
+
+    def nonfinite(self, rows: Sequence[Sequence[float]]) -> dict[str, list[int]]:
+        """For every metric the ranks whose contribution is not finite; `rows` are the ranks' partial results."""
+        found: dict[str, list[int]] = {}
+        for column, metric in enumerate([*self._added, *self._extrema]):
+            neutral = -math.inf if metric in self._extrema else 0.0
+            ranks = [r for r, row in enumerate(rows) if row[column] != neutral and not math.isfinite(row[column])]
+            if ranks:
+                found[metric.name] = ranks
+        return found
+
+    def _add(self, tokens: TokenValues, masks: dict[str | None, Tensor]) -> Tensor:
+        if not self._added:
+            return tokens.document_weights.new_zeros(0)
+        values = torch.stack([_select(metric, tokens, masks, 0.0) for metric in self._added])  # [n, T]
+        weights = torch.where(tokens.mask, tokens.document_weights, 0)
+        means, sums = values.split([len(self._means), len(self._added) - len(self._means)])
+        return torch.cat([(means * weights).sum(dim=1), sums.sum(dim=1)])
+
+    def _extreme(self, tokens: TokenValues, masks: dict[str | None, Tensor]) -> Tensor:
+        if not self._extrema:
+            return tokens.document_weights.new_zeros(0)
+        values = torch.stack([_select(metric, tokens, masks, -math.inf) for metric in self._extrema])
+        # the neutral column lets the maximum over no position exist
+        return torch.nn.functional.pad(values, (0, 1), value=-math.inf).amax(dim=1)
+
+
+def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor], neutral: float) -> Tensor:
+    """[T] a metric's values, minima negated; neutral where the token is masked or lacks the field."""
+    if metric.needs is not None and getattr(tokens, metric.needs) is None:
+        return torch.full_like(tokens.document_weights, neutral)
+    values = metric.formula(tokens).double()
+    return torch.where(masks[metric.needs], -values if metric.kind == "min" else values, neutral)
+
+
+def _ratio(metric: Metric, sums: dict[str, float]) -> float | None:
+    try:
+        return metric.formula(sums)
+    except ZeroDivisionError:  # weights that are all 0
+        return None
+
+
+def _has(tokens: TokenValues, field: str | None) -> Tensor:
+    if field is None:
+        return tokens.mask
+    values = getattr(tokens, field)
+    return torch.zeros_like(tokens.mask) if values is None else tokens.mask & ~torch.isnan(values)

@@ -1,0 +1,436 @@
+"""Every metric, declared once: name, level, formula, reduction, and what a reader needs to know about it.
+
+`docs/metrics.md` is written from these declarations. The kinds:
+
+    mean     over documents (samples with a trained token) of the document's mean over its trained tokens
+    sum      over the trained tokens of the step
+    max min  over the trained tokens of the step
+    step     an integer of the step plan
+    ratio    of sums, formed after they are reduced
+    part     a sum that only a ratio needs; not reported
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pg.objectives.grpo import MAX_LOG_RATIO
+
+LEVELS = ("none", "basic", "with_entropy")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenValues:
+    """What the formulas read: [T] float64 per token of one micro-batch on one rank, anything where masked."""
+
+    mask: Tensor  # [T] bool, trained tokens
+    document_weights: Tensor  # v: sums to 1 over a document's trained tokens
+    weights: Tensor  # w of the aggregation
+    token_losses: Tensor  # ℓ
+    logprobs: Tensor  # l, of the model being trained
+    old_logprobs: Tensor  # o
+    log_ratios: Tensor  # d = l - o
+    advantages: Tensor  # A
+    entropy: Tensor | None = None  # H
+    ref_logprobs: Tensor | None = None  # f; NaN where the sample has none
+    rollout_logprobs: Tensor | None = None  # b; NaN where the sample has none
+    clip_eps_low: float
+    clip_eps_high: float
+
+    @cached_property
+    def ratios(self) -> Tensor:
+        """r = e^d, with d clamped as in the objective."""
+        return self.log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    @cached_property
+    def above(self) -> Tensor:
+        """r > 1 + eps_high."""
+        return self.ratios > 1 + self.clip_eps_high
+
+    @cached_property
+    def below(self) -> Tensor:
+        """r < 1 - eps_low."""
+        return self.ratios < 1 - self.clip_eps_low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Metric:
+    """One diagnostic. `formula` maps TokenValues, the step plan or the reduced sums to values, by `kind`."""
+
+    name: str
+    level: str
+    kind: str  # "mean", "sum", "max", "min", "step", "ratio" or "part"
+    formula: Callable[[Any], Any]
+    equation: str
+    unit: str
+    meaning: str
+    healthy: str = "–"
+    red_flag: str = "–"
+    needs: str | None = None  # field of TokenValues without which the metric is absent
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # framework: what it is called there
+
+
+def _k3(x: Tensor) -> Tensor:
+    """e^-x - 1 + x, not negative: its mean over samples of p estimates KL(p‖q) for x = log p - log q."""
+    return torch.expm1(-x) + x
+
+
+METRICS = (
+    Metric(
+        name="pg_loss",
+        level="none",
+        kind="sum",
+        formula=lambda t: t.weights * t.token_losses,
+        equation="Σ w·ℓ",
+        unit="objective",
+        meaning="the objective, with the weights of `--loss-aggregation`; no factor K, D or T in it",
+        healthy="near 0, either sign",
+        red_flag="a jump; never compare its size across aggregations",
+        elsewhere={
+            "slime, miles": "train/pg_loss",
+            "verl": "actor/pg_loss",
+            "TRL": "loss",
+            "NeMo-RL": "loss",
+            "PipelineRL": "rl/loss",
+        },
+    ),
+    Metric(
+        name="num_tokens",
+        level="basic",
+        kind="step",
+        formula=lambda plan: plan.num_tokens,
+        equation="T",
+        unit="tokens",
+        meaning="trained tokens",
+        elsewhere={"PipelineRL": "rl/num_output_tokens_sum", "NeMo-RL": "global_valid_toks", "TRL": "num_tokens"},
+    ),
+    Metric(
+        name="num_tokens_masked",
+        level="basic",
+        kind="step",
+        formula=lambda plan: plan.num_response_tokens - plan.num_tokens,
+        equation="Σ (1 - m) over responses",
+        unit="tokens",
+        meaning="response tokens that are not trained (tool output, truncated samples)",
+        red_flag="most of the responses",
+    ),
+    Metric(
+        name="num_samples",
+        level="basic",
+        kind="step",
+        formula=lambda plan: plan.num_samples,
+        equation="S",
+        unit="samples",
+        meaning="training sequences (documents), fully masked ones included",
+        elsewhere={"NeMo-RL": "global_valid_seqs", "PipelineRL": "rl/samples_per_step"},
+    ),
+    Metric(
+        name="num_rollouts",
+        level="basic",
+        kind="step",
+        formula=lambda plan: plan.num_rollouts,
+        equation="N_r",
+        unit="rollouts",
+        meaning="trajectories, fully masked ones included",
+    ),
+    Metric(
+        name="num_prompts",
+        level="basic",
+        kind="step",
+        formula=lambda plan: plan.num_prompts,
+        equation="P",
+        unit="prompts",
+        meaning="prompt groups; absent when samples have no prompt_id",
+    ),
+    Metric(
+        name="new_logprobs",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.logprobs,
+        equation="l",
+        unit="nats",
+        meaning="log-probability under the model being trained",
+        healthy="rises slowly",
+        red_flag="runs towards 0: the policy collapses",
+        elsewhere={"slime, miles": "train/log_probs", "PipelineRL": "rl/new_logprobs"},
+    ),
+    Metric(
+        name="old_logprobs",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.old_logprobs,
+        equation="o",
+        unit="nats",
+        meaning="log-probability under the sampling policy",
+        elsewhere={"slime, miles": "rollout/log_probs", "PipelineRL": "rl/old_logprobs"},
+    ),
+    Metric(
+        name="ratio_new_old",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.ratios,
+        equation="r = e^(l - o)",
+        unit="1",
+        meaning="probability ratio, new over old",
+        healthy="1 on the first step over a rollout batch, then within a few percent",
+        red_flag="not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
+        elsewhere={
+            "TRL": "sampling/importance_sampling_ratio",
+            "NeMo-RL": "probs_ratio",
+            "PipelineRL": "rl/ratio_new_old",
+        },
+    ),
+    Metric(
+        name="ratio_new_old_sum",
+        level="basic",
+        kind="sum",
+        formula=lambda t: t.ratios,
+        equation="Σ m·r",
+        unit="tokens",
+        meaning="sum of the ratios; divided by num_tokens it is near 1 on-policy",
+        elsewhere={"PipelineRL": "rl/ratio_new_old_sum"},
+    ),
+    Metric(
+        name="ratio_new_old_squared_sum",
+        level="basic",
+        kind="sum",
+        formula=lambda t: t.ratios.square(),
+        equation="Σ m·r²",
+        unit="tokens",
+        meaning="sum of the squared ratios",
+        elsewhere={"PipelineRL": "rl/ratio_new_old_squared_sum"},
+    ),
+    Metric(
+        name="ess",
+        level="basic",
+        kind="ratio",
+        formula=lambda s: s["ratio_new_old_sum"] ** 2 / (s["ratio_new_old_squared_sum"] * s["num_tokens"]),
+        equation="(Σ m·r)² / (Σ m·r² · T)",
+        unit="fraction",
+        meaning="effective sample size of the importance ratios, at most 1",
+        healthy="> 0.9",
+        red_flag="< 0.5: few tokens carry the step; fewer steps per rollout batch",
+        elsewhere={"PipelineRL": "rl/ess", "miles": "train/ess_ratio"},
+    ),
+    Metric(
+        name="mean_abs_log_ratio",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.log_ratios.abs(),
+        equation="|l - o|",
+        unit="nats",
+        meaning="distance of the two policies on the samples",
+        healthy="0 on-policy, < 0.05",
+        red_flag="> 0 on the first step over a rollout batch",
+        elsewhere={"TRL": "sampling/sampling_logp_difference/mean", "NeMo-RL": "token_mult_prob_error (e^ of it)"},
+    ),
+    Metric(
+        name="kl_new_old",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.ratios - 1 - t.log_ratios,
+        equation="k3 = r - 1 - log r",
+        unit="nats",
+        meaning="over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
+        healthy="0 on-policy, < 1e-2",
+        red_flag="> 0 on the first step over a rollout batch",
+        elsewhere={
+            "slime, miles": "train/ppo_kl (k1)",
+            "verl": "actor/ppo_kl (k1)",
+            "NeMo-RL": "approx_entropy's neighbour kl_penalty differs",
+            "PipelineRL": "rl/kl_new_old",
+        },
+    ),
+    Metric(
+        name="clipped_ratio_fraction",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.above | t.below,
+        equation="1[r < 1 - ε_low or r > 1 + ε_high]",
+        unit="fraction",
+        meaning="outside the clip interval whatever the sign of A: an upper bound of the tokens without gradient",
+        healthy="< 0.2",
+        red_flag="> 0.5: learning rate, steps per rollout batch",
+        elsewhere={
+            "slime, miles": "train/pg_clipfrac (sign-aware)",
+            "verl": "actor/pg_clipfrac (sign-aware)",
+            "TRL": "clip_ratio/region_mean",
+            "PipelineRL": "rl/clamp_log_ratio_new_old_indicator",
+        },
+    ),
+    Metric(
+        name="clipped_high_fraction",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.above & (t.advantages > 0),
+        equation="1[A > 0, r > 1 + ε_high]",
+        unit="fraction",
+        meaning="tokens that lost their gradient because they already rose enough",
+        healthy="< 0.1",
+        red_flag="far above clipped_low_fraction: raise ε_high or lower the learning rate",
+        elsewhere={"TRL": "clip_ratio/high_mean"},
+    ),
+    Metric(
+        name="clipped_low_fraction",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.below & (t.advantages < 0),
+        equation="1[A < 0, r < 1 - ε_low]",
+        unit="fraction",
+        meaning="tokens that lost their gradient because they already fell enough",
+        healthy="< 0.1",
+        red_flag="rises over the run",
+        elsewhere={"TRL": "clip_ratio/low_mean", "verl": "actor/pg_clipfrac_lower (dual clip)"},
+    ),
+    Metric(
+        name="clamped_log_ratio_fraction",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.log_ratios.abs() > MAX_LOG_RATIO,
+        equation=f"1[|l - o| > {MAX_LOG_RATIO:g}]",
+        unit="fraction",
+        meaning="log-ratio beyond any meaning: value clamped, gradient 0",
+        healthy="0",
+        red_flag="> 0: misaligned tokens or log-probabilities of another model",
+    ),
+    Metric(
+        name="advantage",
+        level="basic",
+        kind="mean",
+        formula=lambda t: t.advantages,
+        equation="A",
+        unit="reward",
+        meaning="advantage",
+        healthy="near 0 with a group baseline",
+        elsewhere={
+            "slime, miles": "rollout/advantages",
+            "verl": "critic/advantages/mean",
+            "PipelineRL": "rl/advantage",
+        },
+    ),
+    Metric(
+        name="max_advantage",
+        level="basic",
+        kind="max",
+        formula=lambda t: t.advantages,
+        equation="max A",
+        unit="reward",
+        meaning="largest advantage of a trained token",
+        elsewhere={"verl": "critic/advantages/max", "PipelineRL": "rl/max_advantage"},
+    ),
+    Metric(
+        name="min_advantage",
+        level="basic",
+        kind="min",
+        formula=lambda t: t.advantages,
+        equation="min A",
+        unit="reward",
+        meaning="smallest advantage of a trained token",
+        elsewhere={"verl": "critic/advantages/min", "PipelineRL": "rl/min_advantage"},
+    ),
+    Metric(
+        name="aggregation_ess",
+        level="basic",
+        kind="ratio",
+        formula=lambda s: s["_weights"] ** 2 / (s["num_tokens"] * s["_squared_weights"]),
+        equation="(Σ w)² / (T · Σ w²)",
+        unit="fraction",
+        meaning="how evenly the aggregation spreads the gradient over tokens; 1 for token_mean and constant",
+        red_flag="near 0: a few short answers own the step",
+    ),
+    Metric(
+        name="kl_new_ref",
+        level="basic",
+        kind="mean",
+        formula=lambda t: _k3(t.logprobs - t.ref_logprobs),
+        equation="k3 of x = l - f: e^-x - 1 + x",
+        unit="nats",
+        meaning="estimates KL(new‖ref) on near-on-policy samples; not clamped",
+        healthy="grows slowly",
+        red_flag="a jump",
+        needs="ref_logprobs",
+        elsewhere={"slime, miles": "train/kl_loss", "verl": "actor/kl_loss", "TRL": "kl", "PipelineRL": "rl/kl"},
+    ),
+    Metric(
+        name="ratio_new_ref",
+        level="basic",
+        kind="mean",
+        formula=lambda t: (t.logprobs - t.ref_logprobs).exp(),
+        equation="e^(l - f)",
+        unit="1",
+        meaning="probability ratio, new over reference",
+        needs="ref_logprobs",
+        elsewhere={"PipelineRL": "rl/ratio_ref_new (inverse)"},
+    ),
+    Metric(
+        name="mismatch_kl",
+        level="basic",
+        kind="mean",
+        formula=lambda t: _k3(t.rollout_logprobs - t.old_logprobs),
+        equation="k3 of x = b - o: e^-x - 1 + x",
+        unit="nats",
+        meaning="estimates KL(rollout engine‖trainer) of the sampling policy",
+        healthy="< 1e-3",
+        red_flag="an upward trend: precision, weight sync, sampling filter, temperature",
+        needs="rollout_logprobs",
+        elsewhere={
+            "slime, miles": "train/mis_kl",
+            "verl": "rollout_corr/kl",
+            "TRL": "sampling/sampling_logp_difference",
+            "NeMo-RL": "gen_kl_error",
+        },
+    ),
+    Metric(
+        name="mismatch_max",
+        level="basic",
+        kind="max",
+        formula=lambda t: (t.old_logprobs - t.rollout_logprobs).abs(),
+        equation="max |o - b|",
+        unit="nats",
+        meaning="largest gap between trainer and rollout engine on one token",
+        healthy="< 1",
+        red_flag="> 5: another token, template or model",
+        needs="rollout_logprobs",
+        elsewhere={"verl": "training/rollout_probs_diff_max (probabilities)"},
+    ),
+    Metric(
+        name="entropy",
+        level="with_entropy",
+        kind="mean",
+        formula=lambda t: t.entropy,
+        equation="H = -Σ_v p_v log p_v",
+        unit="nats",
+        meaning="exact entropy of softmax(z/τ) over the whole vocabulary, from the pass that gives the log-probabilities",
+        healthy="falls slowly",
+        red_flag="near 0 early",
+        elsewhere={
+            "slime, miles": "train/entropy_loss",
+            "verl": "actor/entropy",
+            "TRL": "entropy",
+            "NeMo-RL": "approx_entropy (sampled)",
+            "PipelineRL": "rl/entropy",
+        },
+    ),
+    Metric(
+        name="_weights",
+        level="basic",
+        kind="part",
+        formula=lambda t: t.weights,
+        equation="Σ w",
+        unit="1",
+        meaning="part of aggregation_ess",
+    ),
+    Metric(
+        name="_squared_weights",
+        level="basic",
+        kind="part",
+        formula=lambda t: t.weights.square(),
+        equation="Σ w²",
+        unit="1",
+        meaning="part of aggregation_ess",
+    ),
+)
