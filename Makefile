@@ -11,7 +11,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: demo test lint check fix clean
+.PHONY: demo test lint check fix docs clean
 
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
@@ -38,6 +38,9 @@ fix: .venv/ready
 	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
 	$(PIP) --no-deps --ignore-requires-python megatron-core==$(MEGATRON_CORE)
 	@touch $@
+
+docs: .venv/ready
+	$(BIN)/python -m megatron_pg.metrics docs/metrics.md
 
 clean:
 	rm -rf .venv build *.egg-info runs

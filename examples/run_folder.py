@@ -7,16 +7,17 @@ import time
 from pathlib import Path
 
 from megatron_pg import RolloutWriter
+from megatron_pg.reporting import MetricsFile
 
 
 class RunFolder:
     """The run's files, written by one rank. Every line is flushed: a run that dies leaves what it knew."""
 
-    def __init__(self, path: str, *, train_iters: int):
+    def __init__(self, path: str, *, train_iters: int, after: int = 0):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
+        self.metrics = MetricsFile(self.path / "metrics.jsonl", after=after)
         self.rollouts = RolloutWriter(self.path / "rollouts.jsonl")
-        self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
         self._train_iters = train_iters
         self._first: tuple[int, float] | None = None
         self._exact_match: float | None = None  # the last one: it is not measured at every step
@@ -25,13 +26,6 @@ class RunFolder:
         """The resolved arguments."""
         text = json.dumps(vars(args), indent=1, sort_keys=True, default=str)
         (self.path / "arguments.json").write_text(text, encoding="utf-8")
-
-    def log(self, record: dict[str, object]) -> None:
-        """One optimizer step: a line of metrics.jsonl (no times, so that two equal runs write equal files)."""
-        bad = [name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
-        clean = {name: None if name in bad else value for name, value in record.items()}
-        self._metrics.write(json.dumps(clean | ({"nonfinite": bad} if bad else {})) + "\n")
-        self._metrics.flush()
 
     def show(self, record: dict[str, object], *, every: int) -> None:
         """The progress line, with the time left; signs are always printed."""
@@ -52,7 +46,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files and draw the curves."""
-        self._metrics.close()
+        self.metrics.close()
         self.rollouts.close()
         draw(self.path)
 

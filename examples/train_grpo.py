@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import PackedBatch, Sample, cut_steps, pack, read_rollouts
 from megatron_pg.batch import check_boundaries
-from megatron_pg.pretrain import StepLog, pretrain
+from megatron_pg.pretrain import StepLog, pretrain, step_record
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -88,7 +88,7 @@ class Example:
         """The training data: an endless iterator of this rank's micro-batches."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters)
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, after=args.iteration)
             self.folder.write_arguments(args)
         steps = self.recorded_steps(args) if args.rollouts else self.sampled_steps(args)
         return microbatches(steps, args), None, None
@@ -99,17 +99,11 @@ class Example:
             return
         args = get_args()
         line = {
-            "iteration": log.iteration,
             "phase": "warm-up" if not args.rollouts and log.iteration <= args.warm_up_iters else "grpo",
-            **log.report.metrics,
-            "num_rollouts": log.report.plan.num_rollouts,
-            "num_prompts": log.report.plan.num_prompts,
+            **step_record(log),
             **self.task_metrics,
-            "grad_norm": log.grad_norm,
-            "learning_rate": log.learning_rate,
-            "skipped": log.skipped,
         }
-        self.folder.log(line)
+        self.folder.metrics.write(line)
         self.folder.show(line, every=args.progress_interval)
 
     # --- data ---

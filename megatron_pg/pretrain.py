@@ -12,6 +12,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.training import arguments, training
@@ -24,6 +26,7 @@ from megatron_pg.import_path import source_of
 from megatron_pg.loss import LossSettings
 from megatron_pg.plan import collective_device
 from megatron_pg.reducers.custom import load_custom_reducer
+from megatron_pg.reporting import MetricsFile, console_line, nonfinite_entries
 
 _ARGUMENT_BYTES = 8192
 
@@ -37,6 +40,19 @@ class StepLog:
     learning_rate: float | None
     grad_norm: float | None
     skipped: bool  # the optimizer skipped it (fp16 loss scale)
+
+
+def step_record(log: StepLog) -> dict[str, Any]:
+    """The step as one flat record, under the names of docs/metrics.md, without times: equal runs give equal records."""
+    record = {
+        "iteration": log.iteration,
+        **log.report.metrics,
+        "grad_norm": log.grad_norm,
+        "learning_rate": log.learning_rate,
+        "skipped": log.skipped,
+    }
+    entries = nonfinite_entries(log.report.nonfinite)
+    return record | ({"nonfinite": entries} if entries else {})
 
 
 def chain_args_providers(*providers: Callable | None) -> Callable[[ArgumentParser], ArgumentParser]:
@@ -59,6 +75,7 @@ def pretrain(
     args_defaults: dict | None = None,
     on_step: Callable[[StepLog], None] | None = None,
     say: Callable[[str], None] | None = None,
+    metrics_file: str | Path | None = None,
     **rest: object,
 ) -> None:
     """`megatron.training.pretrain` on the policy-gradient loss.
@@ -70,14 +87,15 @@ def pretrain(
         model_type: Megatron's ModelType.
         extra_args_provider: the script's own flags; megatron_pg's are added.
         args_defaults: Megatron's.
-        on_step: called after every optimizer step, on every rank.
-        say: where rank 0 puts the banner with the effective objective; default the standard output.
+        on_step: called after every optimizer step, on every rank, in place of the console line.
+        say: where rank 0 puts the effective objective and the console line; default the standard output.
+        metrics_file: metrics.jsonl of the run, written by rank 0; a resumed run continues it. None: no such file.
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
         ArgumentError: on every rank, before the model is built.
     """
-    session = _Session(on_step or (lambda log: None), say or _print)
+    session = _Session(on_step, say or _print, metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
         "train_valid_test_dataset_provider": train_valid_test_datasets_provider,
@@ -108,11 +126,14 @@ def _configuration(provider: Callable, args_defaults: dict) -> object:
 class _Session:
     """What one call of `pretrain` keeps between Megatron's callbacks."""
 
-    def __init__(self, on_step: Callable[[StepLog], None], say: Callable[[str], None]):
+    def __init__(self, on_step: Callable | None, say: Callable[[str], None], metrics_file: str | Path | None):
         self.step: PolicyGradientStep | None = None
-        self._on_step = on_step
+        self._on_step = on_step or self._print_line
         self._say = say
+        self._metrics_file = metrics_file
+        self._writer: MetricsFile | None = None
         self._report: StepReport | None = None
+        self._has_logged = False
 
     def model_provider(self, provider: Callable) -> Callable:
         """`provider`, with our validation before it and our loss in its model."""
@@ -156,8 +177,25 @@ class _Session:
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=bool(values["skipped_iter"]),
         )
+        if not self._has_logged:
+            self._start_logging()
         _write(log)
+        if self._writer:
+            self._writer.write(step_record(log))
         self._on_step(log)
+
+    def _start_logging(self) -> None:
+        self._has_logged = True
+        if torch.distributed.get_rank() != 0:
+            return
+        for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
+            self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
+        if self._metrics_file is not None:
+            self._writer = MetricsFile(self._metrics_file, after=get_args().iteration)
+
+    def _print_line(self, log: StepLog) -> None:
+        if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
+            self._say(console_line(log.iteration, step_record(log)))
 
 
 def _print(text: str) -> None:

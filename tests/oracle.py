@@ -33,6 +33,8 @@ class OracleSample:
     logits: list[list[float]]
     rollout: object
     prompt: object
+    ref_logprobs: list[float] | None = None  # [R] nats, of the reference policy. Not read at mask 0.
+    rollout_logprobs: list[float] | None = None  # [R] nats, of the rollout engine. Not read at mask 0.
 
 
 @dataclass
@@ -44,6 +46,8 @@ class TrainedToken:
     old_logprob: float
     advantage: float
     log_probabilities: list[float]
+    ref_logprob: float | None = None
+    rollout_logprob: float | None = None
 
     @property
     def new_logprob(self) -> float:
@@ -101,6 +105,8 @@ def trained_tokens(sample: OracleSample, temperature: float) -> list[TrainedToke
             old_logprob=sample.old_logprobs[t],
             advantage=sample.advantages[t],
             log_probabilities=log_probabilities,
+            ref_logprob=None if sample.ref_logprobs is None else sample.ref_logprobs[t],
+            rollout_logprob=None if sample.rollout_logprobs is None else sample.rollout_logprobs[t],
         )
         result.append(token)
     return result
@@ -279,3 +285,66 @@ def metrics(samples: list[OracleSample], *, eps_low: float, eps_high: float, tem
     result["min_advantage"] = min(advantages)
     result["num_tokens"] = float(len(advantages))
     return result
+
+
+def all_metrics(
+    samples: list[OracleSample],
+    aggregation: str,
+    *,
+    divisor: float | None = None,
+    eps_low: float,
+    eps_high: float,
+    temperature: float,
+) -> dict[str, float]:
+    """`metrics`, and what needs the aggregation, whole-step sums or optional fields."""
+    result = metrics(samples, eps_low=eps_low, eps_high=eps_high, temperature=temperature)
+    if not result:
+        return {}
+    documents = [trained_tokens(sample, temperature) for sample in samples]
+    tokens = [token for document in documents for token in document]
+    ratios = [token.ratio for token in tokens]
+    weights = [
+        1 / d
+        for d, document in zip(denominators(samples, aggregation, divisor), documents, strict=True)
+        for _ in document
+    ]
+    responses = sum(len(sample.mask) for sample in samples)
+    result |= {
+        "ratio_new_old_sum": math.fsum(ratios),
+        "ratio_new_old_squared_sum": math.fsum(r * r for r in ratios),
+        "ess": math.fsum(ratios) ** 2 / (math.fsum(r * r for r in ratios) * len(tokens)),
+        "aggregation_ess": math.fsum(weights) ** 2 / (math.fsum(w * w for w in weights) * len(tokens)),
+        "mean_abs_log_ratio": document_mean(documents, lambda t: abs(t.log_ratio)),
+        "clipped_high_fraction": document_mean(documents, lambda t: t.advantage > 0 and t.ratio > 1 + eps_high),
+        "clipped_low_fraction": document_mean(documents, lambda t: t.advantage < 0 and t.ratio < 1 - eps_low),
+        "num_tokens_masked": responses - len(tokens),
+        "num_samples": len(samples),
+        "num_rollouts": len({sample.rollout for sample in samples}),
+        "num_prompts": len({sample.prompt for sample in samples}),
+    }
+    return result | optional_metrics(documents)
+
+
+def optional_metrics(documents: list[list[TrainedToken]]) -> dict[str, float]:
+    """Metrics of the documents that carry reference or rollout log-probabilities; absent without such a document."""
+    result = {}
+    with_ref = [d for d in documents if d and d[0].ref_logprob is not None]
+    with_rollout = [d for d in documents if d and d[0].rollout_logprob is not None]
+    if with_ref:
+        result["kl_new_ref"] = document_mean(
+            with_ref, lambda t: math.exp(t.ref_logprob - t.new_logprob) - 1 - (t.ref_logprob - t.new_logprob)
+        )
+        result["ratio_new_ref"] = document_mean(with_ref, lambda t: math.exp(t.new_logprob - t.ref_logprob))
+    if with_rollout:
+        result["mismatch_kl"] = document_mean(
+            with_rollout,
+            lambda t: math.exp(t.old_logprob - t.rollout_logprob) - 1 - (t.old_logprob - t.rollout_logprob),
+        )
+        result["mismatch_max"] = max(abs(t.old_logprob - t.rollout_logprob) for d in with_rollout for t in d)
+    return result
+
+
+def document_mean(documents: list[list[TrainedToken]], value) -> float:
+    """Mean over documents with a trained token of the document's mean."""
+    means = [math.fsum(value(token) for token in document) / len(document) for document in documents if document]
+    return math.fsum(means) / len(means)

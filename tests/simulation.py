@@ -163,7 +163,8 @@ def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
 def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
     """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, NaN at positions without a sample."""
     whole, vocabulary = local.whole, (logits[0].shape[1] if logits else 12)
-    rows = torch.full((*whole.tokens.shape, vocabulary), float("nan"), dtype=torch.float64)
+    dtype = logits[0].dtype if logits else torch.float64
+    rows = torch.full((*whole.tokens.shape, vocabulary), float("nan"), dtype=dtype)
     for i, table in enumerate(logits):
         rows[whole.sample_index == i] = table
     shard = vocabulary // tp_size

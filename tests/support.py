@@ -37,6 +37,7 @@ def make_sample(
     prompt_id=None,
     sample_id: str = "?",
     poison: bool = False,
+    optional: Sequence[str] = (),
 ) -> Sample:
     """A sample with random tokens, log-probabilities and per-token advantages; masked slots are NaN with `poison`."""
     bad = float("nan") if poison else 0.0
@@ -51,6 +52,7 @@ def make_sample(
         sample_id=sample_id,
         step=0,
         reward=rng.uniform(0.0, 1.0),
+        **{name: [rng.uniform(-4.0, -1.0) if m else bad for m in mask] for name in optional},
     )
 
 
@@ -59,6 +61,7 @@ def random_step(
 ) -> list[Sample]:
     """A step with uneven groups, fan-out, holes in masks, a fully masked sample and one-token samples."""
     samples = []
+    fields = rng.choice([(), ("ref_logprobs",), ("rollout_logprobs",), ("ref_logprobs", "rollout_logprobs")])
     for prompt in range(rng.randint(1, 4)):
         for rollout in range(rng.randint(1, 3)):
             for _ in range(rng.choice([1, 1, 1, 2])):
@@ -75,6 +78,7 @@ def random_step(
                         prompt_id=prompt,
                         sample_id=str(len(samples)),
                         poison=poison,
+                        optional=[name for name in fields if rng.random() < 0.8],
                     )
                 )
     if not any(sample.num_trained for sample in samples):

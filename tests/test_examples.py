@@ -76,13 +76,13 @@ def test_a_run_folder_writes_every_step_and_draws(tmp_path, capfd):
     (folder.path / "arguments.json").write_text(json.dumps({"loss_aggregation": "constant"}))
     for i in range(1, 5):
         line = {"iteration": i, "phase": "grpo", "pg_loss": -0.5 * i, "reward": 0.1 * i, "response_length": 3.0}
-        folder.log(line | ({"kl_new_old": float("nan")} if i == 3 else {}))
+        folder.metrics.write(line | ({"kl_new_old": float("nan")} if i == 3 else {}))
         folder.show(line, every=2)
     folder.close()
     records = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     assert [r["pg_loss"] for r in records] == [-0.5, -1.0, -1.5, -2.0]
     assert records[2]["kl_new_old"] is None
-    assert records[2]["nonfinite"] == ["kl_new_old"]
+    assert records[2]["nonfinite"] == [{"metric": "kl_new_old"}]
     assert (folder.path / "curves.png").stat().st_size > 10_000
     shown = capfd.readouterr().out
     assert "pg_loss -1.0000" in shown

@@ -52,9 +52,15 @@ def results(tmp_path_factory):
         two: launch(2, two, [*cases, EVALUATION, *FAULTS]),
         one: launch(1, one, [f"dp1-{mode}" for mode in MODES]),
     }
-    for process in started.values():
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output[-4000:]
+    try:
+        for process in started.values():
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output[-4000:]
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+            process.stdout.close()
     return two, one
 
 

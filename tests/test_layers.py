@@ -27,7 +27,8 @@ ALLOWED = {
     "metrics": {"metrics", "objectives"},
     "loss": {"batch", "kernels", "metrics", "plan", "reducers"},
     "forward_step": {"batch", "loss", "metrics", "plan"},
-    "pretrain": {"args", "explain", "forward_step", "import_path", "loss", "plan", "reducers"},
+    "reporting": set(),
+    "pretrain": {"args", "explain", "forward_step", "import_path", "loss", "plan", "reducers", "reporting"},
 }
 
 

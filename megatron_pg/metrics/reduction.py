@@ -70,6 +70,14 @@ class Reduction:
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
         return {name: values[name] for name in order if values.get(name) is not None}
 
+    def lacking(self, values: dict[str, float]) -> dict[str, list[str]]:
+        """Metrics that are absent from `values` because no sample has the field: names by field."""
+        found: dict[str, list[str]] = {}
+        for metric in self.metrics:
+            if metric.needs is not None and metric.name not in values:
+                found.setdefault(metric.needs, []).append(metric.name)
+        return found
+
     def nonfinite(self, rows: Sequence[Sequence[float]]) -> dict[str, list[int]]:
         """For every metric the ranks whose contribution is not finite; `rows` are the ranks' partial results."""
         found: dict[str, list[int]] = {}

@@ -91,7 +91,7 @@ METRICS = (
         healthy="near 0, either sign",
         red_flag="a jump; never compare its size across aggregations",
         elsewhere={
-            "slime, miles": "train/pg_loss",
+            "slime, miles": "pg_loss",
             "verl": "actor/pg_loss",
             "TRL": "loss",
             "NeMo-RL": "loss",
@@ -106,7 +106,7 @@ METRICS = (
         equation="T",
         unit="tokens",
         meaning="trained tokens",
-        elsewhere={"PipelineRL": "rl/num_output_tokens_sum", "NeMo-RL": "global_valid_toks", "TRL": "num_tokens"},
+        elsewhere={"PipelineRL": "rl/num_output_tokens_sum"},
     ),
     Metric(
         name="num_tokens_masked",
@@ -126,7 +126,7 @@ METRICS = (
         equation="S",
         unit="samples",
         meaning="training sequences (documents), fully masked ones included",
-        elsewhere={"NeMo-RL": "global_valid_seqs", "PipelineRL": "rl/samples_per_step"},
+        elsewhere={"NeMo-RL": "num_valid_samples"},
     ),
     Metric(
         name="num_rollouts",
@@ -156,7 +156,7 @@ METRICS = (
         meaning="log-probability under the model being trained",
         healthy="rises slowly",
         red_flag="runs towards 0: the policy collapses",
-        elsewhere={"slime, miles": "train/log_probs", "PipelineRL": "rl/new_logprobs"},
+        elsewhere={"PipelineRL": "rl/new_logprobs"},
     ),
     Metric(
         name="old_logprobs",
@@ -166,7 +166,7 @@ METRICS = (
         equation="o",
         unit="nats",
         meaning="log-probability under the sampling policy",
-        elsewhere={"slime, miles": "rollout/log_probs", "PipelineRL": "rl/old_logprobs"},
+        elsewhere={"PipelineRL": "rl/old_logprobs"},
     ),
     Metric(
         name="ratio_new_old",
@@ -178,11 +178,7 @@ METRICS = (
         meaning="probability ratio, new over old",
         healthy="1 on the first step over a rollout batch, then within a few percent",
         red_flag="not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
-        elsewhere={
-            "TRL": "sampling/importance_sampling_ratio",
-            "NeMo-RL": "probs_ratio",
-            "PipelineRL": "rl/ratio_new_old",
-        },
+        elsewhere={"NeMo-RL": "probs_ratio", "PipelineRL": "rl/ratio_new_old"},
     ),
     Metric(
         name="ratio_new_old_sum",
@@ -214,7 +210,7 @@ METRICS = (
         meaning="effective sample size of the importance ratios, at most 1",
         healthy="> 0.9",
         red_flag="< 0.5: few tokens carry the step; fewer steps per rollout batch",
-        elsewhere={"PipelineRL": "rl/ess", "miles": "train/ess_ratio"},
+        elsewhere={"slime, miles": "ess_ratio (miles)", "PipelineRL": "rl/ess"},
     ),
     Metric(
         name="mean_abs_log_ratio",
@@ -226,7 +222,6 @@ METRICS = (
         meaning="distance of the two policies on the samples",
         healthy="0 on-policy, < 0.05",
         red_flag="> 0 on the first step over a rollout batch",
-        elsewhere={"TRL": "sampling/sampling_logp_difference/mean", "NeMo-RL": "token_mult_prob_error (e^ of it)"},
     ),
     Metric(
         name="kl_new_old",
@@ -238,12 +233,7 @@ METRICS = (
         meaning="over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
         healthy="0 on-policy, < 1e-2",
         red_flag="> 0 on the first step over a rollout batch",
-        elsewhere={
-            "slime, miles": "train/ppo_kl (k1)",
-            "verl": "actor/ppo_kl (k1)",
-            "NeMo-RL": "approx_entropy's neighbour kl_penalty differs",
-            "PipelineRL": "rl/kl_new_old",
-        },
+        elsewhere={"slime, miles": "ppo_kl (k1)", "verl": "actor/ppo_kl (k1)", "PipelineRL": "rl/kl_new_old"},
     ),
     Metric(
         name="clipped_ratio_fraction",
@@ -256,9 +246,9 @@ METRICS = (
         healthy="< 0.2",
         red_flag="> 0.5: learning rate, steps per rollout batch",
         elsewhere={
-            "slime, miles": "train/pg_clipfrac (sign-aware)",
+            "slime, miles": "pg_clipfrac (sign-aware)",
             "verl": "actor/pg_clipfrac (sign-aware)",
-            "TRL": "clip_ratio/region_mean",
+            "TRL": "clip_ratio/region_mean (sign-aware)",
             "PipelineRL": "rl/clamp_log_ratio_new_old_indicator",
         },
     ),
@@ -284,7 +274,7 @@ METRICS = (
         meaning="tokens that lost their gradient because they already fell enough",
         healthy="< 0.1",
         red_flag="rises over the run",
-        elsewhere={"TRL": "clip_ratio/low_mean", "verl": "actor/pg_clipfrac_lower (dual clip)"},
+        elsewhere={"TRL": "clip_ratio/low_mean"},
     ),
     Metric(
         name="clamped_log_ratio_fraction",
@@ -306,11 +296,7 @@ METRICS = (
         unit="reward",
         meaning="advantage",
         healthy="near 0 with a group baseline",
-        elsewhere={
-            "slime, miles": "rollout/advantages",
-            "verl": "critic/advantages/mean",
-            "PipelineRL": "rl/advantage",
-        },
+        elsewhere={"verl": "critic/advantages/mean", "PipelineRL": "rl/advantage"},
     ),
     Metric(
         name="max_advantage",
@@ -353,7 +339,13 @@ METRICS = (
         healthy="grows slowly",
         red_flag="a jump",
         needs="ref_logprobs",
-        elsewhere={"slime, miles": "train/kl_loss", "verl": "actor/kl_loss", "TRL": "kl", "PipelineRL": "rl/kl"},
+        elsewhere={
+            "slime, miles": "kl_loss",
+            "verl": "actor/kl_loss",
+            "TRL": "kl",
+            "NeMo-RL": "kl_penalty",
+            "PipelineRL": "rl/kl",
+        },
     ),
     Metric(
         name="ratio_new_ref",
@@ -378,9 +370,9 @@ METRICS = (
         red_flag="an upward trend: precision, weight sync, sampling filter, temperature",
         needs="rollout_logprobs",
         elsewhere={
-            "slime, miles": "train/mis_kl",
+            "slime, miles": "train_rollout_logprob_abs_diff (mean gap)",
             "verl": "rollout_corr/kl",
-            "TRL": "sampling/sampling_logp_difference",
+            "TRL": "sampling/sampling_logp_difference/mean (mean gap)",
             "NeMo-RL": "gen_kl_error",
         },
     ),
@@ -408,7 +400,7 @@ METRICS = (
         healthy="falls slowly",
         red_flag="near 0 early",
         elsewhere={
-            "slime, miles": "train/entropy_loss",
+            "slime, miles": "entropy_loss",
             "verl": "actor/entropy",
             "TRL": "entropy",
             "NeMo-RL": "approx_entropy (sampled)",
