@@ -48,8 +48,7 @@ ROLLOUT_ARGS=(
 )
 
 GRPO_ARGS=(
-    --loss-aggregation constant
-    --loss-aggregation-divisor 6
+    --loss-aggregation sample_mean
     --pg-clip-eps-low 0.2
     --pg-clip-eps-high 0.28
     --pg-temperature 1.0
