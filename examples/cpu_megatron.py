@@ -6,8 +6,7 @@ tensor parallelism are plain torch. `enable()` answers those names with the CPU 
 * a device named "cuda" in any torch call means the CPU; `.cuda()` returns the tensor, memory is never pinned;
 * `Tensor.type()` says `torch.cuda.FloatTensor`, because Megatron's optimizer and gradient clipping compare that name;
 * `torch.cuda.*` reports one device, no memory use, and streams and events that do nothing;
-* the CUDA random states are the CPU's;
-* the two build steps of the data-set helpers are skipped: a wheel has the compiled helper and no Makefile.
+* the CUDA random states are the CPU's.
 
 On a GPU nothing here is imported.
 """
@@ -107,13 +106,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random
 
-    dataset_utils.compile_helpers = lambda: None
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    with contextlib.suppress(ImportError):  # a core-only wheel
-        from megatron.training import initialize
-
-        initialize._compile_dependencies = lambda: None

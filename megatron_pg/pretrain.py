@@ -1,8 +1,8 @@
 """Megatron's own `pretrain()` with the policy-gradient step in it: the one module that imports megatron.training.
 
-It calls Megatron by keyword, because the positional order changed between releases, and replaces two names in
-`megatron.training.training` for the length of the call: the forward-backward function that the loop fetches, and the
-logging function, behind which the step's metrics are written.
+It calls Megatron by keyword, because the positional order changed between releases, and replaces three names for the
+length of the call: the forward-backward function that the loop fetches, the logging function, behind which the step's
+metrics are written, and the build of the data-set helpers where a wheel has them built.
 """
 
 import inspect
@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
@@ -109,8 +111,9 @@ def pretrain(
     else:
         keywords["cfg_container"] = _configuration(provider, args_defaults or {})
     with (
-        _replaced("get_forward_backward_func", session.forward_backward_getter),
-        _replaced("training_log", session.logger),
+        _replaced(training, "get_forward_backward_func", session.forward_backward_getter),
+        _replaced(training, "training_log", session.logger),
+        _replaced(dataset_utils, "compile_helpers", _unless_built),
     ):
         training.pretrain(**keywords)
 
@@ -260,11 +263,20 @@ def _write(log: StepLog) -> None:
         wandb.log(metrics, log.iteration)
 
 
+def _unless_built(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """Megatron's build of its data-set helpers; nothing where a wheel has them built and ships no Makefile.
+
+    There `make` fails, and Megatron leaves the process with exit code 1 and no message.
+    """
+    has_makefile = (Path(dataset_utils.__file__).parent / "Makefile").exists()
+    return compile_helpers if has_makefile else lambda: None
+
+
 @contextmanager
-def _replaced(name: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
-    original = getattr(training, name)
-    setattr(training, name, replacement(original))
+def _replaced(module: ModuleType, name: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, replacement(original))
     try:
         yield
     finally:
-        setattr(training, name, original)
+        setattr(module, name, original)
