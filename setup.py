@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 TRAINING = ["pyyaml", "einops"]  # what megatron.training imports and megatron-core does not require
 DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
-TEST = [*DEMO, "pytest>=8", "hypothesis>=6.100"]
+TEST = [*DEMO, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17"]
 
 setup(
     name="megatron-pg",
@@ -31,6 +31,7 @@ setup(
     extras_require={
         "training": TRAINING,
         "te": ["transformer-engine[pytorch]"],
+        "wandb": ["wandb>=0.17"],
         "demo": DEMO,
         "test": TEST,
         "dev": [*TEST, "ruff>=0.6"],

@@ -255,7 +255,9 @@ def _all_gather_json(values: dict[str, object]) -> list[dict[str, object]]:
 
 def _write(log: StepLog) -> None:
     """Metrics to Megatron's own TensorBoard and W&B writers, under the names that the JSONL file uses."""
-    metrics = log.report.metrics
+    if log.iteration % get_args().tensorboard_log_interval:
+        return
+    metrics = {name: value for name, value in log.report.metrics.items() if name != "pg_loss"}  # Megatron writes that
     if writer := get_tensorboard_writer():
         for name, value in metrics.items():
             writer.add_scalar(name, value, log.iteration)

@@ -35,6 +35,7 @@ class Layout:
     tensor: int = 1
     microbatches: int = 1
     qkv_format: str = "thd"
+    pipeline: int = 1  # stages before the last contribute the identity to the metrics
 
     @property
     def world_size(self) -> int:
@@ -196,5 +197,9 @@ def _finalize(results, logits: Sequence[Tensor], layout: Layout, loss: LossSetti
             numerator += sum(float(report["pg_loss"][0]) for report in result.reports)
             denominator += sum(float(report["pg_loss"][1]) for report in result.reports)
     partials = torch.cat([r.partials for r in results if layout.coordinates(r.rank)[2] == 0])
+    idle = torch.tensor(loss.metrics.identity(), dtype=torch.float64).repeat(
+        (layout.pipeline - 1) * layout.world_size, 1
+    )
+    partials = torch.cat([idle, partials])
     metrics = loss.metrics.finish(loss.metrics.combine(partials).tolist(), results[0].plan)
     return Outcome(gradients, numerator / denominator, metrics)

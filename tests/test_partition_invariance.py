@@ -21,9 +21,9 @@ LAYOUTS = [
     Layout(context=4, qkv_format="bshd"),
     Layout(tensor=2, microbatches=2),
     Layout(tensor=4),
-    Layout(data=2, context=2, microbatches=3),
+    Layout(data=2, context=2, microbatches=3, pipeline=3),
     Layout(data=2, context=2, microbatches=2, qkv_format="bshd"),
-    Layout(data=2, tensor=2, microbatches=2),
+    Layout(data=2, tensor=2, microbatches=2, pipeline=2),
     Layout(data=2, context=2, tensor=2, microbatches=2),
 ]
 CASES_PER_LAYOUT = 11  # for each aggregation and contract: 12 layouts x 8 x 11 = 1,056 cases
