@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 
 from megatron_pg import Sample, pack
+from megatron_pg.args import METRIC_LEVELS as LEVELS
 from megatron_pg.batch import slice_batch
 from megatron_pg.loss import LossSettings, microbatch_loss
-from megatron_pg.metrics import LEVELS
 
 
 def make_batch(tokens: int, vocabulary: int, device: str):

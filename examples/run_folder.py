@@ -17,7 +17,7 @@ class RunFolder:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(self.path / "metrics.jsonl", after=after)
-        self.rollouts = RolloutWriter(self.path / "rollouts.jsonl")
+        self.rollouts = RolloutWriter(self.path / (f"rollouts-from-{after}.jsonl" if after else "rollouts.jsonl"))
         self._train_iters = train_iters
         self._first: tuple[int, float] | None = None
         self._exact_match: float | None = None  # the last one: it is not measured at every step

@@ -39,15 +39,19 @@ MEGATRON_ARGUMENTS = (
     "cuda_graph_impl",
     "cuda_graph_modules",
     "cuda_graph_scope",
+    "dataloader_type",
     "ddp_average_in_collective",
     "fp16",
     "gtp_weight_remat_size",
     "hybrid_context_parallel",
+    "iterations_to_skip",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "mtp_num_layers",
     "num_experts",
     "overlap_moe_expert_parallel_comm",
+    "perform_rl_step",
+    "sft",
     "tensor_model_parallel_size",
     "use_megatron_fsdp",
     "use_torch_fsdp2",
@@ -215,6 +219,7 @@ def _violations(facts: _Facts) -> list[tuple[str, str]]:
         _path_rules,
         _number_rules,
         _choice_rules,
+        _data_rules,
         _megatron_rules,
     )
     return [violation for rule in rules for violation in rule(facts)]
@@ -370,6 +375,22 @@ def _megatron_rules(facts: _Facts):
             "E28",
             "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it",
         )
+
+
+def _data_rules(facts: _Facts):
+    loader = facts.megatron("dataloader_type", "external")
+    if loader != "external":
+        yield (
+            "E29",
+            f"--dataloader-type {loader} would wrap the iterator of packed micro-batches in a data loader; use --dataloader-type "
+            "external",
+        )
+    for name in ("perform_rl_step", "sft", "iterations_to_skip"):
+        if facts.megatron(name):
+            yield (
+                "E30",
+                f"--{name.replace('_', '-')} reads its own kind of batches and cannot be combined with megatron_pg; remove it",
+            )
 
 
 def _flatten(values: list[object]) -> list[str]:

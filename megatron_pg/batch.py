@@ -5,6 +5,8 @@ out at full length first; context parallelism then takes one index out of every 
 and weights cannot come apart. Labels are shifted before slicing, inside each document.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,15 +45,22 @@ class PackedBatch:
         return [sample.num_trained for sample in self.samples]
 
     def response_values(self, field: str) -> Tensor:
-        """[sum of R] one response-aligned field of the samples, one sample after the other; NaN where one has none."""
+        """[sum of R] one response-aligned field of the samples, one sample after the other."""
         values = [getattr(sample, field) for sample in self.samples]
-        missing = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
-        filled = [gap if value is None else value for value, gap in zip(values, missing, strict=True)]
-        return torch.cat(filled) if filled else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
 
-    def has_any(self, field: str) -> bool:
-        """Whether at least one sample has an optional field."""
-        return any(getattr(sample, field) is not None for sample in self.samples)
+    def optional_values(self, field: str) -> Tensor | None:
+        """[sum of R] an optional field, NaN for samples without it; None when no sample has it."""
+        values = [getattr(sample, field) for sample in self.samples]
+        if all(value is None for value in values):
+            return None
+        gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
+        return torch.cat([gap if value is None else value for value, gap in zip(values, gaps, strict=True)])
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[sum of R] bool, trained response tokens."""
+        return self.response_values("loss_mask").bool()
 
     def spread(self, values: Tensor) -> Tensor:
         """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, 0 elsewhere."""
@@ -77,6 +86,7 @@ class LocalBatch:
     labels: Tensor  # [B, W/C] int64
     position_ids: Tensor  # [B, W/C] int64
     loss_mask: Tensor  # [B, W/C] float32, for Megatron's own auxiliary losses
+    boundaries: Tensor | None  # [documents + 1] int32, padded, of the whole row; thd only
     mask: Tensor  # [T] bool, trained tokens
     targets: Tensor  # [T] int64
     old_logprobs: Tensor  # [T] float64
@@ -120,7 +130,8 @@ def pack(
         samples: may be empty: an empty micro-batch still takes part in every collective.
         qkv_format: "thd" (packed) or "bshd" (padded).
         cp_size: context-parallel size C; documents (thd) are padded to a multiple of 2C.
-        max_seq_len: width W of the rows, for bshd only; a multiple of 2C when C > 1.
+        max_seq_len: width W of the rows; a multiple of 2C when C > 1. bshd needs it. thd takes it as the exact length
+            of the row, which pipeline parallelism needs (`--seq-length`); without it the row is as long as its documents.
         rows: number of rows, for bshd only; rows without a sample are padding. Default: one per sample.
         multiple_of: the row's length is padded to a multiple of it (sequence parallelism: TP · C), for thd only.
 
@@ -128,8 +139,14 @@ def pack(
         ValueError: the format is unknown, a sample is longer than the row, or there are more samples than rows.
     """
     if qkv_format == "thd":
-        return _pack_thd(samples, cp_size, multiple_of)
+        if rows is not None:
+            raise ValueError(f"rows={rows} has no effect on thd, which packs one row. Leave it out or choose bshd.")
+        return _pack_thd(samples, cp_size, max_seq_len, multiple_of)
     if qkv_format == "bshd":
+        if multiple_of != 1:
+            raise ValueError(
+                f"multiple_of={multiple_of} has no effect on bshd, whose width is max_seq_len. Leave it out."
+            )
         return _pack_bshd(samples, cp_size, max_seq_len, len(samples) if rows is None else rows)
     raise ValueError(f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them.")
 
@@ -148,16 +165,15 @@ def slice_batch(
     """
     index = zigzag_index(batch.documents, cp_rank=cp_rank, cp_size=cp_size)
     counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
-    loss_mask = batch.response_values("loss_mask").bool()
     fields = {
-        "mask": loss_mask,
+        "mask": batch.loss_mask,
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
         "weights": weights,
-        "document_weights": loss_mask / batch.per_token(counts),
+        "document_weights": batch.loss_mask / batch.per_token(counts),
     }
     optional = ("ref_logprobs", "rollout_logprobs")
-    fields |= {name: batch.response_values(name) for name in optional if batch.has_any(name)}
+    fields |= {name: values for name in optional if (values := batch.optional_values(name)) is not None}
     flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in fields.items()}
     labels, mask = batch.labels[:, index], flat["mask"]
     model_inputs = {
@@ -167,7 +183,11 @@ def slice_batch(
         "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
         "targets": labels.t().reshape(-1),
     }
-    on_device = dict.fromkeys(optional) | {n: _to_device(v, device) for n, v in (model_inputs | flat).items()}
+    if batch.qkv_format == "thd":
+        model_inputs["boundaries"] = torch.tensor([0, *batch.documents]).cumsum(0).int()
+    on_device = dict.fromkeys((*optional, "boundaries")) | {
+        n: _to_device(v, device) for n, v in (model_inputs | flat).items()
+    }
     return LocalBatch(**on_device, whole=batch, row_index=index, num_trained=int(mask.sum()))
 
 
@@ -201,14 +221,19 @@ def check_boundaries(steps: Sequence[Sequence[Sample]]) -> None:
                     )
 
 
-def _pack_thd(samples: Sequence[Sample], cp_size: int, multiple_of: int) -> PackedBatch:
+def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multiple_of: int) -> PackedBatch:
     lengths = [padded_length(len(sample.tokens), cp_size) for sample in samples]
-    unit = 2 * cp_size if cp_size > 1 else 1
-    short = -sum(lengths) % multiple_of if lengths else max(multiple_of, unit)
-    while short % unit:  # the last document takes the filling, so it must still divide into chunks
-        short += multiple_of
-    documents = [*lengths[:-1], lengths[-1] + short] if lengths else [short]
-    starts = torch.tensor([0, *documents]).cumsum(0).tolist()
+    unit = math.lcm(multiple_of, 2 * cp_size if cp_size > 1 else 1)
+    needed = -(-max(sum(lengths), 1) // unit) * unit
+    if width is not None and (width < needed or width % unit):
+        raise ValueError(
+            f"max_seq_len={width} for a packed row of {needed} tokens (a multiple of {unit}), so documents would be cut off or the "
+            "ranks' chunks would not tile the row. Put fewer samples into the micro-batch, or raise the width."
+        )
+    filling = (needed if width is None else width) - sum(lengths)
+    # the last document takes the filling: a document of padding would be a phantom segment
+    documents = [*lengths[:-1], lengths[-1] + filling] if lengths else [filling]
+    starts = [0, *itertools.accumulate(documents)]
     return _lay_out("thd", samples, (1, starts[-1]), [(0, start) for start in starts], tuple(documents))
 
 

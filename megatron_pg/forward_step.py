@@ -16,17 +16,25 @@ from functools import partial
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.loss import Contract, LossSettings, MicrobatchLoss, microbatch_loss, response_weights
-from megatron_pg.plan import StepPlan, StepPlanError, check_count, collective_device, local_table_of, plan_from_table
-
-_MESSAGE = 512  # bytes of the name of the first bad token
+from megatron_pg.collectives import all_gather_rows, broadcast_text, device_of
+from megatron_pg.cp_utils import zigzag_index
+from megatron_pg.loss import (
+    Contract,
+    LossSettings,
+    MicrobatchLoss,
+    microbatch_loss,
+    reducer_weights,
+    response_weights,
+)
+from megatron_pg.plan import StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
 
 
 class NonFiniteLossError(ValueError):
-    """A trained token's loss is NaN or inf; raised on every rank before the optimizer moves."""
+    """A trained token's loss is NaN or inf; raised on every rank, in training before the optimizer moves."""
 
 
 class ContractError(ValueError):
@@ -54,25 +62,17 @@ class PolicyGradientStep:
     def __init__(self, settings: LossSettings, on_report: Callable[[StepReport], None] | None = None):
         self.settings = settings
         self._on_report = on_report or (lambda report: None)
+        self._attached = False
         self._contract: Contract | None = None  # of the step in progress
         self._local: LocalBatch | None = None  # of the forward in progress
+        self._results: list[tuple[LocalBatch, Tensor, Tensor]] = []  # batch, metrics, non-finite tokens of each forward
         self._counts_positions = False  # mixture of experts: the router counts positions
-        self._losses: list[tuple[LocalBatch, MicrobatchLoss]] = []
 
     # --- the model ---
 
     def attach(self, model: nn.Module) -> nn.Module:
-        """Compute the loss inside `model` (a GPTModel, not wrapped), where the logits are neither copied nor gathered.
-
-        Raises:
-            ContractError: the model was built with another per-token flag than the arguments have.
-        """
-        built_with = model.config.calculate_per_token_loss
-        if built_with != self.settings.per_token:
-            raise ContractError(
-                f"the model was built with calculate_per_token_loss={built_with}, the arguments say {self.settings.per_token}; "
-                "call validate_args before the model config is made"
-            )
+        """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
+        self._attached = True
         language_model_loss = model.compute_language_model_loss
 
         def compute_language_model_loss(labels: Tensor, logits: Tensor):
@@ -114,8 +114,11 @@ class PolicyGradientStep:
                 "the GPTModel before it is wrapped"
             )
         if torch.is_grad_enabled() and not output.total.requires_grad:
-            raise ContractError("loss does not require grad; Megatron would skip this rank's backward")
-        self._losses.append((local, output))
+            raise ContractError(
+                "loss does not require grad, so Megatron would skip this rank's backward and the others would wait; unfreeze a "
+                "parameter of the model"
+            )
+        self._results.append((local, output.partial, output.nonfinite))
         return self._contract.outputs(output.total, self._local_count(local))
 
     def _local_count(self, local: LocalBatch) -> int:
@@ -134,13 +137,12 @@ class PolicyGradientStep:
         Raises:
             StepPlanError, ContractError, NonFiniteLossError: on every rank.
         """
-        num_microbatches, model = arguments["num_microbatches"], arguments["model"]
+        model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
-        plan, batches = self._plan(arguments["data_iterator"], num_microbatches)
+        plan, local = self._plan(chunks, arguments)
         self._contract = self._contract_of(plan)
-        local = self._slice(plan, batches)
-        self._losses = []
+        self._results = []
         # every virtual pipeline chunk runs over the same micro-batches
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
@@ -174,31 +176,53 @@ class PolicyGradientStep:
         finally:
             config.finalize_model_grads_func = finalize
 
-    def _plan(self, data_iterator: object, num_microbatches: int) -> tuple[StepPlan, list[PackedBatch]]:
+    def _plan(self, chunks: list[nn.Module], arguments: dict) -> tuple[StepPlan, list[LocalBatch]]:
+        """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
         group = parallel_state.get_data_parallel_group()
-        batches, local, error = [], None, None
+        batches, table, custom, error = [], None, [], None
         try:
-            batches = _take(data_iterator, num_microbatches)
+            self._check_model(chunks, forward_only=bool(arguments.get("forward_only")))
+            batches = _take(arguments["data_iterator"], arguments["num_microbatches"])
+            _check_batches(batches, chunks[0], arguments)
+            custom = [reducer_weights(batch, self.settings) for batch in batches]
             samples = [sample for batch in batches for sample in batch.samples]
-            local = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group)
+            table = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group)
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
         plan, failure = None, None
         try:
             plan = plan_from_table(
-                local,
+                table,
                 error=error,
                 aggregation=self.settings.plan_aggregation,
                 divisor=self.settings.divisor,
                 num_positions=sum(batch.num_positions for batch in batches),
-                num_microbatches=num_microbatches,
+                num_microbatches=arguments["num_microbatches"],
                 group=group,
                 num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
             )
         except StepPlanError as raised:
             failure = raised
-        _agree(batches, failure)
-        return plan, batches
+        _agree(batches, plan, failure)
+        return plan, self._slice(plan, batches, custom, next(chunks[0].parameters()).device)
+
+    def _check_model(self, chunks: list[nn.Module], *, forward_only: bool) -> None:
+        config = chunks[0].config
+        if config.calculate_per_token_loss != self.settings.per_token:
+            raise ContractError(
+                f"the model was built with calculate_per_token_loss={config.calculate_per_token_loss}, the arguments say "
+                f"{self.settings.per_token}; call validate_args before the model config is made"
+            )
+        if config.finalize_model_grads_func is None and not forward_only:
+            raise ContractError(
+                "config.finalize_model_grads_func is None, so gradients would be neither reduced over ranks nor divided; set it to "
+                "megatron.core.distributed.finalize_model_grads"
+            )
+        is_last_stage = any(get_attr_wrapped_model(chunk, "post_process") for chunk in chunks)
+        if is_last_stage and not self._attached:
+            raise ContractError(
+                "the model has no policy-gradient loss; call PolicyGradientStep.attach before it is wrapped"
+            )
 
     def _contract_of(self, plan: StepPlan) -> Contract:
         # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those
@@ -213,44 +237,52 @@ class PolicyGradientStep:
             count=count,
         )
 
-    def _slice(self, plan: StepPlan, batches: Sequence[PackedBatch]) -> list[LocalBatch]:
+    def _slice(
+        self,
+        plan: StepPlan,
+        batches: Sequence[PackedBatch],
+        custom: Sequence[Tensor | None],
+        device: torch.device,
+    ) -> list[LocalBatch]:
         cp_rank = parallel_state.get_context_parallel_rank()
         cp_size = parallel_state.get_context_parallel_world_size()
-        device = collective_device(None)
         local, first = [], 0
-        for batch in batches:
-            weights = response_weights(batch, plan, first, self.settings)
+        for batch, own in zip(batches, custom, strict=True):
+            weights = response_weights(batch, plan, first, custom=own, per_token=self.settings.per_token)
             local.append(slice_batch(batch, weights, cp_rank=cp_rank, cp_size=cp_size, device=device))
             first += len(batch.samples)
         return local
 
     def _gather_and_check(self) -> Tensor:
         """The step's one all-gather and one host read: checks, and [world, width] partial results of the metrics."""
-        device = collective_device(None)
-        rows = _all_gather(torch.cat([self._check_values(device), self._partial_result(device)]))
+        device = device_of(None)
+        rows = all_gather_rows(torch.cat([self._check_values(device), self._partial_result(device)]))
         checks = rows[:, :3].tolist()
         self._raise_nonfinite(checks)
         returned = sum(row[2] for row in checks)
         if self.settings.per_token and returned != self._contract.count:
-            raise ContractError(f"returned token counts sum to {returned:.0f}, the plan has {self._contract.count}")
+            raise ContractError(
+                f"returned token counts sum to {returned:.0f}, the plan has {self._contract.count}, so Megatron would divide by the "
+                "wrong number; do not wrap or replace the forward step's loss function"
+            )
         return rows[:, 3:]
 
     def _check_values(self, device: torch.device) -> Tensor:
         """[3]: trained tokens whose loss is not finite, code of the first one, returned counts."""
-        if not self._losses:
+        if not self._results:
             return torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64, device=device)
-        found = torch.stack([output.nonfinite for _, output in self._losses])  # [K, 2]
+        found = torch.stack([nonfinite for _, _, nonfinite in self._results])  # [K, 2]
         microbatch = torch.arange(len(found), dtype=torch.float64, device=device)
-        counted = sum(self._local_count(local) for local, _ in self._losses) if _reports() else 0
+        counted = sum(self._local_count(local) for local, _, _ in self._results) if _reports() else 0
         returned = torch.full((), float(counted), dtype=torch.float64, device=device)
         # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
         return torch.stack([found[:, 0].sum(), (found[:, 1] + microbatch * 2.0**32).amin(), returned])
 
     def _partial_result(self, device: torch.device) -> Tensor:
         metrics = self.settings.metrics
-        if not self._losses or not _reports():
+        if not self._results or not _reports():
             return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
-        return metrics.combine(torch.stack([output.partial for _, output in self._losses]))
+        return metrics.combine(torch.stack([partial for _, partial, _ in self._results]))
 
     def _raise_nonfinite(self, checks: list[list[float]]) -> None:
         bad = [rank for rank, (count, _, _) in enumerate(checks) if count > 0]
@@ -259,12 +291,11 @@ class PolicyGradientStep:
         where = ""
         if torch.distributed.get_rank() == bad[0]:
             microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
-            where = self._losses[microbatch][0].locate(flat)
-        where = _broadcast_text(where, bad[0])
+            where = self._results[microbatch][0].locate(flat)
+        where = broadcast_text(where, bad[0])
         raise NonFiniteLossError(
             f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
-            "so the step would destroy the weights; the optimizer has not moved. Look at that sample's logits and "
-            "log-probabilities."
+            "so the step means nothing and the optimizer has not moved. Look at that sample's logits and log-probabilities."
         )
 
 
@@ -290,47 +321,70 @@ def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
     return batches
 
 
-def _agree(batches: Sequence[PackedBatch], failure: StepPlanError | None) -> None:
+def _check_batches(batches: Sequence[PackedBatch], model: nn.Module, arguments: dict) -> None:
+    """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
+    vocabulary = get_attr_wrapped_model(model, "vocab_size")
+    cp_size = parallel_state.get_context_parallel_world_size()
+    static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
+    shape = (arguments["micro_batch_size"], arguments["seq_length"])
+    for k, batch in enumerate(batches):
+        zigzag_index(batch.documents, cp_rank=0, cp_size=cp_size)  # raises when the documents do not divide
+        if int(batch.tokens.max()) >= vocabulary:
+            raise ContractError(
+                f"micro-batch {k} holds token id {int(batch.tokens.max())}, the vocabulary has {vocabulary}, so a token would have no "
+                "logit. Check the tokenizer."
+            )
+        if static and tuple(batch.tokens.shape) != shape:
+            raise ContractError(
+                f"micro-batch {k} has shape {tuple(batch.tokens.shape)}, pipeline parallelism sends {shape} (--micro-batch-size, "
+                "--seq-length), so the stages would not fit; pack with max_seq_len and rows of that size"
+            )
+
+
+def _agree(batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPlanError | None) -> None:
     """Stop every rank when one could not plan, or when model-parallel peers hold different micro-batches (rule P9)."""
     if torch.distributed.get_world_size() == parallel_state.get_data_parallel_world_size():
         if failure is not None:  # every rank has it
             raise failure
         return
-    mine = [float(parallel_state.get_data_parallel_rank()), _digest(batches), float(failure is not None)]
-    ranks = _all_gather(torch.tensor(mine, dtype=torch.float64, device=collective_device(None))).tolist()
+    digest = 0.0 if plan is None else _digest(batches, plan)
+    mine = [float(parallel_state.get_data_parallel_rank()), digest, float(failure is not None)]
+    ranks = all_gather_rows(torch.tensor(mine, dtype=torch.float64)).tolist()
     if failed := [rank for rank, (_, _, has_failed) in enumerate(ranks) if has_failed]:
-        raise StepPlanError(_broadcast_text(str(failure or ""), failed[0])) from failure
+        raise StepPlanError(broadcast_text(str(failure or ""), failed[0])) from failure
     seen: dict[float, tuple[int, float]] = {}
-    for rank, (dp_rank, digest, _) in enumerate(ranks):
-        first, expected = seen.setdefault(dp_rank, (rank, digest))
-        if digest != expected:
+    for rank, (dp_rank, value, _) in enumerate(ranks):
+        first, expected = seen.setdefault(dp_rank, (rank, value))
+        if value != expected:
             raise ContractError(
                 f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and must be given "
                 "the same micro-batches"
             )
 
 
-def _digest(batches: Sequence[PackedBatch]) -> float:
-    """48 bits of what the micro-batches hold, exact in float64."""
-    content = hashlib.blake2b(digest_size=6)
+def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
+    """48 bits of everything that the loss reads, exact in float64."""
+    content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
     for batch in batches:
-        content.update(batch.tokens.numpy().tobytes())
-        content.update(batch.response_values("loss_mask").numpy().tobytes())
+        content.update(repr((batch.qkv_format, batch.documents)).encode())
+        for values in (
+            batch.tokens,
+            *(batch.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),
+        ):
+            content.update(values.numpy().tobytes())
     return float(int.from_bytes(content.digest(), "big"))
 
 
 def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
-    if local.whole.qkv_format == "bshd":
+    if local.boundaries is None:
         return None
-    lengths = torch.tensor([0, *local.whole.documents], dtype=torch.int32)
-    boundaries = lengths.cumsum(0, dtype=torch.int32).to(local.tokens.device, non_blocking=True)
     longest = max(local.whole.documents)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        cu_seqlens_q_padded=boundaries,
-        cu_seqlens_kv_padded=boundaries,
+        cu_seqlens_q=local.boundaries,
+        cu_seqlens_kv=local.boundaries,
+        cu_seqlens_q_padded=local.boundaries,
+        cu_seqlens_kv_padded=local.boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -339,17 +393,3 @@ def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
 def _reports() -> bool:
     """Whether this rank's sums count: tensor-parallel peers hold copies."""
     return parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _all_gather(values: Tensor) -> Tensor:
-    """[world, n] from [n] on every rank, on the CPU: the step's host read."""
-    gathered = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, values)
-    return torch.stack(gathered).cpu()
-
-
-def _broadcast_text(text: str, source: int) -> str:
-    data = torch.frombuffer(bytearray(text.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")), dtype=torch.uint8)
-    data = data.to(collective_device(None))
-    torch.distributed.broadcast(data, src=source)
-    return bytes(data.cpu().numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")

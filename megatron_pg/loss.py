@@ -11,6 +11,7 @@ config that wrapped the model. The other two combinations of tuple and flag are 
 flag off is divided by a *local* count, a 2-tuple with the flag on is never divided.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.kernels import GRPOLoss, grpo_loss
 from megatron_pg.metrics import Reduction, TokenValues
 from megatron_pg.plan import StepPlan
-from megatron_pg.reducers.custom import CustomReducer, token_weights
+from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer, token_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,15 @@ class LossSettings:
     metrics: Reduction
 
     @classmethod
-    def from_args(cls, args, reducer: CustomReducer | None = None) -> "LossSettings":
-        """Settings from arguments that `validate_args` has accepted."""
+    def from_args(cls, args: Namespace) -> "LossSettings":
+        """Settings from arguments that `validate_args` has accepted; loads and probes the custom reducer (rule E16)."""
+        path = args.custom_pg_loss_reducer_function_path
+        per_token = vars(args).get("calculate_per_token_loss", False)
         return cls(
             aggregation=args.loss_aggregation,
             divisor=args.loss_aggregation_divisor,
-            reducer=reducer,
-            per_token=args.calculate_per_token_loss,
+            reducer=load_custom_reducer(path, calculate_per_token_loss=per_token) if path else None,
+            per_token=per_token,
             clip_eps_low=args.pg_clip_eps_low,
             clip_eps_high=args.pg_clip_eps_high,
             temperature=args.pg_temperature,
@@ -93,22 +96,37 @@ class MicrobatchLoss:
     nonfinite: Tensor  # [2] float64: number of trained tokens whose loss is not finite, first of them (inf: none)
 
 
-def response_weights(batch: PackedBatch, plan: StepPlan, first_sample: int, settings: LossSettings) -> Tensor:
+def reducer_weights(batch: PackedBatch, settings: LossSettings) -> Tensor | None:
+    """[sum of R] float64: what a custom reducer weighs each response token, before 1/N_r or 1/T; None without one.
+
+    It runs the user's code, so the step asks for it before anything is exchanged.
+    """
+    if settings.reducer is None:
+        return None
+    return token_weights(
+        settings.reducer,
+        [len(sample.tokens) for sample in batch.samples],
+        [sample.loss_mask for sample in batch.samples],
+        calculate_per_token_loss=settings.per_token,
+    )
+
+
+def response_weights(
+    batch: PackedBatch, plan: StepPlan, first_sample: int, *, custom: Tensor | None, per_token: bool
+) -> Tensor:
     """[sum of R] float64: the weight of each response token of a micro-batch in the step's objective, 0 where masked.
 
     Args:
         batch: the micro-batch.
         plan: the step's plan.
         first_sample: index of the micro-batch's first sample among this process's samples of the step.
-        settings: the loss settings.
+        custom: `reducer_weights` of the micro-batch.
+        per_token: Megatron's flag; a custom reducer is divided by T instead of N_r.
     """
-    masks = [sample.loss_mask for sample in batch.samples]
-    if settings.reducer is None:
-        denominators = plan.denominators[first_sample : first_sample + len(batch.samples)]
-        return batch.response_values("loss_mask").bool() / batch.per_token(denominators)
-    unit = plan.num_tokens if settings.per_token else plan.num_rollouts
-    totals = [len(sample.tokens) for sample in batch.samples]
-    return token_weights(settings.reducer, totals, masks, calculate_per_token_loss=settings.per_token) / unit
+    if custom is not None:
+        return custom / (plan.num_tokens if per_token else plan.num_rollouts)
+    denominators = plan.denominators[first_sample : first_sample + len(batch.samples)]
+    return batch.loss_mask / batch.per_token(denominators)
 
 
 def microbatch_loss(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.args import AGGREGATIONS
+from megatron_pg.collectives import all_gather_rows, decode, encode
 from megatron_pg.reducers import REDUCERS, StepCounts
 from megatron_pg.rollouts import Id
 
@@ -52,7 +53,7 @@ def plan_step(
     positions_per_sample: Sequence[int] | Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> StepPlan:
-    """Denominators of one optimizer step, from integer metadata, by one all-gather.
+    """Denominators of one optimizer step, from integer metadata, by one all-gather (two above 1024 samples on a rank).
 
         objective = sum over tokens of mask / d_sample(t) * loss_t
 
@@ -114,6 +115,17 @@ def _local_table(
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     return LocalTable(torch.stack([counts, rollouts, prompts], dim=1), rollout_ids is not None, prompt_ids is not None)
+
+
+def _count_positions(positions_per_sample: Sequence[int] | Tensor | None, local: LocalTable) -> int:
+    if positions_per_sample is None:
+        return int(local.rows[:, 0].sum())
+    if len(positions_per_sample) != len(local.rows):
+        raise ValueError(
+            f"positions_per_sample has {len(positions_per_sample)} entries for {len(local.rows)} samples, so positions cannot be "
+            "counted. Give one each."
+        )
+    return int(_counts(positions_per_sample).sum())
 
 
 def plan_from_table(
@@ -252,16 +264,14 @@ def _exchange(
     rows: Tensor, extras: list[int], error: str, group: ProcessGroup | None
 ) -> tuple[list[list[int]], list[Tensor]]:
     """All ranks' integers and tables, in rank order; raises on every rank where one rank reports an error."""
-    text = torch.frombuffer(bytearray(error.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")), dtype=torch.int64)
-    head = torch.cat([torch.tensor(extras, dtype=torch.int64), text])
+    head = torch.cat([torch.tensor(extras, dtype=torch.int64), encode(error, _MESSAGE).view(torch.int64)])
     gathered = _all_gather(torch.cat([head, _fill(rows, SLOTS)]), group)
-    heads = [row[: len(head)] for row in gathered]
-    extras_per_rank = [h[:_EXTRAS].tolist() for h in heads]
-    for rank, (values, h) in enumerate(zip(extras_per_rank, heads, strict=True)):
+    heads, bodies = gathered[:, : len(head)], gathered[:, len(head) :]
+    extras_per_rank = heads[:, :_EXTRAS].tolist()
+    for rank, values in enumerate(extras_per_rank):
         if values[1]:
-            message = bytes(h[_EXTRAS:].numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")
+            message = decode(heads[rank, _EXTRAS:])
             raise StepPlanError(f"data-parallel rank {rank}: {message}" if len(heads) > 1 else message)
-    bodies = [row[len(head) :] for row in gathered]
     largest = max(values[0] for values in extras_per_rank)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
@@ -275,20 +285,8 @@ def _fill(rows: Tensor, slots: int) -> Tensor:
     return flat
 
 
-def _all_gather(values: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    if group is None:
-        return [values]
-    values = values.to(collective_device(group))
-    gathered = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(gathered, values, group=group)
-    return [row.cpu() for row in gathered]
-
-
-def collective_device(group: ProcessGroup | None) -> torch.device:
-    """Where tensors must live for a collective of `group` (None: the default group)."""
-    if "nccl" in torch.distributed.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    return values[None] if group is None else all_gather_rows(values, group)
 
 
 def _check_agreement(extras_per_rank: list[list[int]]) -> None:

@@ -22,15 +22,14 @@ from megatron.training import arguments, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_pg.args import ArgumentError, add_arguments, disagreement, own_arguments, validate_args
+from megatron_pg.collectives import all_gather_rows, decode, encode
 from megatron_pg.explain import banner
 from megatron_pg.forward_step import PolicyGradientStep, StepReport
 from megatron_pg.import_path import source_of
 from megatron_pg.loss import LossSettings
-from megatron_pg.plan import collective_device
-from megatron_pg.reducers.custom import load_custom_reducer
-from megatron_pg.reporting import MetricsFile, console_line, nonfinite_entries
+from megatron_pg.reporting import MetricsFile, check_metrics_file, console_line, nonfinite_entries
 
-_ARGUMENT_BYTES = 8192
+_ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +142,7 @@ class _Session:
 
         def build(*positional: object, **keywords: object):
             if self.step is None:
-                self.step = _start(get_args(), self._keep, self._say)
+                self.step = _start(get_args(), self._keep, self._say, self._metrics_file)
             model = provider(*positional, **keywords)
             return self.step.attach(model) if getattr(model, "post_process", True) else model
 
@@ -181,20 +180,20 @@ class _Session:
             skipped=bool(values["skipped_iter"]),
         )
         if not self._has_logged:
-            self._start_logging()
+            self._start_logging(log.iteration)
         _write(log)
         if self._writer:
             self._writer.write(step_record(log))
         self._on_step(log)
 
-    def _start_logging(self) -> None:
+    def _start_logging(self, iteration: int) -> None:
         self._has_logged = True
         if torch.distributed.get_rank() != 0:
             return
         for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
-        if self._metrics_file is not None:
-            self._writer = MetricsFile(self._metrics_file, after=get_args().iteration)
+        if self._metrics_file is not None:  # only now is the iteration of a loaded checkpoint known
+            self._writer = MetricsFile(self._metrics_file, after=iteration - 1)
 
     def _print_line(self, log: StepLog) -> None:
         if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
@@ -206,51 +205,39 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _start(args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None]) -> PolicyGradientStep:
+def _start(
+    args: Namespace,
+    keep: Callable[[StepReport], None],
+    say: Callable[[str], None],
+    metrics_file: str | Path | None,
+) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, and say what is in force."""
-    error = None
+    error, settings = None, None
     try:
-        validate_args(args)
-        path = args.custom_pg_loss_reducer_function_path
-        reducer = load_custom_reducer(path, calculate_per_token_loss=args.calculate_per_token_loss) if path else None
-    except ArgumentError as failure:
-        error, reducer = failure, None
-    _compare_ranks(args, reducer, error)
+        settings = LossSettings.from_args(validate_args(args))
+        if metrics_file is not None and torch.distributed.get_rank() == 0:
+            check_metrics_file(metrics_file)
+    except Exception as failure:  # travels to the other ranks, so that all of them stop
+        error = failure
+    _compare_ranks(args, settings, error)
     if torch.distributed.get_rank() == 0:
         say(banner(args))
-    return PolicyGradientStep(LossSettings.from_args(args, reducer), keep)
+    return PolicyGradientStep(settings, keep)
 
 
-def _compare_ranks(args: Namespace, reducer: Callable | None, error: ArgumentError | None) -> None:
+def _compare_ranks(args: Namespace, settings: LossSettings | None, error: Exception | None) -> None:
     """Raise on every rank when one has an error, or when two have different arguments (rule E23)."""
-    mine = {name: vars(args).get(name) for name in (*own_arguments(), "calculate_per_token_loss")}
-    mine["source of the custom reducer"] = source_of(reducer)[1] if reducer else None
-    mine["error"] = str(error)[: _ARGUMENT_BYTES // 4] if error else None
-    per_rank = _all_gather_json(mine)
+    failed = all_gather_rows(encode("" if error is None else str(error) or repr(error), _ARGUMENT_BYTES))
     if error is not None:
         raise error
-    failed = [(rank, values["error"]) for rank, values in enumerate(per_rank) if values["error"]]
-    if failed:
-        raise ArgumentError([("E23", f"rank {failed[0][0]}: {failed[0][1]}")])
+    for rank, text in enumerate(failed):
+        if message := decode(text):
+            raise ArgumentError([("E23", f"rank {rank}: {message}")])
+    mine = {name: vars(args).get(name) for name in (*own_arguments(), "calculate_per_token_loss")}
+    mine["source of the custom reducer"] = source_of(settings.reducer)[1] if settings.reducer else None
+    per_rank = [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(mine), _ARGUMENT_BYTES))]
     if message := disagreement(per_rank):
         raise ArgumentError([("E23", message)])
-
-
-def _all_gather_json(values: dict[str, object]) -> list[dict[str, object]]:
-    text = json.dumps(values, default=repr).encode()
-    if len(text) > _ARGUMENT_BYTES:
-        raise ArgumentError(
-            [
-                (
-                    "E13",
-                    f"the arguments take {len(text)} bytes as text, more than {_ARGUMENT_BYTES}; shorten them",
-                )
-            ]
-        )
-    data = torch.frombuffer(bytearray(text.ljust(_ARGUMENT_BYTES)), dtype=torch.uint8).to(collective_device(None))
-    gathered = [torch.empty_like(data) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, data)
-    return [json.loads(bytes(row.cpu().numpy().tobytes())) for row in gathered]
 
 
 def _write(log: StepLog) -> None:

@@ -27,13 +27,12 @@ class MetricsFile:
             will be trained again, are dropped; 0 starts anew.
 
     Raises:
-        ValueError: the file to continue holds something else.
+        ValueError: there is a file at `path` and it is no metrics file.
     """
 
     def __init__(self, path: str | Path, *, after: int = 0):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _lines_up_to(self.path, after) if after and self.path.exists() else []
+        kept = check_metrics_file(self.path, after=after)
         scratch = self.path.with_suffix(".part")
         scratch.write_text("".join(kept), encoding="utf-8")
         os.replace(scratch, self.path)  # never half a file
@@ -51,6 +50,17 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def check_metrics_file(path: str | Path, *, after: int = 0) -> list[str]:
+    """The lines of iterations up to `after`; makes the folder, and refuses a file of something else.
+
+    Raises:
+        ValueError: there is a file at `path` and it is no metrics file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _lines_up_to(path, after) if path.exists() else []
 
 
 def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]]:
@@ -71,10 +81,10 @@ def _lines_up_to(path: Path, iteration: int) -> list[str]:
     kept: dict[int, str] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            step = json.loads(line)["iteration"]
+            step = int(json.loads(line)["iteration"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}:{number} is no line of a metrics file, so appending would mix two things. Choose another path."
+                f"{path}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
             ) from error
         if step <= iteration:
             kept[step] = line

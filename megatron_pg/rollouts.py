@@ -6,6 +6,8 @@ response. Everything is checked here, at the door, so that nothing later has to.
 
 import json
 import math
+import numbers
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +72,8 @@ class Sample:
         check_lengths(len(self.tokens), len(self.loss_mask))
         for name in ("old_logprobs", "advantages", *_OPTIONAL):
             _check_values(name, getattr(self, name), self.loss_mask, self.sample_id)
+        for name in ("old_logprobs", *_OPTIONAL):
+            _check_not_positive(name, getattr(self, name), self.loss_mask, self.sample_id)
 
     @classmethod
     def build(
@@ -95,8 +99,12 @@ class Sample:
         label = rest.get("sample_id", "?")
         if len(loss_mask) != response_length:
             raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
-        if isinstance(advantage, (int, float)):
-            advantage = [advantage] * response_length
+        if isinstance(advantage, numbers.Real):
+            advantage = [float(advantage)] * response_length
+        if torch.as_tensor(tokens).dtype.is_floating_point:
+            raise ValueError(
+                f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
+            )
         for name in _OPTIONAL:
             if rest.get(name) is not None:
                 rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
@@ -244,14 +252,18 @@ def _record(sample: Sample) -> dict[str, object]:
         raise ValueError(
             f"sample {sample.sample_id} has no {missing[0]}, which the rollout file needs. Set it on the sample."
         )
-    advantages = sample.advantages.tolist()
+    if not math.isfinite(sample.reward):
+        raise ValueError(
+            f"reward of sample {sample.sample_id} is {sample.reward}, which JSON cannot hold. Give a number."
+        )
+    advantages = _finite(sample.advantages)
     record = {
         **needed,
         "tokens": sample.tokens.tolist(),
         "response_length": sample.response_length,
         "loss_mask": sample.loss_mask.int().tolist(),
         "old_logprobs": _finite(sample.old_logprobs),
-        "advantage": advantages[0] if len(set(advantages)) == 1 else _finite(sample.advantages),
+        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
     }
     optional = {name: getattr(sample, name) for name in _OPTIONAL}
     return record | {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
@@ -267,7 +279,9 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max  # an integer may be larger than any float
 
 
 def _is_list(check) -> object:
@@ -331,6 +345,15 @@ def _check_mask(mask: Tensor, label: str) -> None:
             f"loss_mask of sample {label} has shape {tuple(mask.shape)} and dtype {mask.dtype}, not [R] bool. "
             "Use Sample.build, which also takes 0 and 1."
         )
+
+
+def _check_not_positive(name: str, logprobs: Tensor | None, mask: Tensor, label: str) -> None:
+    if logprobs is None or not (logprobs[mask] > 1e-3).any():  # rounding may leave a little above 0
+        return
+    raise ValueError(
+        f"{name} of sample {label} reach {float(logprobs[mask].max()):g}, log-probabilities are at most 0, so the ratio would be "
+        "wrong. Were probabilities or negative log-likelihoods given?"
+    )
 
 
 def _check_values(name: str, values: Tensor | None, mask: Tensor, label: str) -> None:

@@ -6,6 +6,7 @@ Starting processes is what costs, so one launch runs many cases. Parameters are 
 layout starts from the same model, and gradients are saved under global names.
 """
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -135,6 +136,11 @@ def microbatches(case: Case) -> list:
     rows = len(samples()) if len(parts) == 1 else len(samples()) // 2 + 1
     if case.fault == "ended" and torch.distributed.get_rank() == 1:
         parts = parts[:1]
+    if case.fault == "advantages" and torch.distributed.get_rank() == 1:
+        for sample in mine:
+            sample.advantages.mul_(-3.0)
+    if case.fault == "vocabulary":
+        mine[0].tokens[-1] = VOCABULARY
     if case.fault == "masked":
         for sample in mine:
             sample.loss_mask.zero_()
@@ -145,14 +151,19 @@ def run_case(case: Case, out: Path) -> None:
     parallel_state.initialize_model_parallel(case.sizes["tp"], case.sizes["pp"])
     model_parallel_cuda_manual_seed(1)
     reports = []
-    step = PolicyGradientStep(settings(case), reports.append)
+    loss = settings(case)
+    if case.fault == "reducer":
+        loss = dataclasses.replace(loss, reducer=breaking_reducer)
+    if case.fault == "flag":
+        loss = dataclasses.replace(loss, per_token=False)
+    step = PolicyGradientStep(loss, reports.append)
     model = build_model(case)
     if case.fault == "nan" and torch.distributed.get_rank() == 1:
         poison_logits(model)
     if parallel_state.is_pipeline_last_stage() and case.fault != "detached":
         step.attach(model)
     config = model.config
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = None if case.fault == "unreduced" else finalize_model_grads
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     batches = microbatches(case)
     iterator = broken() if case.fault == "raises" and torch.distributed.get_rank() == 1 else iter(batches)
@@ -162,11 +173,18 @@ def run_case(case: Case, out: Path) -> None:
         data_iterator=iterator,
         model=[ddp],
         num_microbatches=2 if torch.distributed.get_world_size() > 1 else 1,
-        seq_length=WIDTH,
+        seq_length=WIDTH + 8 if case.fault == "shape" else WIDTH,
         micro_batch_size=len(batches[0].tokens),
         forward_only=case.fault == "evaluate",
     )
     save(case, out, model, losses, reports[0])
+
+
+def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    """A user's reducer that fails on the data of one rank."""
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("my reducer broke")
+    return lambda x: sum((part * mask).sum() for part, mask in zip(x.split(response_lengths), loss_masks, strict=True))
 
 
 def broken():

@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch, pack, slice_batch
-from megatron_pg.loss import Contract, LossSettings, microbatch_loss, response_weights
+from megatron_pg.loss import Contract, LossSettings, microbatch_loss, reducer_weights, response_weights
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan import local_table_of, plan_from_table
 from megatron_pg.rollouts import Sample
@@ -105,7 +105,7 @@ def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) 
     )
     locals_, leaves, first = [], [], 0
     for batch, cell in zip(batches, cells[d], strict=True):
-        weights = response_weights(batch, plan, first, loss)
+        weights = response_weights(batch, plan, first, custom=reducer_weights(batch, loss), per_token=loss.per_token)
         first += len(cell)
         locals_.append(slice_batch(batch, weights, cp_rank=c, cp_size=layout.context))
         leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor))
@@ -140,7 +140,14 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
     model = torch.nn.Module()
     model.config, model.set_input_tensor, model.model_type = config, lambda tensor: None, None
     size = lambda n: SimpleNamespace(size=lambda: n, rank=lambda: 0)  # noqa: E731
-    groups = SimpleNamespace(tp=size(layout.tensor), cp=size(layout.context), pp=size(1))
+    groups = SimpleNamespace(
+        tp=size(layout.tensor),
+        cp=size(layout.context),
+        pp=size(1),
+        dp_cp=size(layout.data * layout.context),
+        embd=None,  # 0.16 asks for them
+        pos_embd=None,
+    )
     with cpu_megatron.CudaMeansCPU():
         reports = forward_backward_no_pipelining(
             forward_step_func=forward_step,

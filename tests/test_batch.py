@@ -63,6 +63,13 @@ def test_a_packed_row_has_chunks_of_equal_length_and_the_asked_multiple(cp_size,
     assert len(batch.documents) == len(samples)  # padding is no document
 
 
+def test_a_packed_row_can_have_the_exact_width_that_pipeline_stages_exchange():
+    samples = [make_sample(prompt_length=2, mask=[1, 1, 1], rng=random.Random(i)) for i in range(3)]
+    batch = pack(samples, qkv_format="thd", cp_size=2, max_seq_len=64)
+    assert batch.tokens.shape == (1, 64)
+    assert batch.documents == (8, 8, 48)
+
+
 @pytest.mark.parametrize("layout", [{"qkv_format": "thd"}, {"qkv_format": "bshd", "max_seq_len": 8, "rows": 2}])
 def test_an_empty_microbatch_still_has_positions(layout):
     local = slice_batch(pack([], cp_size=2, **layout), torch.zeros(0), cp_rank=1, cp_size=2)
@@ -102,6 +109,10 @@ def test_a_rollout_that_straddles_two_steps_is_refused():
         ({"qkv_format": "bshd", "max_seq_len": 3}, "max_seq_len=3 with a sample of 4 tokens"),
         ({"qkv_format": "bshd", "max_seq_len": 6, "cp_size": 2}, "Use 8"),
         ({"qkv_format": "bshd", "max_seq_len": 8, "rows": 0}, "rows=0 for 1 samples"),
+        ({"qkv_format": "bshd", "max_seq_len": 8, "multiple_of": 4}, "multiple_of=4 has no effect on bshd"),
+        ({"qkv_format": "thd", "rows": 2}, "rows=2 has no effect on thd"),
+        ({"qkv_format": "thd", "max_seq_len": 3}, "max_seq_len=3 for a packed row of 4 tokens"),
+        ({"qkv_format": "thd", "max_seq_len": 10, "cp_size": 2}, "max_seq_len=10 for a packed row of 4"),
     ],
 )
 def test_a_layout_that_cannot_be_is_a_named_error(layout, message):

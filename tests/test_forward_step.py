@@ -21,6 +21,13 @@ FAULTS = {
     "pp2-token_mean-raises": "RuntimeError: the sampler broke",
     "dp2-token_mean-masked": "the step has no trained token",
     "dp2-constant-detached": "call PolicyGradientStep.attach",
+    "pp2-token_mean-detached": "call PolicyGradientStep.attach",
+    "dp2-sample_mean-reducer": "rank 1: RuntimeError: my reducer broke",
+    "tp2-constant-advantages": "ContractError: step plan differs between ranks 0 and 1",
+    "tp2-constant-vocabulary": "holds token id 16, the vocabulary has 16",
+    "dp2-constant-unreduced": "config.finalize_model_grads_func is None",
+    "pp2-token_mean-shape": "pipeline parallelism sends (",
+    "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
 }
 EVALUATION = "dp2-constant-evaluate"
 

@@ -13,7 +13,8 @@ from simulation import Layout
 from support import make_sample
 
 import megatron_pg.forward_step
-from megatron_pg.metrics import LEVELS, METRICS, Reduction, TokenValues
+from megatron_pg.args import METRIC_LEVELS as LEVELS
+from megatron_pg.metrics import METRICS, Reduction, TokenValues
 from megatron_pg.metrics.docs import replace_tables
 from megatron_pg.reporting import MetricsFile, console_line, nonfinite_entries
 
@@ -150,12 +151,11 @@ def test_entropy_is_the_same_over_a_split_vocabulary_in_float32(size):
 def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
     """Counted where the step makes them; the number of metrics changes the length, not the count."""
     calls = []
-    monkeypatch.setattr(
-        megatron_pg.forward_step, "_all_gather", lambda values: calls.append(len(values)) or values[None]
-    )
+    count = lambda values: calls.append(len(values)) or values[None]  # noqa: E731
+    monkeypatch.setattr(megatron_pg.forward_step, "all_gather_rows", count)
+    monkeypatch.setattr(megatron_pg.forward_step, "device_of", lambda group: torch.device("cpu"))
     for level in LEVELS:
         step = megatron_pg.forward_step.PolicyGradientStep(SimpleNamespace(metrics=Reduction(level), per_token=False))
-        monkeypatch.setattr(megatron_pg.forward_step, "collective_device", lambda group: torch.device("cpu"))
         step._gather_and_check()
     assert calls == [3 + Reduction(level).width for level in LEVELS]
 
@@ -185,11 +185,12 @@ def test_a_new_run_starts_a_new_metrics_file(tmp_path):
     assert (tmp_path / "m.jsonl").read_text() == '{"iteration": 1}\n'
 
 
-def test_a_file_of_something_else_is_not_continued(tmp_path):
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_file_of_something_else_is_neither_continued_nor_overwritten(tmp_path, after):
     path = tmp_path / "m.jsonl"
     path.write_text("hello\n")
     with pytest.raises(ValueError, match=r"m.jsonl:1 is no line of a metrics file"):
-        MetricsFile(path, after=1)
+        MetricsFile(path, after=after)
     assert path.read_text() == "hello\n"
 
 

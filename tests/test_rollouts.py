@@ -118,6 +118,8 @@ def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
         ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"NaN")], ":2:", "NaN is not a JSON number"),
         ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"-Infinity")], ":2:", "-Infinity is not a JSON number"),
         ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"-1e999")], ":2:", "old_logprobs=[-inf, -2.0]"),
+        ([HEADER, RECORD | {"reward": 10**400}], ":2:", "has the wrong type or range"),
+        ([HEADER, RECORD | {"old_logprobs": [0.7, -1.0]}], ":2:", "reach 0.7, log-probabilities are at most 0"),
         ([HEADER, b'{"step": 0, "step": 1}'], ":2:", "duplicate field 'step'"),
         ([HEADER, b"\xff\xfe"], ":2:", "is not UTF-8"),
         ([HEADER, b"[1, 2]"], ":2:", "is a JSON list, not an object"),
@@ -144,6 +146,33 @@ def test_a_trained_token_with_a_value_that_is_not_finite_is_refused_at_the_door(
     fields[field] = [-1.0, value]
     with pytest.raises(ValueError, match=r"at response token 1, which is trained"):
         Sample.build(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], sample_id="s7", **fields)
+
+
+def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    fields = {"response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0]}
+    with pytest.raises(ValueError, match="fractions, not token ids"):
+        Sample.build(tokens=[1.9, 2.0], advantage=1.0, **fields)
+    assert Sample.build(tokens=[1, 2], advantage=np.float32(0.5), **fields).advantages.tolist() == [0.5]
+
+
+def test_a_reward_that_json_cannot_hold_is_refused(tmp_path):
+    sample = Sample.build(
+        tokens=[1, 2],
+        response_length=1,
+        loss_mask=[1],
+        old_logprobs=[-1.0],
+        advantage=1.0,
+        prompt_id=0,
+        rollout_id=0,
+        step=0,
+        reward=float("nan"),
+    )
+    writer = RolloutWriter(tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="reward of sample"):
+        writer.write([sample])
+    writer.close()
 
 
 def test_the_file_format_page_names_every_field():

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.args import KERNELS as IMPLEMENTATIONS
 from megatron_pg.kernels.reference import reference_grpo_loss
-
-IMPLEMENTATIONS = ("triton", "torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +81,8 @@ def grpo_loss(
     for name, values in (fields if mask is None else fields | {"mask": mask}).items():
         if values.shape != targets.shape:
             raise ValueError(
-                f"{name} has shape {tuple(values.shape)} for {tuple(targets.shape)} targets, so tokens would not align."
+                f"{name} has shape {tuple(values.shape)} for {tuple(targets.shape)} targets, so tokens would not align. Give one value "
+                "per token."
             )
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, not bool: it says which tokens are trained. Use mask.bool().")

@@ -1,6 +1,6 @@
 """Diagnostics of a policy-gradient step: declared in `table`, reduced exactly in `reduction`, described in `docs`."""
 
 from megatron_pg.metrics.reduction import Reduction
-from megatron_pg.metrics.table import LEVELS, METRICS, Metric, TokenValues
+from megatron_pg.metrics.table import METRICS, Metric, TokenValues
 
-__all__ = ["LEVELS", "METRICS", "Metric", "Reduction", "TokenValues"]
+__all__ = ["METRICS", "Metric", "Reduction", "TokenValues"]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_pg.metrics.table import LEVELS, METRICS, Metric, TokenValues
+from megatron_pg.args import METRIC_LEVELS
+from megatron_pg.metrics.table import METRICS, Metric, TokenValues
 
 _FIELDS = (None, "ref_logprobs", "rollout_logprobs")  # what a document must have to be counted
 
@@ -24,7 +25,7 @@ class Reduction:
     """
 
     def __init__(self, level: str):
-        active = [metric for metric in METRICS if LEVELS.index(metric.level) <= LEVELS.index(level)]
+        active = [metric for metric in METRICS if METRIC_LEVELS.index(metric.level) <= METRIC_LEVELS.index(level)]
         self.level = level
         self.metrics: tuple[Metric, ...] = tuple(active)
         self._means = [metric for metric in active if metric.kind == "mean"]

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megatron_pg.objectives.grpo import MAX_LOG_RATIO
 
-LEVELS = ("none", "basic", "with_entropy")
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenValues:

@@ -1,0 +1,38 @@
+"""The few collectives of the plugin, on whatever device a group needs: tables and texts, never a pickle."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def device_of(group: ProcessGroup | None) -> torch.device:
+    """Where tensors must live for a collective of `group` (None: the default group)."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_gather_rows(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """[n, …] on the CPU from [same shape] on each of the n ranks, in rank order: one collective, one host read."""
+    values = values.to(device_of(group))
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, values, group=group)
+    return torch.stack(gathered).cpu()
+
+
+def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
+    """The text of rank `source` of the default group, cut to `size` bytes."""
+    data = encode(text, size).to(device_of(None))
+    dist.broadcast(data, src=source)
+    return decode(data.cpu())
+
+
+def encode(text: str, size: int) -> Tensor:
+    """[size] uint8: the text as UTF-8, cut or filled up."""
+    return torch.frombuffer(bytearray(text.encode()[:size].ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def decode(data: Tensor) -> str:
+    """The text in bytes that `encode` made."""
+    return bytes(data.numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")
