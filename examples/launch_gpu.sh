@@ -64,7 +64,7 @@ OPTIMIZER_ARGS=(
     --weight-decay 0
     --adam-beta2 0.98
     --clip-grad 1.0
-    --micro-batch-size 64
+    --micro-batch-size 32
     --global-batch-size 256
     --train-iters 300
     --seed 1234

@@ -67,7 +67,8 @@ def test_the_terminal_shows_the_objective_the_sign_and_the_time_left(sampled):
 
 
 def test_tensorboard_holds_the_same_values_under_the_same_names(sampled):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator
+
     run, _ = sampled
     events = event_accumulator.EventAccumulator(str(run / "tensorboard"))
     events.Reload()
