@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 
     cpu_megatron.enable()
 
+import all_gather_attention
 import digit_sort as task
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
@@ -69,9 +70,10 @@ class Example:
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPT model with Megatron's local layers."""
         args = get_args()
+        spec = get_gpt_layer_local_spec(normalization=args.normalization)
         model = GPTModel(
             config=config or core_transformer_config_from_args(args),
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+            transformer_layer_spec=all_gather_attention.use_in(spec) if args.context_parallel_size > 1 else spec,
             vocab_size=task.VOCABULARY,  # releases differ in what NullTokenizer adds
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,

@@ -282,7 +282,7 @@ class PolicyGradientStep:
         metrics = self.settings.metrics
         if not self._results or not _reports():
             return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
-        return metrics.combine(torch.stack([partial for _, partial, _ in self._results]))
+        return metrics.combine(torch.stack([metrics_of for _, metrics_of, _ in self._results]))
 
     def _raise_nonfinite(self, checks: list[list[float]]) -> None:
         bad = [rank for rank, (count, _, _) in enumerate(checks) if count > 0]
@@ -311,7 +311,8 @@ def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
         batch = next(source, None)
         if batch is None:
             raise ContractError(
-                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step"
+                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step, so it cannot be run; lower "
+                "--train-iters, or fill up with empty micro-batches"
             )
         if not isinstance(batch, PackedBatch):
             raise ContractError(

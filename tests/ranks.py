@@ -18,6 +18,7 @@ import cpu_megatron
 
 cpu_megatron.enable()
 
+import all_gather_attention
 import numpy as np
 import torch
 from megatron.core import parallel_state
@@ -51,8 +52,13 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        kind, size = self.layout[:2], int(self.layout[2:])
-        return {"tp": size if kind == "tp" else 1, "pp": size if kind == "pp" else 1}
+        kind, size = self.layout[:2], int(self.layout[2])
+        return {name: size if kind == name else 1 for name in ("tp", "pp", "cp")}
+
+    @property
+    def qkv_format(self) -> str:
+        """Packed rows for the layouts whose name ends with t (cp2t), padded ones for the rest."""
+        return "thd" if self.layout.endswith("t") else "bshd"
 
 
 def samples():
@@ -81,6 +87,7 @@ def build_model(case: Case) -> GPTModel:
         num_attention_heads=4,
         tensor_model_parallel_size=case.sizes["tp"],
         pipeline_model_parallel_size=case.sizes["pp"],
+        context_parallel_size=case.sizes["cp"],
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         attention_dropout=0.0,
@@ -93,7 +100,7 @@ def build_model(case: Case) -> GPTModel:
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=layer_spec(case),
         vocab_size=VOCABULARY,
         max_sequence_length=WIDTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -104,6 +111,11 @@ def build_model(case: Case) -> GPTModel:
     for name, parameter in model.named_parameters():
         fill(global_name(model, name), parameter)
     return model
+
+
+def layer_spec(case: Case):
+    spec = get_gpt_layer_local_spec()
+    return all_gather_attention.use_in(spec) if case.sizes["cp"] > 1 or case.qkv_format == "thd" else spec
 
 
 def global_name(model: GPTModel, name: str) -> str:
@@ -144,11 +156,14 @@ def microbatches(case: Case) -> list:
     if case.fault == "masked":
         for sample in mine:
             sample.loss_mask.zero_()
-    return [pack(part, qkv_format="bshd", max_seq_len=WIDTH, rows=rows) for part in parts]
+    if case.qkv_format == "thd":
+        return [pack(part, qkv_format="thd", cp_size=case.sizes["cp"]) for part in parts]
+    return [pack(part, qkv_format="bshd", cp_size=case.sizes["cp"], max_seq_len=WIDTH, rows=rows) for part in parts]
 
 
 def run_case(case: Case, out: Path) -> None:
-    parallel_state.initialize_model_parallel(case.sizes["tp"], case.sizes["pp"])
+    sizes = case.sizes
+    parallel_state.initialize_model_parallel(sizes["tp"], sizes["pp"], context_parallel_size=sizes["cp"])
     model_parallel_cuda_manual_seed(1)
     reports = []
     loss = settings(case)

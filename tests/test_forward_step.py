@@ -11,7 +11,14 @@ import pytest
 
 HERE = Path(__file__).parent
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
-LAYOUTS = {"dp2": MODES, "tp2": ["constant", "token_mean"], "pp2": ["prompt_mean", "token_mean"]}
+LAYOUTS = {
+    "dp2": MODES,
+    "tp2": ["constant", "token_mean"],
+    "pp2": ["prompt_mean", "token_mean"],
+    "cp2": MODES,  # padded rows
+    "cp2t": ["sample_mean", "token_mean"],  # packed rows
+    "dp2t": ["constant"],
+}
 FAULTS = {
     "dp2-constant-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
     "pp2-token_mean-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",

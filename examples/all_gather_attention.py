@@ -1,0 +1,83 @@
+"""Attention that lets context parallelism run without Transformer Engine. For demonstrations and tests only.
+
+Megatron's own local attention refuses context parallelism. This core gathers keys and values over the group, puts
+them into natural order, and attends causally within each document from the positions that this rank holds. It keeps
+a score for every pair of positions: fine for tests, not for long sequences.
+"""
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_pg.cp_utils import zigzag_index
+
+
+class AllGatherAttention(nn.Module):
+    """A `core_attention` for Megatron's layer specs: exact attention under zigzag context parallelism, bshd and thd."""
+
+    def __init__(self, config, layer_number=1, attn_mask_type=None, attention_type="self", softmax_scale=None, **rest):
+        super().__init__()
+        self._scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params=None,
+        **rest: object,
+    ) -> Tensor:
+        """[s/C, b, heads * channels] from query [s/C, b, heads, channels] and key, value [s/C, b, groups, channels]."""
+        if query.dim() == 3:  # packed rows come without their batch dimension
+            query, key, value = (x[:, None] for x in (query, key, value))
+        group = parallel_state.get_context_parallel_group()
+        documents = _documents(packed_seq_params, len(query) * group.size())
+        order = torch.cat([zigzag_index(documents, cp_rank=r, cp_size=group.size()) for r in range(group.size())])
+        natural = torch.argsort(order).to(query.device)
+        heads_per_group = query.shape[2] // key.shape[2]
+        keys, values = (
+            _GatherSequence.apply(x, group)[natural].repeat_interleave(heads_per_group, dim=2) for x in (key, value)
+        )
+        mine = zigzag_index(documents, cp_rank=group.rank(), cp_size=group.size()).to(query.device)
+        scores = torch.einsum("qbhc,kbhc->bhqk", query, keys) * self._scale
+        allowed = _allowed(documents, query.device)[mine]
+        weights = scores.masked_fill(~allowed, float("-inf")).float().softmax(dim=-1).to(values.dtype)
+        return torch.einsum("bhqk,kbhc->qbhc", weights, values).flatten(2)
+
+
+def use_in(spec):
+    """The layer spec with this core attention."""
+    spec.submodules.self_attention.submodules.core_attention = AllGatherAttention
+    return spec
+
+
+def _documents(packed_seq_params, length: int) -> list[int]:
+    if packed_seq_params is None:
+        return [length]
+    return packed_seq_params.cu_seqlens_q_padded.diff().tolist()
+
+
+def _allowed(documents: list[int], device: torch.device) -> Tensor:
+    """[s, s] bool: a position sees itself and earlier positions of its document."""
+    lengths = torch.tensor(documents, device=device)
+    document = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)
+    return (document[:, None] == document) & torch.ones(len(document), len(document), device=device).tril().bool()
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Concatenate along the sequence over the group; the backward sums over the group and keeps the own part."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.length = group, len(x)
+        gathered = [torch.empty_like(x) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, x.contiguous(), group=group)
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        first = ctx.group.rank() * ctx.length
+        return grad[first : first + ctx.length], None
