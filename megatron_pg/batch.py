@@ -239,7 +239,11 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
 
 def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
     longest = max((len(sample.tokens) for sample in samples), default=1)
-    if width is None or width < longest:
+    if width is None:
+        raise ValueError(
+            "bshd needs max_seq_len, the width of the rows, so that every rank lays them out alike; pass --seq-length."
+        )
+    if width < longest:
         raise ValueError(
             f"max_seq_len={width} with a sample of {longest} tokens, so it would be cut off. Raise the row width (--seq-length) "
             "or drop the sample."

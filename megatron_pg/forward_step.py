@@ -325,6 +325,8 @@ def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
 def _check_batches(batches: Sequence[PackedBatch], model: nn.Module, arguments: dict) -> None:
     """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
     vocabulary = get_attr_wrapped_model(model, "vocab_size")
+    learned = get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute"
+    positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
     cp_size = parallel_state.get_context_parallel_world_size()
     static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
     shape = (arguments["micro_batch_size"], arguments["seq_length"])
@@ -334,6 +336,11 @@ def _check_batches(batches: Sequence[PackedBatch], model: nn.Module, arguments: 
             raise ContractError(
                 f"micro-batch {k} holds token id {int(batch.tokens.max())}, the vocabulary has {vocabulary}, so a token would have no "
                 "logit. Check the tokenizer."
+            )
+        if int(batch.position_ids.max()) >= positions:
+            raise ContractError(
+                f"micro-batch {k} holds a document of {int(batch.position_ids.max()) + 1} positions, the model has {positions}, so a "
+                "position would have no embedding; raise --max-position-embeddings or drop the sample"
             )
         if static and tuple(batch.tokens.shape) != shape:
             raise ContractError(

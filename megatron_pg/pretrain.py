@@ -96,6 +96,11 @@ def pretrain(
     Raises:
         ArgumentError: on every rank, before the model is built.
     """
+    if not getattr(train_valid_test_datasets_provider, "is_distributed", False):
+        raise ValueError(
+            "the dataset provider is not marked as distributed, so under tensor parallelism Megatron would give most ranks no data; "
+            "set train_valid_test_datasets_provider.is_distributed = True"
+        )
     session = _Session(on_step, say or _print, metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {

@@ -70,6 +70,13 @@ class Sample:
         _check_tokens(self.tokens, self.sample_id)
         _check_mask(self.loss_mask, self.sample_id)
         check_lengths(len(self.tokens), len(self.loss_mask))
+        for name in ("prompt_id", "rollout_id"):
+            value = getattr(self, name)
+            if value is not None and not _is_id(value):
+                raise ValueError(
+                    f"{name}={value!r} of sample {self.sample_id} is neither a string nor an integer of 62 bits, so units could not "
+                    "be counted. Give one."
+                )
         for name in ("old_logprobs", "advantages", *_OPTIONAL):
             _check_values(name, getattr(self, name), self.loss_mask, self.sample_id)
         for name in ("old_logprobs", *_OPTIONAL):
@@ -96,7 +103,7 @@ class Sample:
             advantage: a number or R numbers.
             rest: any other field of `Sample`; log-probability fields may be lists.
         """
-        label = rest.get("sample_id", "?")
+        label = rest.setdefault("sample_id", str(rest.get("rollout_id") or rest.get("prompt_id") or "?"))
         if len(loss_mask) != response_length:
             raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
         if isinstance(advantage, numbers.Real):

@@ -28,7 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from support import random_step
+from support import make_sample, random_step
 
 from megatron_pg.batch import pack
 from megatron_pg.forward_step import PolicyGradientStep
@@ -153,12 +153,20 @@ def microbatches(case: Case) -> list:
             sample.advantages.mul_(-3.0)
     if case.fault == "vocabulary":
         mine[0].tokens[-1] = VOCABULARY
+    if case.fault == "positions":
+        long = [rng_sample(WIDTH + 1)]
+        return [pack(long, qkv_format="bshd", max_seq_len=WIDTH + 1, rows=1) for _ in range(2)]
     if case.fault == "masked":
         for sample in mine:
             sample.loss_mask.zero_()
     if case.qkv_format == "thd":
         return [pack(part, qkv_format="thd", cp_size=case.sizes["cp"]) for part in parts]
     return [pack(part, qkv_format="bshd", cp_size=case.sizes["cp"], max_seq_len=WIDTH, rows=rows) for part in parts]
+
+
+def rng_sample(length: int):
+    """A sample of a given length."""
+    return make_sample(prompt_length=length - 2, mask=[1, 1], rng=random.Random(0), prompt_id=0, rollout_id="r")
 
 
 def run_case(case: Case, out: Path) -> None:

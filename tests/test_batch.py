@@ -105,7 +105,7 @@ def test_a_rollout_that_straddles_two_steps_is_refused():
     ("layout", "message"),
     [
         ({"qkv_format": "sbhd"}, "'sbhd' is neither thd nor bshd"),
-        ({"qkv_format": "bshd"}, "max_seq_len=None with a sample of 4 tokens"),
+        ({"qkv_format": "bshd"}, "bshd needs max_seq_len"),
         ({"qkv_format": "bshd", "max_seq_len": 3}, "max_seq_len=3 with a sample of 4 tokens"),
         ({"qkv_format": "bshd", "max_seq_len": 6, "cp_size": 2}, "Use 8"),
         ({"qkv_format": "bshd", "max_seq_len": 8, "rows": 0}, "rows=0 for 1 samples"),

@@ -32,6 +32,7 @@ FAULTS = {
     "dp2-sample_mean-reducer": "rank 1: RuntimeError: my reducer broke",
     "tp2-constant-advantages": "ContractError: step plan differs between ranks 0 and 1",
     "tp2-constant-vocabulary": "holds token id 16, the vocabulary has 16",
+    "dp2-constant-positions": "holds a document of 25 positions, the model has 24",
     "dp2-constant-unreduced": "config.finalize_model_grads_func is None",
     "pp2-token_mean-shape": "pipeline parallelism sends (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",

@@ -157,6 +157,14 @@ def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
     assert Sample.build(tokens=[1, 2], advantage=np.float32(0.5), **fields).advantages.tolist() == [0.5]
 
 
+def test_an_id_that_cannot_be_counted_is_refused_at_the_door():
+    fields = {"tokens": [1, 2], "response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0], "advantage": 1.0}
+    for value in (3.5, True, 2**63):
+        with pytest.raises(ValueError, match="prompt_id="):
+            Sample.build(prompt_id=value, **fields)
+    assert Sample.build(prompt_id="q7", **fields).sample_id == "q7"
+
+
 def test_a_reward_that_json_cannot_hold_is_refused(tmp_path):
     sample = Sample.build(
         tokens=[1, 2],
