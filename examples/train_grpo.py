@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import PackedBatch, Sample, cut_steps, pack, read_rollouts
 from megatron_pg.batch import check_boundaries
+from megatron_pg.collectives import all_gather_rows
 from megatron_pg.pretrain import StepLog, pretrain, step_record
 
 
@@ -247,14 +248,14 @@ def exact_match(policy: Policy, args) -> float:
 
 def mean_over_ranks(values: list[float]) -> float:
     """Mean over all data-parallel ranks' values."""
-    totals = torch.tensor([sum(values), len(values)], dtype=torch.float64, device=_device())
-    torch.distributed.all_reduce(totals, group=mpu.get_data_parallel_group())
-    return float(totals[0] / totals[1])
+    mine = torch.tensor([sum(values), len(values)], dtype=torch.float64)
+    total, count = all_gather_rows(mine, mpu.get_data_parallel_group()).sum(dim=0).tolist()
+    return total / count
 
 
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
     """All data-parallel ranks' samples of a step, as one table of numbers per rank."""
-    width, prompt_numbers = args.seq_length, []
+    width = args.seq_length
     table = torch.zeros(len(samples), 6 + 2 * width, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):
         n, r = len(sample.tokens), sample.response_length
@@ -264,11 +265,8 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         row[6 : 6 + n] = sample.tokens
         row[6 + width : 6 + width + r] = sample.old_logprobs
         row[-1] = sample.advantages[0]
-    group = mpu.get_data_parallel_group()
-    table = table.to(_device())
-    tables = [torch.empty_like(table) for _ in range(group.size())]
-    torch.distributed.all_gather(tables, table, group=group)
-    return [_sample_of(row, samples[0].step, width) for row in torch.cat(tables).tolist()]
+    everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
+    return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
 
 
 def _sample_of(row: list[float], step: int, width: int) -> Sample:
@@ -297,15 +295,6 @@ def _check_fits(sample: Sample, args) -> None:
             f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model takes "
             f"{args.seq_length} tokens (--seq-length) of a vocabulary of {task.VOCABULARY}, so it cannot be trained."
         )
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mpu_is_nccl() else torch.device("cpu")
-
-
-def mpu_is_nccl() -> bool:
-    """Whether collectives need CUDA tensors."""
-    return "nccl" in torch.distributed.get_backend(mpu.get_data_parallel_group())
 
 
 def check_example(args) -> None:

@@ -164,7 +164,7 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
     notices = reconcile(args)
     _say(ArgumentNotice, notices)
     _say(ArgumentWarning, _warnings(facts))
-    args.megatron_pg_validated = json.dumps(_snapshot(args))  # primitive: Megatron stores it in checkpoints
+    args.megatron_pg_validated = json.dumps(snapshot(args))  # primitive: Megatron stores it in checkpoints
     return args
 
 
@@ -439,13 +439,14 @@ def _core_version() -> tuple[int, ...]:
         return (99, 0)
 
 
-def _snapshot(args: argparse.Namespace) -> dict[str, object]:
+def snapshot(args: argparse.Namespace) -> dict[str, object]:
+    """The arguments that decide the loss, by name: what is compared between calls and between ranks."""
     names = (*own_arguments(), "calculate_per_token_loss")
     return {name: vars(args).get(name, False) for name in names}
 
 
 def _late_changes(args: argparse.Namespace) -> list[tuple[str, str]]:
-    before, now = json.loads(args.megatron_pg_validated), _snapshot(args)
+    before, now = json.loads(args.megatron_pg_validated), snapshot(args)
     changed = [n for n in now if now[n] != before.get(n) or isinstance(now[n], bool) != isinstance(before.get(n), bool)]
     advice = "call validate_args after the last merge"
     return [("E22", f"{n} was {before.get(n)!r} when validated and is {now[n]!r} now; {advice}") for n in changed]

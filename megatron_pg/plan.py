@@ -70,19 +70,18 @@ def plan_step(
     Raises:
         StepPlanError: on every rank of `group`, for a mistake on any of them.
     """
-    error, local = None, None
+    error, local, positions = None, None, 0
     try:
         local = _local_table(tokens_per_sample, aggregation, divisor, rollout_ids, prompt_ids, group)
-    except ValueError as failure:
+        positions = _count_positions(positions_per_sample, local)
+    except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
-    positions = tokens_per_sample if positions_per_sample is None else positions_per_sample
-    total = sum(int(n) for n in positions) if error is None else 0
     return plan_from_table(
         local,
         error=error,
         aggregation=aggregation,
         divisor=divisor,
-        num_positions=total,
+        num_positions=positions,
         num_microbatches=1,
         group=group,
     )

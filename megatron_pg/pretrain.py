@@ -21,7 +21,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_pg.args import ArgumentError, add_arguments, disagreement, own_arguments, validate_args
+from megatron_pg.args import ArgumentError, add_arguments, disagreement, snapshot, validate_args
 from megatron_pg.collectives import all_gather_rows, decode, encode
 from megatron_pg.explain import banner
 from megatron_pg.forward_step import PolicyGradientStep, StepReport
@@ -238,7 +238,7 @@ def _compare_ranks(args: Namespace, settings: LossSettings | None, error: Except
     for rank, text in enumerate(failed):
         if message := decode(text):
             raise ArgumentError([("E23", f"rank {rank}: {message}")])
-    mine = {name: vars(args).get(name) for name in (*own_arguments(), "calculate_per_token_loss")}
+    mine = snapshot(args)
     mine["source of the custom reducer"] = source_of(settings.reducer)[1] if settings.reducer else None
     per_rank = [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(mine), _ARGUMENT_BYTES))]
     if message := disagreement(per_rank):

@@ -129,6 +129,8 @@ def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_
         ([0.5], "token_mean", {}, "not [S] integers"),
         ([-1, 3], "token_mean", {}, "tokens_per_sample[0]=-1 is negative"),
         ([1], "seq_mean", {}, "aggregation='seq_mean' is not one of"),
+        ([1, None], "token_mean", {}, "RuntimeError: "),
+        ([1, 2, 3], "token_mean", {"positions_per_sample": [4]}, "positions_per_sample has 1 entries for 3 samples"),
     ],
 )
 def test_what_cannot_be_planned_is_a_named_error(tokens, aggregation, rest, message):
@@ -141,6 +143,11 @@ def test_what_cannot_be_planned_is_a_named_error(tokens, aggregation, rest, mess
 def test_constant_needs_a_usable_divisor(divisor):
     with pytest.raises(ValueError, match=r"must be finite and > 0"):
         plan_step([1], aggregation="constant", divisor=divisor)
+
+
+def test_positions_are_the_trained_tokens_unless_given():
+    assert plan([2, 6], "sample_mean").num_positions == 8
+    assert plan([2, 6], "sample_mean", positions_per_sample=[5, 9]).num_positions == 14
 
 
 def test_a_divisor_without_constant_is_refused():
