@@ -11,13 +11,16 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: demo test lint check fix docs clean
+.PHONY: demo test prove lint check fix docs clean
 
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q $(ARGS)
+
+prove: .venv/ready
+	$(BIN)/python -m pytest -q -m proof --tier full --proof-page docs/proof.md $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
