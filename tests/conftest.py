@@ -1,9 +1,13 @@
+import os
 import time
 from pathlib import Path
 
 import proof
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any test imports one
 
 EVIDENCE = pytest.StashKey[proof.Evidence]()
 START = pytest.StashKey[float]()

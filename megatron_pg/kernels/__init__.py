@@ -1,8 +1,9 @@
 """From logits to the policy-gradient loss. `impl` picks the implementation; none falls back to another.
 
-`torch` is the eager reference and the specification.
+`torch` is the eager reference and the specification; `triton` needs a CUDA device, or TRITON_INTERPRET=1.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,9 @@ def grpo_loss(
     clip_eps_low: float,
     clip_eps_high: float,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     grad_divisor: float = 1.0,
+    grad_scale: float = 1.0,
     tp_group: ProcessGroup | None = None,
     entropy: bool = False,
     inplace: bool = False,
@@ -50,7 +53,8 @@ def grpo_loss(
 
     Args:
         logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
-        targets: [T] int64 global token ids. Equal on all tensor-parallel ranks, like every [T] field.
+        targets: [T] int64 global token ids; one outside the vocabulary at a trained token gives NaN. Equal on all
+            tensor-parallel ranks, like every [T] field.
         old_logprobs: [T] nats, of the sampling policy at `temperature`.
         advantages: [T].
         weights: [T] the aggregation's weight of each token.
@@ -58,46 +62,104 @@ def grpo_loss(
         clip_eps_low: distance of the lower clip bound from 1.
         clip_eps_high: distance of the upper clip bound from 1.
         temperature: tau of softmax(z / tau).
+        vocab_size: columns at or beyond it, counted over all tensor-parallel ranks, are padding: no probability and no
+            gradient. Default: there is no padding.
         grad_divisor: the gradient, not the loss, is divided by it.
+        grad_scale: the upstream gradient that the backward will bring, as far as known. It changes no result: where the
+            gradient is made in the forward, another upstream gradient costs one more pass over it.
         tp_group: tensor-parallel group; every rank of it must call with the same T.
         entropy: also return the entropy of each trained token's distribution.
-        inplace: the gradient may overwrite the logits (the torch implementation refuses).
+        inplace: the gradient may overwrite the logits, which nothing else may read then (the torch implementation
+            refuses).
         impl: "triton" or "torch".
 
     Raises:
         ValueError: shapes, dtypes or options cannot be.
     """
-    if impl not in IMPLEMENTATIONS:
+    mask = weights != 0 if mask is None else mask
+    _check_fields(logits, targets, {"old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}, mask)
+    _check_options(temperature, grad_divisor, grad_scale)
+    ranks = 1 if tp_group is None else tp_group.size()
+    vocab_size = _checked_vocab_size(vocab_size, logits.shape[1] * ranks)
+    options = {
+        "mask": mask,
+        "clip_eps_low": clip_eps_low,
+        "clip_eps_high": clip_eps_high,
+        "temperature": temperature,
+        "vocab_size": vocab_size,
+        "grad_divisor": grad_divisor,
+        "tp_group": tp_group,
+    }
+    if impl == "torch":
+        if inplace:
+            raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
+        found = reference_grpo_loss(logits, targets, old_logprobs, advantages, weights, **options)
+    elif impl == "triton":
+        _check_for_triton(logits, inplace)
+        from megatron_pg.kernels.triton_loss import triton_grpo_loss  # torch alone must not need Triton
+
+        options |= {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace}
+        found = triton_grpo_loss(logits, targets, old_logprobs, advantages, weights, **options)
+    else:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
-    if impl == "triton":
-        raise ValueError("impl='triton' is not there yet, and nothing falls back in silence; use impl='torch'.")
-    if inplace:
-        raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
-    if not grad_divisor > 0:
+    loss, token_losses, logprobs, log_ratios, entropies = found
+    return GRPOLoss(loss, token_losses, logprobs, log_ratios, entropies if entropy else None)
+
+
+def _check_fields(logits: Tensor, targets: Tensor, fields: dict[str, Tensor], mask: Tensor) -> None:
+    if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(
-            f"grad_divisor={grad_divisor} is not > 0, so the gradient would be lost or turned round. Use 1."
+            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. Flatten them."
         )
-    fields = {"old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}
-    for name, values in (fields if mask is None else fields | {"mask": mask}).items():
+    if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need {tuple(logits.shape[:1])} "
+            "int64, so tokens and logits would not align. Give one token id per row."
+        )
+    for name, values in (fields | {"mask": mask}).items():
         if values.shape != targets.shape:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)} for {tuple(targets.shape)} targets, so tokens would not align. Give one value "
                 "per token."
             )
-    if mask is not None and mask.dtype != torch.bool:
+        if values.device != logits.device:
+            raise ValueError(f"{name} is on {values.device} and the logits on {logits.device}. Move it there.")
+    if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, not bool: it says which tokens are trained. Use mask.bool().")
-    loss, token_losses, logprobs, log_ratios, entropies = reference_grpo_loss(
-        logits,
-        targets,
-        old_logprobs,
-        advantages,
-        weights,
-        mask=weights != 0 if mask is None else mask,
-        clip_eps_low=clip_eps_low,
-        clip_eps_high=clip_eps_high,
-        temperature=temperature,
-        tp_group=tp_group,
-    )
-    if grad_divisor != 1.0:
-        loss = loss.detach() + (loss - loss.detach()) / grad_divisor
-    return GRPOLoss(loss, token_losses, logprobs, log_ratios, entropies if entropy else None)
+
+
+def _check_options(temperature: float, grad_divisor: float, grad_scale: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'.")
+    for name, value in (("grad_divisor", grad_divisor), ("grad_scale", grad_scale)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")
+
+
+def _checked_vocab_size(vocab_size: int | None, columns: int) -> int:
+    if vocab_size is None:
+        return columns
+    if not 0 < vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size={vocab_size} is not in 1 .. {columns}, the columns of all tensor-parallel ranks, so real tokens "
+            "would be taken for padding. Give the tokenizer's size."
+        )
+    return vocab_size
+
+
+def _check_for_triton(logits: Tensor, inplace: bool) -> None:
+    if logits.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"impl='triton' cannot run on {logits.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, to "
+            "test). Use impl='torch'."
+        )
+    if logits.dtype == torch.float64:
+        raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
+    if logits.shape[1] > 0 and logits.stride(1) != 1:
+        raise ValueError(
+            f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. Use logits.contiguous()."
+        )
+    if inplace and logits.is_leaf and logits.requires_grad:
+        raise ValueError(
+            "inplace=True would overwrite a leaf tensor that requires grad. Pass the model's output, not a leaf."
+        )

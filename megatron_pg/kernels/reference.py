@@ -19,6 +19,8 @@ def reference_grpo_loss(
     clip_eps_low: float,
     clip_eps_high: float,
     temperature: float,
+    vocab_size: int,
+    grad_divisor: float,
     tp_group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
@@ -28,12 +30,15 @@ def reference_grpo_loss(
         return torch.where(mask, values.to(dtype), 0)
 
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
-    safe_logits = logits.masked_fill(~mask[:, None], 0)
+    safe_logits = _without_padding(logits.masked_fill(~mask[:, None], 0), vocab_size, tp_group)
     safe_targets = torch.where(mask, targets, 0)
     logprobs, entropy = logprobs_and_entropy(safe_logits, safe_targets, temperature=temperature, tp_group=tp_group)
+    logprobs = torch.where((safe_targets >= 0) & (safe_targets < vocab_size), logprobs, torch.nan)
     log_ratios = torch.where(mask, logprobs - select(old_logprobs), 0)
     token_losses = grpo(log_ratios, select(advantages), clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
     loss = (select(weights) * token_losses).sum()
+    if grad_divisor != 1.0:
+        loss = loss.detach() + (loss - loss.detach()) / grad_divisor
     return (
         loss,
         token_losses.detach(),
@@ -41,3 +46,11 @@ def reference_grpo_loss(
         log_ratios.detach(),
         select(entropy.detach()),
     )
+
+
+def _without_padding(logits: Tensor, vocab_size: int, tp_group: ProcessGroup | None) -> Tensor:
+    rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+    if vocab_size == logits.shape[1] * size:
+        return logits
+    columns = rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)
+    return logits.masked_fill(columns >= vocab_size, -torch.inf)

@@ -1,0 +1,432 @@
+"""The whole vocabulary on one GPU, one launch: loss, log-probability, entropy and gradient with one read and one write.
+
+A program keeps a row on its multiprocessor between the two passes over it: most of it in shared memory (`GROUPS` groups
+of `PER` tiles, filled by asynchronous copies), the rest in registers (`KEPT` tiles), and what fits in neither is read
+twice (`STREAMED`), the second time backwards and mostly from the L2 cache. While the gradient of a row is written,
+group after group, the freed groups are filled with the program's next row, and the statistics of that row are
+accumulated `LAG` groups behind. So loads, stores and arithmetic overlap and only a row's last groups wait.
+
+Gluon, because plain Triton cannot keep a tile in shared memory from one pass to the next.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from megatron_pg.kernels.tiles import FLOOR, accumulate, grpo_row, logprob_and_entropy, merge, minus_infinity, values
+
+VECTOR_BYTES = 16  # of one load of one thread
+KINDS = {torch.bfloat16: "bfloat16x2", torch.float32: "plain"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a program of `warps` warps holds a row; sizes in tiles of warps * 512 bytes."""
+
+    warps: int
+    groups: int
+    per: int
+    lag: int
+    kept: int
+    streamed: int  # tiles on their way at a time, of those that fit nowhere; 0 if all fit
+    programs: int  # per multiprocessor
+    registers: int  # per thread
+
+    @classmethod
+    def of_row(cls, row_bytes: int) -> "Shape":
+        """The fastest of those measured on an H200 (docs/kernels.md)."""
+        if row_bytes <= 20 * 2048:
+            tiles = -(-row_bytes // 2048)
+            per = 1 if tiles <= 5 else 2 if tiles <= 10 else 4
+            return cls(warps=4, groups=5, per=per, lag=2, kept=0, streamed=0, programs=5, registers=96)
+        if row_bytes <= 20 * 4096:
+            kept = -(-row_bytes // 4096) - 10
+            return cls(warps=8, groups=10, per=1, lag=4, kept=kept, streamed=0, programs=3, registers=80)
+        if row_bytes <= 38 * 4096:
+            kept = -(-row_bytes // 4096) - 20
+            return cls(warps=8, groups=5, per=4, lag=2, kept=kept, streamed=0, programs=2, registers=128)
+        if row_bytes <= 46 * 8192:
+            tiles = -(-row_bytes // 8192)
+            groups = min(7, (tiles - 1) // 4)
+            lag = min(4, groups - 2)
+            kept = tiles - 4 * groups
+            return cls(warps=16, groups=groups, per=4, lag=lag, kept=kept, streamed=0, programs=1, registers=128)
+        return cls(warps=16, groups=7, per=4, lag=3, kept=14, streamed=3, programs=1, registers=128)
+
+
+def supports(logits: Tensor, valid: int) -> bool:
+    """True if the kernel runs on this device, and the rows are laid out for 16-byte copies.
+
+    float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
+    """
+    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) * logits.element_size() % 16 == 0
+    return (
+        logits.dtype in KINDS
+        and aligned
+        and valid % 16 == 0
+        and torch.cuda.get_device_capability(logits.device)[0] == 9
+    )
+
+
+def grpo_loss_and_gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    *,
+    valid: int,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    temperature: float,
+    grad_scale: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token losses, log-probabilities and entropies, [T] float32, 0 where masked; fills `gradient`.
+
+    Args:
+        logits: [T, V] that `supports` accepts.
+        gradient: [T, V] same dtype and alignment, may be the logits; gets grad_scale * d(sum w loss) / d logits.
+        targets: [T] int64; outside [0, valid) at a trained token gives NaN.
+        old_logprobs: [T] float32, like advantages and weights.
+        advantages: [T].
+        weights: [T].
+        mask: [T] bool; the other rows are not read.
+        valid: columns at or beyond it are padding and take no part.
+        clip_eps_low: distance of the lower clip bound from 1.
+        clip_eps_high: distance of the upper clip bound from 1.
+        temperature: tau.
+        grad_scale: factor of the gradient.
+        entropy: False leaves the entropies 0.
+    """
+    rows = len(logits)
+    out = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+    shape = Shape.of_row(valid * logits.element_size())
+    processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
+    grpo_kernel[(min(rows, shape.programs * processors),)](
+        logits,
+        gradient,
+        targets,
+        old_logprobs,
+        advantages,
+        weights,
+        mask,
+        *out,
+        rows,
+        valid,
+        logits.stride(0),
+        gradient.stride(0),
+        math.log2(math.e) / temperature,
+        1.0 - clip_eps_low,
+        1.0 + clip_eps_high,
+        grad_scale / temperature,
+        0,
+        KIND=KINDS[logits.dtype],
+        THREADS=32 * shape.warps,
+        WORDS=VECTOR_BYTES // 4,
+        GROUPS=shape.groups,
+        PER=shape.per,
+        LAG=shape.lag,
+        KEPT=shape.kept,
+        STREAMED=shape.streamed,
+        ENTROPY=entropy,
+        num_warps=shape.warps,
+        maxnreg=shape.registers,
+    )
+    gradient[:, valid:] = 0
+    return out[0], out[1], out[2]
+
+
+@gluon.jit
+def _tile_gradient(words, c, peak, factor, dtype: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr):
+    """factor * 2^(z c - peak), rounded to `dtype`, in the order of the logits."""
+    logits = values(words, KIND)
+    low = gl.exp2(gl.fma(logits[0], c, -peak)) * factor
+    if len(logits) == 2:
+        high = gl.exp2(gl.fma(logits[1], c, -peak)) * factor
+        both = gl.join(low, high).to(dtype)
+        return gl.convert_layout(gl.reshape(both, (low.shape[0], 2 * low.shape[1])), layout, assert_trivial=True)
+    else:
+        return low.to(dtype)
+
+
+@gluon.jit
+def _unshared(words, key, KIND: gl.constexpr):
+    """`words` again, but opaque: else the compiler keeps the unpacked float32 from the first pass, in twice the registers."""
+    if KIND == "bfloat16x2":
+        return words ^ key
+    else:
+        return words
+
+
+@gluon.jit
+def _fill(group, z_words, offsets, limit):
+    """Starts the asynchronous copy of a group of tiles; words at or beyond `limit` become 0."""
+    async_copy.async_copy_global_to_shared(group, z_words + offsets, mask=offsets < limit)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_kept(z_row, offsets, limit, KIND: gl.constexpr, TILE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    tiles = ()
+    for k in gl.static_range(COUNT):
+        at = (FIRST + k) * TILE
+        tiles = tiles + (gl.load(z_row + at, mask=offsets < limit - at, other=minus_infinity(KIND)),)
+    return tiles
+
+
+@gluon.jit
+def _stream_statistics(
+    m,
+    s,
+    t,
+    z_row,
+    offsets,
+    after,
+    width,
+    c,
+    KIND: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    TILE: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Adds the words from `after` on, with the next `COUNT` tiles always on their way."""
+    tiles = _load_kept(z_row + after, offsets, width - after, KIND, TILE, 0, COUNT)
+    for start in range(after, width, COUNT * TILE):
+        ahead = start + COUNT * TILE
+        coming = _load_kept(z_row + ahead, offsets, width - ahead, KIND, TILE, 0, COUNT)
+        m, s, t = accumulate(m, s, t, tiles, c, KIND, ENTROPY)
+        tiles = coming
+    return m, s, t
+
+
+@gluon.jit
+def _stream_gradients(
+    z_row,
+    g_row,
+    offsets,
+    g_offsets,
+    after,
+    width,
+    c,
+    peak,
+    factor,
+    KIND: gl.constexpr,
+    PAIR: gl.constexpr,
+    TILE: gl.constexpr,
+    COUNT: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The gradient of the words from `after` on, backwards: the last words read are the first read again."""
+    dtype: gl.constexpr = g_row.dtype.element_ty
+    groups = gl.cdiv(width - after, COUNT * TILE)
+    start = after + (groups - 1) * (COUNT * TILE)
+    tiles = _load_kept(z_row + start, offsets, width - start, KIND, TILE, 0, COUNT)
+    for _ in range(groups):
+        ahead = start - COUNT * TILE
+        limit = gl.where(ahead >= after, width - ahead, 0)
+        coming = _load_kept(z_row + ahead, offsets, limit, KIND, TILE, 0, COUNT)
+        for k in gl.static_range(COUNT):
+            at = (start + k * TILE) * PAIR
+            out = _tile_gradient(tiles[k], c, peak, factor, dtype, KIND, layout)
+            gl.store(g_row + at, out, mask=g_offsets < width * PAIR - at)
+        tiles = coming
+        start = ahead
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def grpo_kernel(
+    logits,
+    gradients,
+    targets,
+    old_logprobs,
+    advantages,
+    weights,
+    mask,
+    losses,
+    logprobs,
+    entropies,
+    rows,
+    columns,
+    logits_stride,
+    gradients_stride,
+    c,
+    clip_low,
+    clip_high,
+    grad_scale,
+    zero,
+    KIND: gl.constexpr,
+    THREADS: gl.constexpr,
+    WORDS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PER: gl.constexpr,
+    LAG: gl.constexpr,
+    KEPT: gl.constexpr,
+    STREAMED: gl.constexpr,
+    ENTROPY: gl.constexpr,
+):
+    """See the module; every program takes every `num_programs`-th row. Widths and offsets are in words."""
+    PAIR: gl.constexpr = 2 if KIND == "bfloat16x2" else 1
+    TILE: gl.constexpr = THREADS * WORDS
+    SLOTS: gl.constexpr = GROUPS * PER
+    ALL_SHARED: gl.constexpr = KEPT == 0 and STREAMED == 0
+    dtype: gl.constexpr = gradients.dtype.element_ty
+    word: gl.constexpr = gl.int32 if PAIR == 2 else dtype
+    layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
+    g_layout: gl.constexpr = gl.BlockedLayout([1, WORDS * PAIR], [32, 1], [THREADS // 32, 1], [1, 0])
+    thread: gl.constexpr = gl.SliceLayout(1, layout)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(WORDS, 1, 1, [1, 0])
+    groups = gl.allocate_shared_memory(word, [GROUPS, PER * THREADS, WORDS], shared)
+    slots = groups._reinterpret(word, [SLOTS, THREADS, WORDS], shared)
+
+    in_thread = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))[None, :]
+    offsets = gl.arange(0, THREADS, layout=thread)[:, None] * WORDS + in_thread
+    group_offsets = gl.arange(0, PER * THREADS, layout=thread)[:, None] * WORDS + in_thread
+    g_thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, g_layout))[:, None] * (WORDS * PAIR)
+    g_offsets = g_thread + gl.arange(0, WORDS * PAIR, layout=gl.SliceLayout(0, g_layout))[None, :]
+    zeros = gl.full((THREADS, WORDS * PAIR), 0.0, dtype, g_layout)
+    none = gl.full((THREADS,), 0.0, gl.float32, thread)
+    floor = gl.full((THREADS,), FLOOR, gl.float32, thread)
+
+    z_words = logits.to(gl.pointer_type(word))
+    z_stride = logits_stride // PAIR
+    width = columns // PAIR
+    after = (SLOTS + KEPT) * TILE  # first streamed word
+    row = gl.program_id(0).to(gl.int64)
+    live = gl.load(mask + row) != 0
+    limit = gl.where(live, width, 0)
+    z_row = z_words + row * z_stride
+    for g in gl.static_range(GROUPS):
+        _fill(groups.index(g), z_row + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+    kept = _load_kept(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+    m = floor
+    s = none
+    t = none
+    async_copy.wait_group(0)
+    if live:
+        for tile in range(SLOTS):
+            words = slots.index(tile).load(layout)
+            words = gl.where(offsets < width - tile * TILE, words, minus_infinity(KIND))
+            m, s, t = accumulate(m, s, t, (words,), c, KIND, ENTROPY)
+        for k in gl.static_range(KEPT):
+            m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
+        if STREAMED > 0:
+            m, s, t = _stream_statistics(
+                m, s, t, z_row + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
+            )
+
+    while row < rows:
+        # the row's loss, from the statistics of all its words
+        slope = 0.0
+        peak = 0.0
+        factor = 0.0
+        key = 0
+        target = gl.to_tensor(0).to(gl.int64)
+        target_logit = 0.0
+        if live:
+            target = gl.load(targets + row)
+            exists = (target >= 0) & (target < columns)
+            target_logit = gl.load(logits + row * logits_stride + target, mask=exists, other=float("nan")).to(
+                gl.float32
+            )
+            old_logprob = gl.load(old_logprobs + row)
+            advantage = gl.load(advantages + row)
+            weight = gl.load(weights + row)
+            peak, total, shifted = gl.reduce((m, s, t), 0, merge)
+            logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
+            loss, slope = grpo_row(logprob, old_logprob, advantage, weight, clip_low, clip_high)
+            slope *= grad_scale
+            gl.store(losses + row, loss)
+            gl.store(logprobs + row, logprob)
+            if ENTROPY:
+                gl.store(entropies + row, entropy)
+            factor = slope / total
+            key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
+            target = gl.where(exists, target, 0)
+
+        # its gradient, while the next row comes in
+        following = row + gl.num_programs(0)
+        live_next = gl.load(mask + following, mask=following < rows, other=0) != 0
+        limit = gl.where(live_next, width, 0)
+        z_next = z_words + following * z_stride
+        g_row = gradients + row * gradients_stride + g_offsets
+        if slope != 0:
+            if STREAMED > 0:
+                z_this = z_words + row * z_stride + offsets
+                _stream_gradients(
+                    z_this,
+                    g_row,
+                    offsets,
+                    g_offsets,
+                    after,
+                    width,
+                    c,
+                    peak,
+                    factor,
+                    KIND,
+                    PAIR,
+                    TILE,
+                    STREAMED,
+                    g_layout,
+                )
+            for k in gl.static_range(KEPT):
+                at = (SLOTS + k) * TILE * PAIR
+                out = _tile_gradient(_unshared(kept[k], key, KIND), c, peak, factor, dtype, KIND, g_layout)
+                gl.store(g_row + at, out, mask=g_offsets < columns - at)
+        else:
+            for start in range(0, columns, TILE * PAIR):
+                gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
+        kept = _load_kept(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+        m = floor
+        s = none
+        t = none
+        for g in gl.static_range(GROUPS):
+            if g >= LAG:
+                async_copy.wait_group(LAG - 1)
+            for tile in range(PER):
+                if slope != 0:
+                    at = (g * PER + tile) * TILE * PAIR
+                    out = _tile_gradient(
+                        slots.index(g * PER + tile).load(layout), c, peak, factor, dtype, KIND, g_layout
+                    )
+                    if ALL_SHARED:
+                        gl.store(g_row + at, out, mask=g_offsets < columns - at)
+                    else:
+                        gl.store(g_row + at, out)
+                if g >= LAG:
+                    if live_next:
+                        words = slots.index((g - LAG) * PER + tile).load(layout)
+                        if ALL_SHARED:
+                            at = ((g - LAG) * PER + tile) * TILE
+                            words = gl.where(offsets < width - at, words, minus_infinity(KIND))
+                        m, s, t = accumulate(m, s, t, (words,), c, KIND, ENTROPY)
+            if g > 0:
+                if live_next:
+                    for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
+                        m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
+            _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
+        if slope != 0:
+            gl.thread_barrier()  # the target's column belongs to another thread
+            p = gl.exp2(gl.fma(target_logit, c, -peak)) * factor
+            gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
+        if live_next:
+            if STREAMED > 0:
+                m, s, t = _stream_statistics(
+                    m, s, t, z_next + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
+                )
+            for g in gl.static_range(GROUPS - LAG, GROUPS):
+                async_copy.wait_group(GROUPS - 1 - g)
+                for tile in range(PER):
+                    words = slots.index(g * PER + tile).load(layout)
+                    if ALL_SHARED:
+                        words = gl.where(offsets < width - (g * PER + tile) * TILE, words, minus_infinity(KIND))
+                    m, s, t = accumulate(m, s, t, (words,), c, KIND, ENTROPY)
+        row = following
+        live = live_next

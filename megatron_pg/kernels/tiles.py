@@ -1,0 +1,96 @@
+"""What every kernel does with a tile of logits: running statistics, gradient, and the loss of a row.
+
+Statistics are in the log2 domain with c = log2(e) / temperature, so that every exponent is one fused multiply-add:
+
+    m = max_j z_j c,   s = sum_j 2^(z_j c - m),   t = sum_j 2^(z_j c - m) (z_j c - m)
+
+m and s stay apart: m + log2 s would round s away at large logits. A tile is [threads, words], the words that a thread
+loads in one go; each thread keeps its own m, s, t and the threads of a row meet once, in `merge`. `KIND` says what a
+word is: one logit, or two bfloat16 logits in 32 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_pg.objectives.grpo import MAX_LOG_RATIO
+
+FLOOR = tl.constexpr(-1.0e30)  # start of a running maximum: with -inf a row that begins with -inf would give NaN
+LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN
+LN2 = tl.constexpr(0.6931471805599453)
+BOUND = tl.constexpr(MAX_LOG_RATIO)
+
+
+@triton.jit
+def minus_infinity(KIND: tl.constexpr):
+    """The word that stands for logits that are not there."""
+    if KIND == "bfloat16x2":
+        return -8323200  # 0xFF80FF80
+    else:
+        return float("-inf")
+
+
+@triton.jit
+def values(words, KIND: tl.constexpr):
+    """The logits of a tile as float32: a tuple of one tile, or of two for paired words, the first logit first."""
+    if KIND == "bfloat16x2":
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (words.to(tl.float32),)
+
+
+@triton.jit
+def accumulate(m, s, t, tiles, c, KIND: tl.constexpr, ENTROPY: tl.constexpr):
+    """Adds a tuple of tiles to each thread's statistics; the maximum over all of them is taken first."""
+    peak = m
+    for k in tl.static_range(len(tiles)):
+        logits = values(tiles[k], KIND)
+        for i in tl.static_range(len(logits)):
+            peak = tl.maximum(peak, tl.max(logits[i], axis=1) * c)
+    scale = tl.exp2(m - peak)
+    if ENTROPY:
+        t = (t + s * (m - peak)) * scale
+    s = s * scale
+    for k in tl.static_range(len(tiles)):
+        logits = values(tiles[k], KIND)
+        for i in tl.static_range(len(logits)):
+            shifted = tl.fma(logits[i], c, -peak[:, None])
+            power = tl.exp2(shifted)
+            s += tl.sum(power, axis=1)
+            if ENTROPY:
+                t += tl.sum(power * tl.maximum(shifted, LOWEST), axis=1)
+    return peak, s, t
+
+
+@triton.jit
+def merge(m1, s1, t1, m2, s2, t2):
+    """Statistics of two disjoint sets of columns, together."""
+    m = tl.maximum(m1, m2)
+    d1 = m1 - m
+    d2 = m2 - m
+    f1 = tl.exp2(d1)
+    f2 = tl.exp2(d2)
+    return m, s1 * f1 + s2 * f2, (t1 + s1 * d1) * f1 + (t2 + s2 * d2) * f2
+
+
+@triton.jit
+def logprob_and_entropy(m, s, t, target_logit, c):
+    """Log-probability of the target and entropy of the row, in nats."""
+    log_sum = tl.log2(s)
+    return LN2 * (tl.fma(target_logit, c, -m) - log_sum), LN2 * (log_sum - t / s)
+
+
+@triton.jit
+def grpo_row(logprob, old_logprob, advantage, weight, clip_low, clip_high):
+    """Loss of one token, and minus weight times its derivative; `megatron_pg.objectives.grpo` is the specification.
+
+    Comparisons choose and never `minimum` or `maximum`, which would drop a NaN.
+    """
+    log_ratio = logprob - old_logprob
+    bounded = tl.where(log_ratio > BOUND, BOUND, tl.where(log_ratio < -BOUND, -BOUND, log_ratio))
+    ratio = tl.exp(bounded)
+    clipped = tl.where(ratio > clip_high, clip_high, tl.where(ratio < clip_low, clip_low, ratio))
+    loss = tl.where(clipped * advantage < ratio * advantage, -clipped * advantage, -ratio * advantage)
+    inside = (log_ratio <= BOUND) & (log_ratio >= -BOUND)
+    alive = tl.where(advantage >= 0, ratio <= clip_high, ratio >= clip_low) & inside
+    broken = (log_ratio != log_ratio) | (advantage != advantage)
+    return loss, tl.where(alive | broken, ratio * advantage * weight, 0.0)

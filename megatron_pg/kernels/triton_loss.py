@@ -1,0 +1,130 @@
+"""The Triton implementation of `grpo_loss`: one launch where the whole row is here, else statistics, exchange, gradient."""
+
+import warnings
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
+from megatron_pg.objectives import grpo
+
+ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
+RESCALE_BLOCK = 8192
+# The schedule multiplies in float32, so an upstream gradient that should be D * C may come a few roundings beside it.
+ROUNDING = tl.constexpr(2.0**-21)
+
+
+def triton_grpo_loss(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    mask: Tensor,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    temperature: float,
+    vocab_size: int,
+    grad_divisor: float,
+    grad_scale: float,
+    tp_group: ProcessGroup | None,
+    entropy: bool,
+    inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
+
+    def select(values: Tensor) -> Tensor:
+        return torch.where(mask, values.float(), 0)
+
+    old, advantages, weights = select(old_logprobs), select(advantages), select(weights)
+    clip = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high}
+    whole_row = tp_group is None or tp_group.size() == 1
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    if whole_row and trains and _fits_one_launch(logits, vocab_size):
+        options = {**clip, "valid": vocab_size, "temperature": temperature, "entropy": entropy}
+        loss, token_losses, logprobs, entropies = _OneLaunch.apply(
+            logits, targets, old, advantages, weights, mask, options, grad_divisor, grad_scale, inplace
+        )
+        return loss, token_losses, logprobs, torch.where(mask, logprobs - old, 0), entropies
+    logprobs, entropies = logprobs_and_entropy(
+        logits,
+        targets,
+        mask,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        inplace=inplace,
+        tp_group=tp_group,
+    )
+    log_ratios = torch.where(mask, logprobs - old, 0)
+    token_losses = grpo(log_ratios, advantages, **clip)
+    loss = (weights * token_losses).sum()
+    if grad_divisor != 1.0:
+        loss = loss.detach() + (loss - loss.detach()) / grad_divisor
+    return loss, token_losses.detach(), logprobs.detach(), log_ratios.detach(), entropies.detach()
+
+
+def _fits_one_launch(logits: Tensor, vocab_size: int) -> bool:
+    if not logits.is_cuda or not len(logits):
+        return False
+    if not triton.__version__.startswith(ONE_LAUNCH_TRITON):
+        warnings.warn(
+            f"the one-launch kernel was run with Triton {', '.join(ONE_LAUNCH_TRITON)}x, not {triton.__version__}: three "
+            "launches do its work, with the same results and about 1.4 times the time of the loss",
+            stacklevel=2,
+        )
+        return False
+    from megatron_pg.kernels import ring
+
+    return ring.supports(logits, vocab_size)
+
+
+class _OneLaunch(torch.autograd.Function):
+    """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, old, advantages, weights, mask, options, grad_divisor, grad_scale, inplace):
+        gradient = logits.detach() if inplace else torch.empty_like(logits)
+        from megatron_pg.kernels import ring
+
+        token_losses, logprobs, entropies = ring.grpo_loss_and_gradient(
+            logits, gradient, targets, old, advantages, weights, mask, grad_scale=grad_scale / grad_divisor, **options
+        )
+        if inplace:
+            torch.autograd.graph.increment_version(
+                logits
+            )  # whoever saved the logits gets an error, not a wrong gradient
+        ctx.gradient, ctx.grad_scale = gradient, grad_scale
+        ctx.mark_non_differentiable(token_losses, logprobs, entropies)
+        return (weights * token_losses).sum(), token_losses, logprobs, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, *_):
+        if ctx.gradient is None:
+            raise RuntimeError(
+                "backward ran a second time through one grpo_loss, whose gradient was made once and handed over. "
+                "Call grpo_loss again, or use impl='torch'."
+            )
+        gradient, ctx.gradient = ctx.gradient, None
+        rows, columns = gradient.shape
+        blocks = triton.cdiv(columns, RESCALE_BLOCK)
+        rescale_kernel[(rows * blocks,)](
+            gradient, grad_loss, ctx.grad_scale, columns, blocks, gradient.stride(0), BLOCK=RESCALE_BLOCK, num_warps=8
+        )
+        return gradient, *([None] * 9)
+
+
+@triton.jit
+def rescale_kernel(gradient, upstream, expected, columns, blocks, stride, BLOCK: tl.constexpr):
+    """gradient *= upstream / expected, decided on the device; nothing is read or written if they agree."""
+    factor = tl.load(upstream).to(tl.float32) / expected
+    if (factor < 1.0 - ROUNDING) | (factor > 1.0 + ROUNDING) | (factor != factor):
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        at = gradient + row * stride + column
+        value = tl.load(at, mask=column < columns).to(tl.float32)
+        tl.store(at, (value * factor).to(gradient.dtype.element_ty), mask=column < columns)

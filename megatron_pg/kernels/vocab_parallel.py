@@ -1,0 +1,262 @@
+"""Log-probabilities and entropy from vocabulary-parallel logits in Triton: read, exchange, and in the backward read and write.
+
+`megatron_pg.logprobs` is the specification. The forward reads the logits once and keeps four numbers per token; the
+backward makes the gradient, over the logits themselves if asked. Rows that are masked, or whose upstream gradient is
+zero, are not read.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
+
+WARPS = 8
+VECTOR_BYTES = 16  # of one load of one thread
+UNROLL = 4  # tiles in flight
+COMBINE_ROWS = 128
+
+
+def logprobs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    inplace: bool,
+    tp_group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
+
+    Args:
+        logits: [T, V / tp] bfloat16, float16 or float32, last dimension contiguous.
+        targets: [T] int64 global ids; outside [0, vocab_size) at a trained token gives NaN.
+        mask: [T] bool; the other rows are not read.
+        temperature: tau.
+        vocab_size: columns at or beyond it, counted over all ranks, are padding and take no part.
+        inplace: the backward writes the gradient over the logits.
+        tp_group: tensor-parallel group. One all-gather of [T, 4].
+    """
+    return _LogprobsAndEntropy.apply(logits, targets, mask, temperature, vocab_size, inplace, tp_group)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, mask, temperature, vocab_size, inplace, tp_group):
+        rank, size = (tp_group.rank(), tp_group.size()) if tp_group is not None else (0, 1)
+        first = rank * logits.shape[1]
+        valid = min(max(vocab_size - first, 0), logits.shape[1])
+        log2_scale = math.log2(math.e) / temperature
+        shares = _gather(_statistics(logits, targets, mask, first, valid, log2_scale), tp_group, size)
+        logprobs, entropy, peaks, totals = _combine(shares, targets, mask, vocab_size, log2_scale)
+        ctx.save_for_backward(logits, targets, mask, entropy, peaks, totals)
+        ctx.columns, ctx.log2_scale, ctx.inplace = (first, valid), log2_scale, inplace
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        logits, targets, mask, entropy, peaks, totals = ctx.saved_tensors
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        first, valid = ctx.columns
+        blocks = triton.cdiv(logits.shape[1], _tile(logits) * UNROLL)
+        gradient_kernel[(len(logits) * blocks,)](
+            logits,
+            gradient,
+            targets,
+            mask,
+            entropy,
+            peaks,
+            totals,
+            grad_logprobs.contiguous(),
+            grad_entropy.contiguous(),
+            logits.shape[1],
+            valid,
+            first,
+            blocks,
+            logits.stride(0),
+            gradient.stride(0),
+            ctx.log2_scale,
+            THREADS=32 * WARPS,
+            WORDS=_tile(logits) // (32 * WARPS),
+            UNROLL=UNROLL,
+            num_warps=WARPS,
+        )
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None, None, None
+
+
+def _tile(logits: Tensor) -> int:
+    return 32 * WARPS * VECTOR_BYTES // logits.element_size()
+
+
+def _statistics(logits: Tensor, targets: Tensor, mask: Tensor, first: int, valid: int, log2_scale: float) -> Tensor:
+    shares = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
+    statistics_kernel[(len(logits),)](
+        logits,
+        targets,
+        mask,
+        shares,
+        valid,
+        first,
+        logits.stride(0),
+        log2_scale,
+        THREADS=32 * WARPS,
+        WORDS=_tile(logits) // (32 * WARPS),
+        UNROLL=UNROLL,
+        num_warps=WARPS,
+    )
+    return shares
+
+
+def _gather(shares: Tensor, tp_group: ProcessGroup | None, size: int) -> Tensor:
+    if size == 1:
+        return shares[None]
+    gathered = shares.new_empty(size, *shares.shape)
+    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), shares, group=tp_group)
+    return gathered
+
+
+def _combine(
+    shares: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, log2_scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ranks, rows, _ = shares.shape
+    out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
+    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
+        shares, targets, mask, *out, ranks, rows, vocab_size, log2_scale, BLOCK=COMBINE_ROWS
+    )
+    return out[0], out[1], out[2], out[3]
+
+
+@triton.jit
+def statistics_kernel(
+    logits,
+    targets,
+    mask,
+    shares,
+    valid,
+    first,
+    stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One row per program: shares[row] = m, s, t and the target's logit, 0 where another rank owns the target."""
+    row = tl.program_id(0).to(tl.int64)
+    TILE: tl.constexpr = THREADS * WORDS
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    m = tl.full((THREADS,), FLOOR, tl.float32)
+    s = tl.zeros((THREADS,), tl.float32)
+    t = tl.zeros((THREADS,), tl.float32)
+    target_logit = 0.0
+    live = tl.load(mask + row) != 0
+    if live:
+        target = tl.load(targets + row) - first
+        owned = (target >= 0) & (target < valid)
+        target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
+        z_row = logits + row * stride + offsets
+        full = valid // (TILE * UNROLL)
+        for group in range(full):
+            tiles = ()
+            for k in tl.static_range(UNROLL):
+                tiles = tiles + (tl.load(z_row + (group * UNROLL + k) * TILE, eviction_policy="evict_first"),)
+            m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
+        for start in range(full * UNROLL * TILE, valid, TILE):
+            tile = tl.load(z_row + start, mask=offsets < valid - start, other=minus_infinity("plain"))
+            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
+    peak, total, shifted = tl.reduce((m, s, t), 0, merge)
+    tl.store(shares + row * 4, peak)
+    tl.store(shares + row * 4 + 1, tl.where(live, total, 1.0))
+    tl.store(shares + row * 4 + 2, shifted)
+    tl.store(shares + row * 4 + 3, target_logit)
+
+
+@triton.jit
+def combine_kernel(
+    shares, targets, mask, logprobs, entropies, peaks, totals, ranks, rows, vocab_size, c, BLOCK: tl.constexpr
+):
+    """The ranks' shares of each row, in rank order, to log-probability, entropy, m and s."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    m = tl.full((BLOCK,), FLOOR, tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    t = tl.zeros((BLOCK,), tl.float32)
+    target_logit = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(ranks):
+        share = shares + (rank * rows + row) * 4
+        m, s, t = merge(
+            m, s, t, tl.load(share, here, 0.0), tl.load(share + 1, here, 1.0), tl.load(share + 2, here, 0.0)
+        )
+        target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
+    target = tl.load(targets + row, here, 0)
+    logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
+    logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
+    trained = tl.load(mask + row, here, 0) != 0
+    tl.store(logprobs + row, tl.where(trained, logprob, 0.0), here)
+    tl.store(entropies + row, tl.where(trained, entropy, 0.0), here)
+    tl.store(peaks + row, m, here)
+    tl.store(totals + row, s, here)
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    gradients,
+    targets,
+    mask,
+    entropies,
+    peaks,
+    totals,
+    grad_logprobs,
+    grad_entropies,
+    columns,
+    valid,
+    first,
+    blocks,
+    logits_stride,
+    gradients_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients."""
+    TILE: tl.constexpr = THREADS * WORDS
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    a = tl.load(grad_logprobs + row) * (c * LN2)
+    e = tl.load(grad_entropies + row) * (c * LN2)
+    g_row = gradients + row * gradients_stride + offsets
+    dtype: tl.constexpr = gradients.dtype.element_ty
+    if (tl.load(mask + row) != 0) & ((a != 0) | (e != 0)):
+        peak = tl.load(peaks + row)
+        total = tl.load(totals + row)
+        target = tl.load(targets + row) - first
+        constant = a + e * (tl.load(entropies + row) - LN2 * tl.log2(total))
+        z_row = logits + row * logits_stride + offsets
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"), eviction_policy="evict_first")
+            tiles = tiles + (tile,)
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            shifted = tl.fma(tiles[k].to(tl.float32), c, -peak)
+            scale = tl.fma(tl.maximum(shifted, LOWEST), -e * LN2 / total, -constant / total)
+            gradient = tl.exp2(shifted) * scale
+            gradient = tl.where(offsets + at == target, gradient + a, gradient)
+            gradient = tl.where(offsets + at < valid, gradient, 0.0)
+            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at, eviction_policy="evict_first")
+    else:
+        zeros = tl.zeros((THREADS, WORDS), dtype)
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            tl.store(g_row + at, zeros, mask=offsets < columns - at, eviction_policy="evict_first")
