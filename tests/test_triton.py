@@ -78,24 +78,24 @@ def laid_out(values: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def make(case: Case) -> dict:
-    """Inputs of a case in float64 and int64, on the CPU; masked rows and padding hold what must not matter."""
+    """The fields of a case; masked rows and padding hold what must not matter."""
     torch.manual_seed(case.seed)
-    valid = case.columns - case.padding
-    logits = torch.randn(case.rows, case.columns, dtype=torch.float64) * 2
-    targets = torch.randint(0, valid, (case.rows,))
-    mask = torch.rand(case.rows) < 0.7
+    valid, here = case.columns - case.padding, {"device": DEVICE}
+    logits = torch.randn(case.rows, case.columns, dtype=torch.float64, **here) * 2
+    targets = torch.randint(0, valid, (case.rows,), **here)
+    mask = torch.rand(case.rows, **here) < 0.7
     if case.minus_infinity == "prefix":
         logits[:, : valid * 3 // 4] = -math.inf
     elif case.minus_infinity == "suffix":
         logits[:, valid // 4 + 1 : valid] = -math.inf
     elif case.minus_infinity == "most":
-        logits[torch.rand(case.rows, case.columns) < 0.95] = -math.inf
-    target = torch.randn(case.rows, dtype=torch.float64)
+        logits[torch.rand(case.rows, case.columns, **here) < 0.95] = -math.inf
+    target = torch.randn(case.rows, dtype=torch.float64, **here)
     logits.scatter_(1, targets[:, None], target[:, None])
     logits = (logits + case.offset).to(case.dtype)
     old = log_softmax(logits[:, :valid].double() / case.temperature).gather(1, targets[:, None])[:, 0]
-    old = (old + torch.randn(case.rows, dtype=torch.float64) * 0.3).float()
-    advantages, weights = torch.randn(case.rows), torch.rand(case.rows)
+    old = (old + torch.randn(case.rows, dtype=torch.float64, **here) * 0.3).float()
+    advantages, weights = torch.randn(case.rows, **here), torch.rand(case.rows, **here)
     logits[~mask] = random.Random(case.seed).choice([math.nan, math.inf, -math.inf])
     logits[:, valid:] = random.Random(case.seed).choice([math.nan, 50.0])
     targets[~mask] = -100
@@ -131,7 +131,7 @@ def expected(case: Case, fields: dict) -> dict:
     gradient = slope * p
     gradient.scatter_add_(1, y[:, None], -slope)
     gradient *= case.upstream / (case.grad_divisor * case.temperature)
-    full = torch.zeros(case.rows, case.columns, dtype=torch.float64)
+    full = torch.zeros(case.rows, case.columns, dtype=torch.float64, device=mask.device)
     full[mask] = torch.nn.functional.pad(gradient, (0, case.padding))
     entropy = -(p * log_p.nan_to_num(neginf=0.0)).sum(1)
     near = (ratio.log() - math.log(1 - EPS_LOW)).abs().minimum((ratio.log() - math.log(1 + EPS_HIGH)).abs()) < 3e-5
@@ -140,15 +140,15 @@ def expected(case: Case, fields: dict) -> dict:
 
 def run(case: Case, fields: dict, *, impl: str = "triton", grad_scale: float = 1.0):
     """The loss and gradient of a case, and the buffer that holds the logits."""
-    buffer, view = laid_out(fields["logits"].to(DEVICE), case.layout)
+    buffer, view = laid_out(fields["logits"], case.layout)
     leaf = view.detach().requires_grad_()
     seen = {}
     logits = leaf.view_as(leaf)
     logits.register_hook(lambda g: seen.update(gradient=g.detach().clone()))
     out = grpo_loss(
         logits,
-        *(fields[n].to(DEVICE) for n in ("targets", "old_logprobs", "advantages", "weights")),
-        mask=fields["mask"].to(DEVICE),
+        *(fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")),
+        mask=fields["mask"],
         clip_eps_low=EPS_LOW,
         clip_eps_high=EPS_HIGH,
         temperature=case.temperature,
@@ -160,7 +160,7 @@ def run(case: Case, fields: dict, *, impl: str = "triton", grad_scale: float = 1
         impl=impl,
     )
     (out.loss * case.upstream).backward()
-    return out, seen["gradient"].cpu(), buffer.cpu()
+    return out, seen["gradient"], buffer
 
 
 def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -192,7 +192,6 @@ def check(case: Case, **options) -> float:
     tolerance = 5e-6 + abs(case.offset) / case.temperature * (1e-7 if CUDA else 4e-7)
     found = {"logprob": out.logprobs, "loss": out.token_losses} | ({"entropy": out.entropy} if case.entropy else {})
     for name, values in found.items():
-        values = values.cpu()
         assert not values[~mask].any(), (case, name)
         scale = 1 + wanted[name].abs() if name == "loss" else 1.0
         error = worst(values[mask].double() / scale, wanted[name] / scale)
@@ -200,7 +199,7 @@ def check(case: Case, **options) -> float:
     total = float((wanted["loss"] * wanted["weight"]).sum())
     size = float((wanted["loss"] * wanted["weight"]).abs().sum())
     assert abs(float(out.loss.detach()) - total) <= 4 * tolerance * (size + 1e-3), case
-    near = torch.zeros(case.rows, dtype=torch.bool)
+    near = torch.zeros(case.rows, dtype=torch.bool, device=DEVICE)
     near[mask] = wanted["near"]
     assert gradient.dtype == case.dtype
     assert not gradient[~mask].to(torch.float32).any(), case
@@ -229,11 +228,11 @@ def poisoned_memory():
 @pytest.mark.parametrize("block", range(8))
 def test_random_cases_equal_the_oracle(block, full, evidence, poisoned_memory):
     rng = random.Random(f"kernel{block}")
-    cases = (625 if full else 100) if CUDA else (60 if full else 14)
+    cases = (625 if full else 100) if CUDA else (60 if full else 7)
     found = []
     for _ in range(cases):
         vocabularies = SMALL + LARGE * 2 if CUDA else SMALL
-        case = random_case(rng, vocabularies, [1, 3, 17, 300] if CUDA else [1, 2, 3, 5])
+        case = random_case(rng, vocabularies, [1, 3, 17, 150] if CUDA else [1, 2, 3, 5])
         found.append(check(case))
     evidence(cases=cases, worst=max(found))
 
@@ -264,7 +263,7 @@ def base(**changes) -> Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", LARGE if CUDA else [20000])
 def test_a_large_vocabulary(columns, dtype):
-    check(base(columns=columns, dtype=dtype, rows=300 if CUDA else 2))
+    check(base(columns=columns, dtype=dtype, rows=700 if CUDA else 2))
 
 
 @pytest.mark.parametrize("grad_scale", [1.0, 3.0, 24.0])
@@ -327,13 +326,11 @@ def test_no_rows_give_a_zero_loss_with_a_gradient():
 def test_a_step_without_gradient_writes_nothing():
     case = base(inplace=True)
     fields = make(case)
-    logits = fields["logits"].to(DEVICE)
+    logits = fields["logits"]
     before = logits.clone()
-    rest = [fields[n].to(DEVICE) for n in ("targets", "old_logprobs", "advantages", "weights")]
+    rest = [fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")]
     with torch.no_grad():
-        out = grpo_loss(
-            logits, *rest, mask=fields["mask"].to(DEVICE), clip_eps_low=0.2, clip_eps_high=0.2, inplace=True
-        )
+        out = grpo_loss(logits, *rest, mask=fields["mask"], clip_eps_low=0.2, clip_eps_high=0.2, inplace=True)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert not out.loss.requires_grad
 
@@ -393,14 +390,14 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
             temperature=rng.choice([1.0, 0.7]),
         )
         fields = make(case)
-        pieces = [p.contiguous().to(DEVICE) for p in fields["logits"].split(columns, dim=1)]
+        pieces = [p.contiguous() for p in fields["logits"].split(columns, dim=1)]
         valid, c = case.columns - case.padding, math.log2(math.e) / case.temperature
         shares = torch.stack(
             [
                 vocab_parallel._statistics(
                     piece,
-                    fields["targets"].to(DEVICE),
-                    fields["mask"].to(DEVICE),
+                    fields["targets"],
+                    fields["mask"],
                     r * columns,
                     min(max(valid - r * columns, 0), columns),
                     c,
@@ -414,8 +411,8 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
             leaf = piece.requires_grad_()
             out = grpo_loss(
                 leaf,
-                *(fields[n].to(DEVICE) for n in ("targets", "old_logprobs", "advantages", "weights")),
-                mask=fields["mask"].to(DEVICE),
+                *(fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")),
+                mask=fields["mask"],
                 clip_eps_low=EPS_LOW,
                 clip_eps_high=EPS_HIGH,
                 temperature=case.temperature,
@@ -425,12 +422,12 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
             )
             out.loss.backward()
             outs.append(out)
-            gradients.append(leaf.grad.cpu())
+            gradients.append(leaf.grad)
         wanted, mask = expected(case, fields), fields["mask"]
         assert all(torch.equal(o.logprobs, outs[0].logprobs) and torch.equal(o.loss, outs[0].loss) for o in outs)
-        assert worst(outs[0].logprobs.cpu()[mask], wanted["logprob"]) <= 5e-6, case
-        assert worst(outs[0].entropy.cpu()[mask], wanted["entropy"]) <= 5e-6, case
-        near = torch.zeros(case.rows, dtype=torch.bool)
+        assert worst(outs[0].logprobs[mask], wanted["logprob"]) <= 5e-6, case
+        assert worst(outs[0].entropy[mask], wanted["entropy"]) <= 5e-6, case
+        near = torch.zeros(case.rows, dtype=torch.bool, device=DEVICE)
         near[mask] = wanted["near"]
         assert gradient_excess(torch.cat(gradients, 1), wanted["gradient"], near) <= 1.0, case
     evidence(cases=cases)
@@ -461,7 +458,7 @@ def test_the_oracle_notices_a_wrong_gradient():
     case = base()
     fields = make(case)
     wanted = expected(case, fields)["gradient"]
-    near = torch.zeros(case.rows, dtype=torch.bool)
+    near = torch.zeros(case.rows, dtype=torch.bool, device=DEVICE)
     exact = wanted.float()
     assert gradient_excess(exact, wanted, near) <= 1.0
     assert gradient_excess(exact * 1.001, wanted, near) > 1.0

@@ -88,14 +88,14 @@ def grpo_loss_and_gradient(
     temperature: float,
     grad_scale: float,
     entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Token losses, log-probabilities and entropies, [T] float32, 0 where masked; fills `gradient`.
+) -> Tensor:
+    """[5, T] float32, 0 where masked: loss, weight * loss, log-probability, log-ratio, entropy. Fills `gradient`.
 
     Args:
         logits: [T, V] that `supports` accepts.
         gradient: [T, V] same dtype and alignment, may be the logits; gets grad_scale * d(sum w loss) / d logits.
         targets: [T] int64; outside [0, valid) at a trained token gives NaN.
-        old_logprobs: [T] float32, like advantages and weights.
+        old_logprobs: [T] any float, like advantages and weights; masked rows are not read.
         advantages: [T].
         weights: [T].
         mask: [T] bool; the other rows are not read.
@@ -107,7 +107,7 @@ def grpo_loss_and_gradient(
         entropy: False leaves the entropies 0.
     """
     rows = len(logits)
-    out = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+    out = torch.empty(5, rows, dtype=torch.float32, device=logits.device)
     shape = Shape.of_row(valid * logits.element_size())
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
     grpo_kernel[(min(rows, shape.programs * processors),)](
@@ -118,7 +118,7 @@ def grpo_loss_and_gradient(
         advantages,
         weights,
         mask,
-        *out,
+        out,
         rows,
         valid,
         logits.stride(0),
@@ -141,7 +141,7 @@ def grpo_loss_and_gradient(
         maxnreg=shape.registers,
     )
     gradient[:, valid:] = 0
-    return out[0], out[1], out[2]
+    return out
 
 
 @gluon.jit
@@ -250,9 +250,7 @@ def grpo_kernel(
     advantages,
     weights,
     mask,
-    losses,
-    logprobs,
-    entropies,
+    results,
     rows,
     columns,
     logits_stride,
@@ -327,29 +325,38 @@ def grpo_kernel(
         slope = 0.0
         peak = 0.0
         factor = 0.0
+        loss = 0.0
+        weight = 0.0
+        logprob = 0.0
+        log_ratio = 0.0
+        entropy = 0.0
         key = 0
         target = gl.to_tensor(0).to(gl.int64)
         target_logit = 0.0
         if live:
             target = gl.load(targets + row)
             exists = (target >= 0) & (target < columns)
+            target = gl.where(exists, target, 0)
             target_logit = gl.load(logits + row * logits_stride + target, mask=exists, other=float("nan")).to(
                 gl.float32
             )
-            old_logprob = gl.load(old_logprobs + row)
-            advantage = gl.load(advantages + row)
-            weight = gl.load(weights + row)
+            weight = gl.load(weights + row).to(gl.float32)
+            advantage = gl.load(advantages + row).to(gl.float32)
             peak, total, shifted = gl.reduce((m, s, t), 0, merge)
             logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
-            loss, slope = grpo_row(logprob, old_logprob, advantage, weight, clip_low, clip_high)
+            log_ratio = logprob - gl.load(old_logprobs + row).to(gl.float32)
+            loss, slope = grpo_row(log_ratio, advantage, weight, clip_low, clip_high)
             slope *= grad_scale
-            gl.store(losses + row, loss)
-            gl.store(logprobs + row, logprob)
-            if ENTROPY:
-                gl.store(entropies + row, entropy)
             factor = slope / total
             key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
-            target = gl.where(exists, target, 0)
+        gl.store(results + row, loss)
+        gl.store(results + rows + row, weight * loss)
+        gl.store(results + 2 * rows + row, logprob)
+        gl.store(results + 3 * rows + row, log_ratio)
+        if ENTROPY:
+            gl.store(results + 4 * rows + row, entropy)
+        else:
+            gl.store(results + 4 * rows + row, 0.0)
 
         # its gradient, while the next row comes in
         following = row + gl.num_programs(0)

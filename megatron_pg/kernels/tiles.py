@@ -80,12 +80,11 @@ def logprob_and_entropy(m, s, t, target_logit, c):
 
 
 @triton.jit
-def grpo_row(logprob, old_logprob, advantage, weight, clip_low, clip_high):
+def grpo_row(log_ratio, advantage, weight, clip_low, clip_high):
     """Loss of one token, and minus weight times its derivative; `megatron_pg.objectives.grpo` is the specification.
 
     Comparisons choose and never `minimum` or `maximum`, which would drop a NaN.
     """
-    log_ratio = logprob - old_logprob
     bounded = tl.where(log_ratio > BOUND, BOUND, tl.where(log_ratio < -BOUND, -BOUND, log_ratio))
     ratio = tl.exp(bounded)
     clipped = tl.where(ratio > clip_high, clip_high, tl.where(ratio < clip_low, clip_low, ratio))

@@ -37,19 +37,18 @@ def triton_grpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
 
-    def select(values: Tensor) -> Tensor:
-        return torch.where(mask, values.float(), 0)
-
-    old, advantages, weights = select(old_logprobs), select(advantages), select(weights)
     clip = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high}
     whole_row = tp_group is None or tp_group.size() == 1
     trains = torch.is_grad_enabled() and logits.requires_grad
     if whole_row and trains and _fits_one_launch(logits, vocab_size):
         options = {**clip, "valid": vocab_size, "temperature": temperature, "entropy": entropy}
-        loss, token_losses, logprobs, entropies = _OneLaunch.apply(
-            logits, targets, old, advantages, weights, mask, options, grad_divisor, grad_scale, inplace
+        return _OneLaunch.apply(
+            logits, targets, old_logprobs, advantages, weights, mask, options, grad_divisor, grad_scale, inplace
         )
-        return loss, token_losses, logprobs, torch.where(mask, logprobs - old, 0), entropies
+
+    def select(values: Tensor) -> Tensor:
+        return torch.where(mask, values.float(), 0)
+
     logprobs, entropies = logprobs_and_entropy(
         logits,
         targets,
@@ -59,9 +58,9 @@ def triton_grpo_loss(
         inplace=inplace,
         tp_group=tp_group,
     )
-    log_ratios = torch.where(mask, logprobs - old, 0)
-    token_losses = grpo(log_ratios, advantages, **clip)
-    loss = (weights * token_losses).sum()
+    log_ratios = torch.where(mask, logprobs - select(old_logprobs), 0)
+    token_losses = grpo(log_ratios, select(advantages), **clip)
+    loss = (select(weights) * token_losses).sum()
     if grad_divisor != 1.0:
         loss = loss.detach() + (loss - loss.detach()) / grad_divisor
     return loss, token_losses.detach(), logprobs.detach(), log_ratios.detach(), entropies.detach()
@@ -90,7 +89,7 @@ class _OneLaunch(torch.autograd.Function):
         gradient = logits.detach() if inplace else torch.empty_like(logits)
         from megatron_pg.kernels import ring
 
-        token_losses, logprobs, entropies = ring.grpo_loss_and_gradient(
+        out = ring.grpo_loss_and_gradient(
             logits, gradient, targets, old, advantages, weights, mask, grad_scale=grad_scale / grad_divisor, **options
         )
         if inplace:
@@ -98,8 +97,9 @@ class _OneLaunch(torch.autograd.Function):
                 logits
             )  # whoever saved the logits gets an error, not a wrong gradient
         ctx.gradient, ctx.grad_scale = gradient, grad_scale
-        ctx.mark_non_differentiable(token_losses, logprobs, entropies)
-        return (weights * token_losses).sum(), token_losses, logprobs, entropies
+        token_losses, weighted, logprobs, log_ratios, entropies = out.unbind()
+        ctx.mark_non_differentiable(token_losses, logprobs, log_ratios, entropies)
+        return weighted.sum(), token_losses, logprobs, log_ratios, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -110,21 +110,21 @@ class _OneLaunch(torch.autograd.Function):
                 "Call grpo_loss again, or use impl='torch'."
             )
         gradient, ctx.gradient = ctx.gradient, None
-        rows, columns = gradient.shape
-        blocks = triton.cdiv(columns, RESCALE_BLOCK)
-        rescale_kernel[(rows * blocks,)](
-            gradient, grad_loss, ctx.grad_scale, columns, blocks, gradient.stride(0), BLOCK=RESCALE_BLOCK, num_warps=8
+        processors = torch.cuda.get_device_properties(gradient.device).multi_processor_count
+        rescale_kernel[(4 * processors,)](
+            gradient, grad_loss, ctx.grad_scale, *gradient.shape, gradient.stride(0), BLOCK=RESCALE_BLOCK, num_warps=8
         )
         return gradient, *([None] * 9)
 
 
-@triton.jit
-def rescale_kernel(gradient, upstream, expected, columns, blocks, stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def rescale_kernel(gradient, upstream, expected, rows, columns, stride, BLOCK: tl.constexpr):
     """gradient *= upstream / expected, decided on the device; nothing is read or written if they agree."""
     factor = tl.load(upstream).to(tl.float32) / expected
     if (factor < 1.0 - ROUNDING) | (factor > 1.0 + ROUNDING) | (factor != factor):
-        row = (tl.program_id(0) // blocks).to(tl.int64)
-        column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        at = gradient + row * stride + column
-        value = tl.load(at, mask=column < columns).to(tl.float32)
-        tl.store(at, (value * factor).to(gradient.dtype.element_ty), mask=column < columns)
+        for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+            for start in range(0, columns, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                at = gradient + tl.cast(row, tl.int64) * stride + column
+                value = tl.load(at, mask=column < columns).to(tl.float32)
+                tl.store(at, (value * factor).to(gradient.dtype.element_ty), mask=column < columns)

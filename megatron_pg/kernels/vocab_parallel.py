@@ -178,7 +178,7 @@ def statistics_kernel(
     tl.store(shares + row * 4 + 3, target_logit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def combine_kernel(
     shares, targets, mask, logprobs, entropies, peaks, totals, ranks, rows, vocab_size, c, BLOCK: tl.constexpr
 ):
