@@ -69,28 +69,48 @@ def settings(aggregation: str, *, per_token: bool, divisor: float | None = None,
 
 
 def scatter_samples(samples: Sequence[Sample], layout: Layout, rng: random.Random) -> list[list[list[int]]]:
-    """A random assignment of samples to [data rank][micro-batch]; some stay empty."""
+    """A random assignment of samples to [data rank][micro-batch]; some micro-batches and ranks stay empty."""
     cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
+    used = [row for row in cells if rng.random() < 0.8] or cells
     order = list(range(len(samples)))
     rng.shuffle(order)
     for i in order:
-        rng.choice(rng.choice(cells)).append(i)
+        rng.choice(rng.choice(used)).append(i)
     return cells
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step and how it is cut."""
+
+    samples: Sequence[Sample]
+    logits: Sequence[Tensor]  # [n, V] of every sample
+    loss: LossSettings
+    cells: list[list[list[int]]]  # samples of [data rank][micro-batch]
 
 
 def run_step(
     samples: Sequence[Sample], logits: Sequence[Tensor], layout: Layout, loss: LossSettings, rng: random.Random
 ) -> Outcome:
-    """One step of the whole world; `logits` are [n, V] per sample."""
-    cells = scatter_samples(samples, layout, rng)
-    results = threads.run(layout.world_size, lambda rank: _run_rank(rank, samples, logits, layout, loss, cells))
-    return _finalize(results, logits, layout, loss)
+    """One randomly cut step of the whole world; `logits` are [n, V] per sample."""
+    return run_steps([Step(samples, logits, loss, scatter_samples(samples, layout, rng))], layout)[0]
 
 
-def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) -> SimpleNamespace:
-    d, c, t = layout.coordinates(rank)
+def run_steps(steps: Sequence[Step], layout: Layout) -> list[Outcome]:
+    """Independent steps, one after the other, in one world: starting the ranks and groups is paid for once."""
+    ranks = threads.run(layout.world_size, lambda rank: _run_rank(rank, steps, layout))
+    return [_finalize(results, step, layout) for step, *results in zip(steps, *ranks, strict=True)]
+
+
+def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNamespace]:
     data_group = threads.subgroup(lambda r: layout.coordinates(r)[1:], layout.world_size, rank)
     tensor_group = threads.subgroup(lambda r: layout.coordinates(r)[:2], layout.world_size, rank)
+    return [_run_rank_step(rank, step, layout, data_group, tensor_group) for step in steps]
+
+
+def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group) -> SimpleNamespace:
+    d, c, t = layout.coordinates(rank)
+    samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
     mine = [sample for batch in batches for sample in batch.samples]
     plan = plan_from_table(
@@ -129,7 +149,8 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
 
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
-        output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+        with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
+            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
         outputs.append(output)
         return output, lambda out: contract.outputs(out.total, local.num_trained)
 
@@ -189,7 +210,8 @@ def _sample_rows(local, leaf: Tensor, cell: Sequence[int]) -> list[tuple[int, Te
     return [(sample, positions[index == i], gradient[index == i]) for i, sample in enumerate(cell)]
 
 
-def _finalize(results, logits: Sequence[Tensor], layout: Layout, loss: LossSettings) -> Outcome:
+def _finalize(results, step: Step, layout: Layout) -> Outcome:
+    logits, loss = step.logits, step.loss
     counted = sum(r.counted for r in results if layout.coordinates(r.rank)[2] == 0)
     factor = 1.0 / counted if loss.per_token else 1.0 / (layout.data * layout.context)
     gradients = [torch.zeros_like(table) for table in logits]
