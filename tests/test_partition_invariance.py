@@ -240,8 +240,9 @@ def test_the_four_modes_differ_from_each_other_on_a_random_step():
     assert len(values) == len(REDUCERS)
 
 
-def test_the_divisor_scales_pg_loss_and_leaves_every_other_metric_bit_identical():
-    case, layout = full_step(4), Layout(data=2, microbatches=2)
+@pytest.mark.parametrize("seed", range(4, 9))
+def test_the_divisor_scales_pg_loss_and_leaves_every_other_metric_bit_identical(seed):
+    case, layout = full_step(seed), Layout(data=2, microbatches=2)
     half, full = (run_with(case, layout, random.Random(5), "constant", divisor) for divisor in (2048.0, 4096.0))
     assert half.metrics["pg_loss"] == 2 * full.metrics["pg_loss"]
     assert same_bits(half.gradients, [2 * gradient for gradient in full.gradients])
