@@ -36,6 +36,7 @@ class Layout:
     microbatches: int = 1
     qkv_format: str = "thd"
     pipeline: int = 1  # stages before the last contribute the identity to the metrics
+    padding: int = 0  # further multiples of 2·C·TP positions in every row
 
     @property
     def world_size(self) -> int:
@@ -183,10 +184,13 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
 
 
 def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
-    if layout.qkv_format == "thd":
-        return pack(samples, qkv_format="thd", cp_size=layout.context, multiple_of=layout.tensor * layout.context)
-    width = 24 + -24 % (2 * layout.context)
-    return pack(samples, qkv_format="bshd", cp_size=layout.context, max_seq_len=width, rows=max(len(samples), 2))
+    filling = layout.padding * 2 * layout.context * layout.tensor
+    if layout.qkv_format == "bshd":
+        width = 24 + -24 % (2 * layout.context) + filling
+        return pack(samples, qkv_format="bshd", cp_size=layout.context, max_seq_len=width, rows=max(len(samples), 2))
+    settings = {"qkv_format": "thd", "cp_size": layout.context, "multiple_of": layout.tensor * layout.context}
+    batch = pack(samples, **settings)
+    return pack(samples, **settings, max_seq_len=batch.num_positions + filling) if filling else batch
 
 
 def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
