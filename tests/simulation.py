@@ -5,6 +5,7 @@ micro-batch, so the gradient with respect to every logit of every sample can be 
 gradients (a factor, a sum) is applied by formula.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Outcome:
     gradients: list[Tensor]  # [n, V] of every sample, after DDP and finalize
     reported: float  # Megatron's sum over sum of the report
     metrics: dict[str, float]
+    num_nonfinite: int  # trained tokens that the step's check would stop at
 
 
 def settings(aggregation: str, *, per_token: bool, divisor: float | None = None, reducer=None, temperature=1.0):
@@ -88,6 +90,7 @@ class Step:
     logits: Sequence[Tensor]  # [n, V] of every sample
     loss: LossSettings
     cells: list[list[list[int]]]  # samples of [data rank][micro-batch]
+    filling: float = math.nan  # logits at positions without a sample
 
 
 def run_step(
@@ -129,7 +132,7 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         weights = response_weights(batch, plan, first, custom=reducer_weights(batch, loss), per_token=loss.per_token)
         first += len(cell)
         locals_.append(slice_batch(batch, weights, cp_rank=c, cp_size=layout.context))
-        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor))
+        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor, step.filling))
     contract = Contract(
         per_token=loss.per_token,
         num_microbatches=len(batches),
@@ -140,8 +143,15 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     tp_group = tensor_group if layout.tensor > 1 else None
     outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, tp_group)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
-    partials = torch.stack([output.partial for output in outputs])
-    return SimpleNamespace(rank=rank, pieces=pieces, reports=reports, counted=counted, partials=partials, plan=plan)
+    return SimpleNamespace(
+        rank=rank,
+        pieces=pieces,
+        reports=reports,
+        counted=counted,
+        partials=torch.stack([output.partial for output in outputs]),
+        num_nonfinite=sum(int(output.nonfinite[0]) for output in outputs),
+        plan=plan,
+    )
 
 
 def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
@@ -193,11 +203,11 @@ def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
     return pack(samples, **settings, max_seq_len=batch.num_positions + filling) if filling else batch
 
 
-def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, NaN at positions without a sample."""
+def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int, filling: float) -> Tensor:
+    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, `filling` at positions without a sample."""
     whole, vocabulary = local.whole, (logits[0].shape[1] if logits else 12)
     dtype = logits[0].dtype if logits else torch.float64
-    rows = torch.full((*whole.tokens.shape, vocabulary), float("nan"), dtype=dtype)
+    rows = torch.full((*whole.tokens.shape, vocabulary), filling, dtype=dtype)
     for i, table in enumerate(logits):
         rows[whole.sample_index == i] = table
     shard = vocabulary // tp_size
@@ -235,4 +245,5 @@ def _finalize(results, step: Step, layout: Layout) -> Outcome:
     )
     partials = torch.cat([idle, partials])
     metrics = loss.metrics.finish(loss.metrics.combine(partials).tolist(), results[0].plan)
-    return Outcome(gradients, numerator / denominator, metrics)
+    num_nonfinite = sum(r.num_nonfinite for r in results if layout.coordinates(r.rank)[2] == 0)
+    return Outcome(gradients, numerator / denominator, metrics, num_nonfinite)
