@@ -130,7 +130,8 @@ def denominators(samples: list[OracleSample], aggregation: str, divisor: float |
         root_length: (number of rollouts) * sqrt(response tokens of the sample, trained or not)
         root_length_per_token: max(trained tokens of the step, 1) * the same root
 
-    The last two are not the package's: they are what `cases.root_length_reducer` must come to. Rollouts and prompt groups without a trained token count in the numbers of rollouts and prompts.
+    The last two are not the package's: they are what `cases.root_length_reducer` must come to. Rollouts and prompt
+    groups without a trained token count in the numbers of rollouts and prompts.
 
     Raises:
         ValueError: the aggregation is unknown, or `constant` has no divisor.
