@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import keyword
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +32,11 @@ def split_import_path(path: object) -> tuple[str, str]:
         ImportPathError: `path` is no string of that form.
     """
     match = _PATH.fullmatch(path) if isinstance(path, str) else None
-    if match is None or path.partition(":")[0].endswith(".py"):
+    keywords = [] if match is None else [word for word in re.split("[.:]", path) if keyword.iskeyword(word)]
+    if match is None or keywords or path.partition(":")[0].endswith(".py"):
+        shown = repr(path) if len(repr(path)) <= 120 else repr(path)[:117] + "..."
         raise ImportPathError(
-            f"must be package.module.function (or package.module:function), got {path!r}; file paths are not accepted"
+            f"must be package.module.function (or package.module:function), got {shown}; file paths are not accepted"
         )
     return match.group(1), match.group(2)
 
@@ -59,6 +62,7 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
         function = getattr(module, attribute)
     except AttributeError:
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        names = [*names[:10], "…"] if len(names) > 10 else names
         raise ImportFailedError(
             f"cannot be imported: {module_name} has no attribute {attribute!r} (its functions: {', '.join(names) or 'none'})"
         ) from None

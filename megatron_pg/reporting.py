@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_pg.printable import printable
+
 CONSOLE = (
     "pg_loss",
     "kl_new_old",
@@ -75,16 +77,17 @@ def console_line(iteration: int, values: Mapping[str, Any]) -> str:
 
 
 def _lines_up_to(path: Path, iteration: int) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # torn by a crash
     kept: dict[int, str] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, raw in enumerate(lines, start=1):
         try:
+            line = raw.decode("utf-8")
             step = int(json.loads(line)["iteration"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
+                f"{printable(str(path), limit=None)}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
             ) from error
         if step <= iteration:
             kept[step] = line

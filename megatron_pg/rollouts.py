@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.cp_utils import check_lengths
+from megatron_pg.printable import printable
 
 FORMAT = "megatron_pg.rollouts"
 VERSION = 1
@@ -67,6 +68,7 @@ class Sample:
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):
+        object.__setattr__(self, "sample_id", printable(self.sample_id))
         _check_tokens(self.tokens, self.sample_id)
         _check_mask(self.loss_mask, self.sample_id)
         check_lengths(len(self.tokens), len(self.loss_mask))
@@ -74,8 +76,8 @@ class Sample:
             value = getattr(self, name)
             if value is not None and not _is_id(value):
                 raise ValueError(
-                    f"{name}={value!r} of sample {self.sample_id} is neither a string nor an integer of 62 bits, so units could not "
-                    "be counted. Give one."
+                    f"{name}={_shorten(value)} of sample {self.sample_id} is neither a string of printable characters nor an integer "
+                    "of 62 bits, so units could not be counted or named. Give one."
                 )
         for name in ("old_logprobs", "advantages", *_OPTIONAL):
             _check_values(name, getattr(self, name), self.loss_mask, self.sample_id)
@@ -103,7 +105,7 @@ class Sample:
             advantage: a number or R numbers.
             rest: any other field of `Sample`; log-probability fields may be lists.
         """
-        label = rest.setdefault("sample_id", str(rest.get("rollout_id") or rest.get("prompt_id") or "?"))
+        label = printable(rest.setdefault("sample_id", str(rest.get("rollout_id") or rest.get("prompt_id") or "?")))
         if len(loss_mask) != response_length:
             raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
         if isinstance(advantage, numbers.Real):
@@ -141,15 +143,16 @@ def read_rollouts(path: str | Path) -> list[Sample]:
         RolloutFileError: with file and line, for whatever does not follow docs/rollout_file.md.
     """
     path = Path(path)
+    shown = printable(str(path), limit=None)
     samples = []
-    for number, record in _records(path):
+    for number, record in _records(path, shown):
         try:
             samples.append(_sample(record, f"{path.name}:{number}"))
         except ValueError as error:
-            raise RolloutFileError(f"{path}:{number}: {error}") from error
+            raise RolloutFileError(f"{shown}:{number}: {error}") from error
     if not samples:
         raise RolloutFileError(
-            f"{path}: holds no sample, so there is nothing to train. Check that it was written whole."
+            f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
         )
     return samples
 
@@ -175,17 +178,19 @@ class RolloutWriter:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict]]:
+def _records(path: Path, shown: str) -> Iterator[tuple[int, dict]]:
+    if "\0" in str(path):
+        raise RolloutFileError(f"{shown}: no file can have this name. Give an existing rollout file.")
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-                record = _parse(line, f"{path}:{number}")
+                record = _parse(line, f"{shown}:{number}")
                 if number == 1:
-                    _check_header(record, path)
+                    _check_header(record, shown)
                 else:
                     yield number, record
     except OSError as error:
-        raise RolloutFileError(f"{path}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
+        raise RolloutFileError(f"{shown}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
 
 
 def _parse(line: bytes, where: str) -> dict:
@@ -212,7 +217,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     record = dict(pairs)
     if len(record) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate field {next(n for n in names if names.count(n) > 1)!r}")
+        raise ValueError(f"duplicate field {_shorten(next(n for n in names if names.count(n) > 1))}")
     return record
 
 
@@ -220,14 +225,14 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check_header(record: dict, path: Path) -> None:
+def _check_header(record: dict, shown: str) -> None:
     if record.get("format") != FORMAT or record.get("version") != VERSION:
         raise RolloutFileError(
-            f"{path}:1: header has format {record.get('format')!r}, version {record.get('version')!r}, so the fields below "
-            f'cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSION}}}.'
+            f"{shown}:1: header has format {_shorten(record.get('format'))}, version {_shorten(record.get('version'))}, so the "
+            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSION}}}.'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
-        raise RolloutFileError(f"{path}:1: unknown header field {unknown[0]!r}; your own fields begin with x_")
+        raise RolloutFileError(f"{shown}:1: unknown header field {_shorten(unknown[0])}; your own fields begin with x_")
 
 
 def _sample(record: dict, sample_id: str) -> Sample:
@@ -237,7 +242,7 @@ def _sample(record: dict, sample_id: str) -> Sample:
         )
     extra = {name: value for name, value in record.items() if name not in _REQUIRED and name not in _OPTIONAL}
     if unknown := [name for name in extra if not name.startswith("x_")]:
-        raise ValueError(f"unknown field {unknown[0]!r}; is it misspelt? Your own fields begin with x_.")
+        raise ValueError(f"unknown field {_shorten(unknown[0])}; is it misspelt? Your own fields begin with x_.")
     for name, check in _FIELD_TYPES.items():
         if name in record and not check(record[name]):
             raise ValueError(f"{name}={_shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
@@ -296,11 +301,13 @@ def _is_list(check) -> object:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, str) or (_is_int(value) and abs(value) < 2**62)
+    if isinstance(value, str):
+        return value.isprintable()  # ids reach logs and are hashed as UTF-8: no control character, no lone surrogate
+    return _is_int(value) and abs(value) < 2**62
 
 
 _FIELD_TYPES = {
-    "step": lambda value: _is_int(value) and value >= 0,
+    "step": lambda value: _is_int(value) and 0 <= value < 2**62,
     "prompt_id": _is_id,
     "rollout_id": _is_id,
     "tokens": _is_list(lambda value: _is_int(value) and 0 <= value < 2**31),

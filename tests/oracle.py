@@ -127,13 +127,20 @@ def denominators(samples: list[OracleSample], aggregation: str, divisor: float |
         prompt_mean: (number of prompts) * max(trained tokens of the prompt group, 1)
         token_mean:  max(trained tokens of the step, 1)
         constant:    (number of rollouts) * divisor
+        root_length: (number of rollouts) * sqrt(response tokens of the sample, trained or not)
+        root_length_per_token: max(trained tokens of the step, 1) * the same root
 
-    Rollouts and prompt groups without a trained token count in the numbers of rollouts and prompts.
+    The last two are not the package's: they are what `cases.root_length_reducer` must come to. Rollouts and prompt
+    groups without a trained token count in the numbers of rollouts and prompts.
 
     Raises:
         ValueError: the aggregation is unknown, or `constant` has no divisor.
     """
     rollouts = [sample.rollout for sample in samples]
+    if aggregation in ("root_length", "root_length_per_token"):
+        trained = sum(sample.mask.count(1) for sample in samples)
+        units = max(trained, 1) if aggregation == "root_length_per_token" else len(set(rollouts))
+        return [units * math.sqrt(len(sample.mask)) for sample in samples]
     if aggregation == "constant":
         if divisor is None:
             raise ValueError("divisor=None leaves constant without a denominator. Give a positive number.")
@@ -245,6 +252,19 @@ def near_kink(
                 if abs(token.ratio - bound) <= margin:
                     return True
     return False
+
+
+def cancellation(samples: list[OracleSample], *, eps_low: float, eps_high: float, temperature: float, **rest) -> float:
+    """max |c_t w_t / temperature| over max |dJ/dz|, at least 1: what 1 - p of a near-certain token loses to rounding."""
+    clip = {"eps_low": eps_low, "eps_high": eps_high}
+    scales = [
+        abs(token_coefficient(token, **clip)) / (delta * temperature)
+        for sample, delta in zip(samples, denominators(samples, **rest), strict=True)
+        for token in trained_tokens(sample, temperature)
+    ]
+    _, gradients = objective(samples, temperature=temperature, **clip, **rest)
+    largest = max((abs(x) for table in gradients for row in table for x in row), default=0.0)
+    return max(scales) / largest if largest > 0 else 1.0
 
 
 def token_metrics(token: TrainedToken, eps_low: float, eps_high: float) -> dict[str, float]:

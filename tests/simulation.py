@@ -5,6 +5,7 @@ micro-batch, so the gradient with respect to every logit of every sample can be 
 gradients (a factor, a sum) is applied by formula.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Layout:
     microbatches: int = 1
     qkv_format: str = "thd"
     pipeline: int = 1  # stages before the last contribute the identity to the metrics
+    padding: int = 0  # further multiples of 2·C·TP positions in every row
 
     @property
     def world_size(self) -> int:
@@ -52,6 +54,7 @@ class Outcome:
     gradients: list[Tensor]  # [n, V] of every sample, after DDP and finalize
     reported: float  # Megatron's sum over sum of the report
     metrics: dict[str, float]
+    num_nonfinite: int  # trained tokens that the step's check would stop at
 
 
 def settings(aggregation: str, *, per_token: bool, divisor: float | None = None, reducer=None, temperature=1.0):
@@ -69,28 +72,49 @@ def settings(aggregation: str, *, per_token: bool, divisor: float | None = None,
 
 
 def scatter_samples(samples: Sequence[Sample], layout: Layout, rng: random.Random) -> list[list[list[int]]]:
-    """A random assignment of samples to [data rank][micro-batch]; some stay empty."""
+    """A random assignment of samples to [data rank][micro-batch]; some micro-batches and ranks stay empty."""
     cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
+    used = [row for row in cells if rng.random() < 0.8] or cells
     order = list(range(len(samples)))
     rng.shuffle(order)
     for i in order:
-        rng.choice(rng.choice(cells)).append(i)
+        rng.choice(rng.choice(used)).append(i)
     return cells
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step and how it is cut."""
+
+    samples: Sequence[Sample]
+    logits: Sequence[Tensor]  # [n, V] of every sample
+    loss: LossSettings
+    cells: list[list[list[int]]]  # samples of [data rank][micro-batch]
+    filling: float = math.nan  # logits at positions without a sample
 
 
 def run_step(
     samples: Sequence[Sample], logits: Sequence[Tensor], layout: Layout, loss: LossSettings, rng: random.Random
 ) -> Outcome:
-    """One step of the whole world; `logits` are [n, V] per sample."""
-    cells = scatter_samples(samples, layout, rng)
-    results = threads.run(layout.world_size, lambda rank: _run_rank(rank, samples, logits, layout, loss, cells))
-    return _finalize(results, logits, layout, loss)
+    """One randomly cut step of the whole world; `logits` are [n, V] per sample."""
+    return run_steps([Step(samples, logits, loss, scatter_samples(samples, layout, rng))], layout)[0]
 
 
-def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) -> SimpleNamespace:
-    d, c, t = layout.coordinates(rank)
+def run_steps(steps: Sequence[Step], layout: Layout) -> list[Outcome]:
+    """Independent steps, one after the other, in one world: starting the ranks and groups is paid for once."""
+    ranks = threads.run(layout.world_size, lambda rank: _run_rank(rank, steps, layout))
+    return [_finalize(results, step, layout) for step, *results in zip(steps, *ranks, strict=True)]
+
+
+def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNamespace]:
     data_group = threads.subgroup(lambda r: layout.coordinates(r)[1:], layout.world_size, rank)
     tensor_group = threads.subgroup(lambda r: layout.coordinates(r)[:2], layout.world_size, rank)
+    return [_run_rank_step(rank, step, layout, data_group, tensor_group) for step in steps]
+
+
+def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group) -> SimpleNamespace:
+    d, c, t = layout.coordinates(rank)
+    samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
     mine = [sample for batch in batches for sample in batch.samples]
     plan = plan_from_table(
@@ -108,7 +132,7 @@ def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) 
         weights = response_weights(batch, plan, first, custom=reducer_weights(batch, loss), per_token=loss.per_token)
         first += len(cell)
         locals_.append(slice_batch(batch, weights, cp_rank=c, cp_size=layout.context))
-        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor))
+        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor, step.filling))
     contract = Contract(
         per_token=loss.per_token,
         num_microbatches=len(batches),
@@ -119,8 +143,15 @@ def _run_rank(rank, samples, logits, layout: Layout, loss: LossSettings, cells) 
     tp_group = tensor_group if layout.tensor > 1 else None
     outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, tp_group)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
-    partials = torch.stack([output.partial for output in outputs])
-    return SimpleNamespace(rank=rank, pieces=pieces, reports=reports, counted=counted, partials=partials, plan=plan)
+    return SimpleNamespace(
+        rank=rank,
+        pieces=pieces,
+        reports=reports,
+        counted=counted,
+        partials=torch.stack([output.partial for output in outputs]),
+        num_nonfinite=sum(int(output.nonfinite[0]) for output in outputs),
+        plan=plan,
+    )
 
 
 def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
@@ -129,7 +160,8 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
 
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
-        output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+        with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
+            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
         outputs.append(output)
         return output, lambda out: contract.outputs(out.total, local.num_trained)
 
@@ -162,17 +194,20 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
 
 
 def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
-    if layout.qkv_format == "thd":
-        return pack(samples, qkv_format="thd", cp_size=layout.context, multiple_of=layout.tensor * layout.context)
-    width = 24 + -24 % (2 * layout.context)
-    return pack(samples, qkv_format="bshd", cp_size=layout.context, max_seq_len=width, rows=max(len(samples), 2))
+    filling = layout.padding * 2 * layout.context * layout.tensor
+    if layout.qkv_format == "bshd":
+        width = 24 + -24 % (2 * layout.context) + filling
+        return pack(samples, qkv_format="bshd", cp_size=layout.context, max_seq_len=width, rows=max(len(samples), 2))
+    settings = {"qkv_format": "thd", "cp_size": layout.context, "multiple_of": layout.tensor * layout.context}
+    batch = pack(samples, **settings)
+    return pack(samples, **settings, max_seq_len=batch.num_positions + filling) if filling else batch
 
 
-def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, NaN at positions without a sample."""
+def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int, filling: float) -> Tensor:
+    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, `filling` at positions without a sample."""
     whole, vocabulary = local.whole, (logits[0].shape[1] if logits else 12)
     dtype = logits[0].dtype if logits else torch.float64
-    rows = torch.full((*whole.tokens.shape, vocabulary), float("nan"), dtype=dtype)
+    rows = torch.full((*whole.tokens.shape, vocabulary), filling, dtype=dtype)
     for i, table in enumerate(logits):
         rows[whole.sample_index == i] = table
     shard = vocabulary // tp_size
@@ -189,7 +224,8 @@ def _sample_rows(local, leaf: Tensor, cell: Sequence[int]) -> list[tuple[int, Te
     return [(sample, positions[index == i], gradient[index == i]) for i, sample in enumerate(cell)]
 
 
-def _finalize(results, logits: Sequence[Tensor], layout: Layout, loss: LossSettings) -> Outcome:
+def _finalize(results, step: Step, layout: Layout) -> Outcome:
+    logits, loss = step.logits, step.loss
     counted = sum(r.counted for r in results if layout.coordinates(r.rank)[2] == 0)
     factor = 1.0 / counted if loss.per_token else 1.0 / (layout.data * layout.context)
     gradients = [torch.zeros_like(table) for table in logits]
@@ -209,4 +245,5 @@ def _finalize(results, logits: Sequence[Tensor], layout: Layout, loss: LossSetti
     )
     partials = torch.cat([idle, partials])
     metrics = loss.metrics.finish(loss.metrics.combine(partials).tolist(), results[0].plan)
-    return Outcome(gradients, numerator / denominator, metrics)
+    num_nonfinite = sum(r.num_nonfinite for r in results if layout.coordinates(r.rank)[2] == 0)
+    return Outcome(gradients, numerator / denominator, metrics, num_nonfinite)

@@ -3,8 +3,6 @@
 import random
 from collections.abc import Sequence
 
-import torch
-
 from megatron_pg.rollouts import Sample
 
 # The worked example: M = 1, 3, 4, 24, 0; rollouts a1 = {s0, s1}, a2, b1, b2; groups A = {a1, a2}, B = {b1, b2}.
@@ -84,12 +82,3 @@ def random_step(
     if not any(sample.num_trained for sample in samples):
         return random_step(rng, vocabulary=vocabulary, poison=poison, most_tokens=most_tokens)
     return samples
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over the largest expected value; inf when anything found is not finite."""
-    if not torch.isfinite(found).all() or found.shape != expected.shape:
-        return float("inf")
-    scale = expected.abs().max() if expected.numel() else torch.zeros(())
-    difference = (found - expected).abs().max() if expected.numel() else torch.zeros(())
-    return float(difference / scale) if scale > 0 else float(difference)

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import pytest
 import threads
 import torch
-from support import TINY_PROMPTS  # noqa: F401  (the fixture module must import without Megatron)
+from support import make_sample
 
 from megatron_pg import cp_utils
+from megatron_pg.batch import pack, slice_batch
 from megatron_pg.cp_utils import (
     all_gather_with_cp,
     get_logits_and_tokens_offset_with_cp,
@@ -71,6 +72,54 @@ def test_response_values_are_the_slice_of_the_whole_sequence(cp_size):
                 assert (
                     local[local >= 0].tolist() == response_index(total, response, qkv_format, width, **where).tolist()
                 )
+
+
+def zigzag_table(lengths: list[int], cp_size: int) -> list[list[int]]:
+    """Positions of every rank, by walking the chunks of each document one by one."""
+    held, start = [[] for _ in range(cp_size)], 0
+    for length in lengths:
+        chunk = length if cp_size == 1 else length // (2 * cp_size)
+        owners = [0] if cp_size == 1 else [*range(cp_size), *reversed(range(cp_size))]
+        for k, owner in enumerate(owners):
+            held[owner] += range(start + k * chunk, start + (k + 1) * chunk)
+        start += length
+    return held
+
+
+@pytest.mark.proof("context-parallel slices, exact")
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
+def test_slices_of_packed_rows_follow_the_table_tile_the_row_and_keep_labels_beside_tokens(cp_size, full, evidence):
+    rng, count = random.Random(cp_size), 2000 if full else 100
+    for _ in range(count):
+        lengths = [padded_length(rng.choice([0, 1, rng.randint(0, 200)]), cp_size) for _ in range(rng.randint(1, 12))]
+        positions = torch.arange(sum(lengths))
+        gathered = torch.full_like(positions, -1)
+        for rank, held in enumerate(zigzag_table(lengths, cp_size)):
+            index = zigzag_index(lengths, cp_rank=rank, cp_size=cp_size)
+            assert index.tolist() == held
+            gathered[index] = positions[index]
+        assert torch.equal(gathered, positions)
+    evidence(cases=count)
+
+
+@pytest.mark.proof("context-parallel slices, exact")
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
+def test_labels_are_the_next_token_of_the_same_document_on_whichever_rank_that_is(cp_size, full, evidence):
+    rng, count = random.Random(cp_size), 100 if full else 10
+    for _ in range(count):
+        lengths = [rng.choice([2, 3, rng.randint(2, 200)]) for _ in range(rng.randint(1, 12))]
+        starts = [1 + sum(lengths[:i]) for i in range(len(lengths))]
+        samples = [make_sample(prompt_length=1, mask=[1] * (n - 1), rng=rng) for n in lengths]
+        for sample, start in zip(samples, starts, strict=True):
+            sample.tokens.copy_(torch.arange(start, start + len(sample.tokens)))  # every token its own number
+        batch = pack(samples, qkv_format="thd", cp_size=cp_size)
+        ends = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)])
+        for rank in range(cp_size):
+            local = slice_batch(batch, batch.loss_mask.double(), cp_rank=rank, cp_size=cp_size)
+            has_next = (local.tokens > 0) & ~torch.isin(local.tokens, ends)
+            assert torch.equal(local.labels, torch.where(has_next, local.tokens + 1, 0))
+            assert torch.equal(local.loss_mask.bool(), has_next)
+    evidence(cases=count)
 
 
 def test_offsets_of_a_hand_worked_sample():

@@ -18,7 +18,8 @@ ALLOWED = {
     "explain": set(),
     "collectives": set(),
     "cp_utils": set(),
-    "rollouts": {"cp_utils"},
+    "printable": set(),
+    "rollouts": {"cp_utils", "printable"},
     "batch": {"cp_utils", "rollouts"},
     "reducers": {"reducers", "args", "cp_utils", "import_path"},
     "plan": {"args", "collectives", "reducers", "rollouts"},
@@ -28,7 +29,7 @@ ALLOWED = {
     "metrics": {"args", "metrics", "objectives"},
     "loss": {"batch", "kernels", "metrics", "plan", "reducers"},
     "forward_step": {"batch", "collectives", "cp_utils", "loss", "plan"},
-    "reporting": set(),
+    "reporting": {"printable"},
     "pretrain": {"args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
 }
 

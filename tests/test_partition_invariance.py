@@ -1,138 +1,264 @@
 """Loss, gradient and metrics do not depend on how the step is cut, and equal an independent oracle in float64."""
 
+import functools
 import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import cases
+import mutants
 import oracle
 import pytest
 import simulation
 import torch
-from simulation import EPS_HIGH, EPS_LOW, Layout
-from support import divisor_of, random_step, relative_error
+from cases import BOUNDS, CONTRACTS, Case, Errors, random_case
+from compare import same_bits, scalar_error
+from hypothesis import HealthCheck, Phase, assume, find, given, settings
+from hypothesis import strategies as st
+from simulation import Layout, Step
+from support import divisor_of, make_sample
 
 from megatron_pg.reducers import REDUCERS
 
-VOCABULARY = 12
 LAYOUTS = [
     Layout(),
     Layout(microbatches=3, qkv_format="bshd"),
+    Layout(microbatches=4),
     Layout(data=2, microbatches=2),
+    Layout(data=2, microbatches=3, qkv_format="bshd"),
     Layout(data=3, microbatches=2, qkv_format="bshd"),
+    Layout(data=4, microbatches=2),
     Layout(context=2, microbatches=2),
     Layout(context=4, qkv_format="bshd"),
+    Layout(context=4, microbatches=2),
     Layout(tensor=2, microbatches=2),
     Layout(tensor=4),
     Layout(data=2, context=2, microbatches=3, pipeline=3),
     Layout(data=2, context=2, microbatches=2, qkv_format="bshd"),
     Layout(data=2, tensor=2, microbatches=2, pipeline=2),
     Layout(data=2, context=2, tensor=2, microbatches=2),
+    Layout(data=2, context=4, microbatches=2, qkv_format="bshd"),
 ]
-CASES_PER_LAYOUT = 11  # for each aggregation and contract: 12 layouts x 8 x 11 = 1,056 cases
+BATCH = 50  # steps that one world of threads runs, one after the other
 
 
-def poisoned_logits(samples, rng: random.Random) -> list[torch.Tensor]:
-    """[n, V] float64 per sample; NaN and inf wherever no trained token is predicted."""
-    tables = []
-    for sample in samples:
-        table = torch.tensor(
-            [[rng.gauss(0, 1.5) for _ in range(VOCABULARY)] for _ in sample.tokens], dtype=torch.float64
+def numbered_case(layout: Layout, dtype: torch.dtype, number: int) -> tuple[Case, Step]:
+    """Case `number` of a layout: aggregations and contracts take turns."""
+    rng = random.Random(f"{layout}{dtype}{number}")
+    aggregation, per_token = CONTRACTS[number % len(CONTRACTS)]
+    case = random_case(rng, aggregation, per_token=per_token, dtype=dtype)
+    return case, case.step(layout, rng)
+
+
+def what_occurs(step: Step, layout: Layout) -> Iterator[str]:
+    """The unusual things in a step, by the names that `must_occur` asks for."""
+    rank_of = {i: rank for rank, row in enumerate(step.cells) for cell in row for i in cell}
+    prompts = {(sample.prompt_id, rank_of[i]) for i, sample in enumerate(step.samples)}
+    if any(not cell for row in step.cells for cell in row):
+        yield "empty micro-batch"
+    if any(not any(row) for row in step.cells):
+        yield "empty rank"
+    if len(prompts) > len({prompt for prompt, _ in prompts}):
+        yield "prompt on two ranks"
+    if any(len(sample.tokens) < 2 * layout.context for sample in step.samples):
+        yield "sample shorter than 2C"
+    trained = {sample.num_trained for sample in step.samples}
+    yield from (name for count, name in ((0, "fully masked sample"), (1, "one trained token")) if count in trained)
+
+
+def must_occur(layout: Layout) -> set[str]:
+    names = {"fully masked sample", "one trained token"}
+    names |= {"empty micro-batch"} if layout.data * layout.microbatches > 1 else set()
+    names |= {"empty rank", "prompt on two ranks"} if layout.data > 1 else set()
+    return names | ({"sample shorter than 2C"} if layout.context > 1 else set())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one layout has shown: the errors of its cases by number, and how often what occurred in them."""
+
+    dtype: torch.dtype
+    errors: dict[int, Errors]
+    seen: Counter
+
+    def check(self, kind: str, evidence) -> None:
+        bound = getattr(BOUNDS[self.dtype], kind)
+        found = {number: getattr(error, kind) for number, error in self.errors.items()}
+        bad = {f"numbered_case(..., {n})": error for n, error in found.items() if not error <= bound}
+        assert not bad, f"{kind} out of bounds: {bad}"
+        evidence(cases=len(found), worst=max(found.values()))
+
+
+@functools.cache
+def trial(layout: Layout, dtype: torch.dtype, count: int) -> Trial:
+    """The trial of a layout, run once for all the tests that look at it."""
+    errors, seen = {}, Counter()
+    for first in range(0, count, BATCH):
+        numbers = range(first, min(first + BATCH, count))
+        numbered = [numbered_case(layout, dtype, number) for number in numbers]
+        outcomes = simulation.run_steps([step for _, step in numbered], layout)
+        for number, (case, step), found in zip(numbers, numbered, outcomes, strict=True):
+            errors[number] = case.errors(found)
+            seen.update(what_occurs(step, layout))
+    return Trial(dtype, errors, seen)
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def layout(request):
+    return request.param
+
+
+def number_of_cases(layout: Layout, full: bool) -> int:
+    """Of each precision; large worlds cost more."""
+    return 830 // layout.world_size if full else max(120 // layout.world_size, 30)
+
+
+@pytest.mark.proof("partitions, float64: losses within 1e-12")
+def test_losses_in_float64_equal_the_oracle_in_every_layout(layout, full, evidence):
+    trial(layout, torch.float64, number_of_cases(layout, full)).check("loss", evidence)
+
+
+@pytest.mark.proof("partitions, float64: gradients within 1e-12")
+def test_gradients_in_float64_equal_the_oracle_in_every_layout(layout, full, evidence):
+    trial(layout, torch.float64, number_of_cases(layout, full)).check("gradient", evidence)
+
+
+@pytest.mark.proof("partitions, float64: metrics within 1e-12")
+def test_metrics_in_float64_equal_the_oracle_in_every_layout(layout, full, evidence):
+    trial(layout, torch.float64, number_of_cases(layout, full)).check("metrics", evidence)
+
+
+@pytest.mark.proof("partitions, float32: losses within 1e-5")
+def test_losses_in_float32_equal_the_oracle_in_every_layout(layout, full, evidence):
+    trial(layout, torch.float32, number_of_cases(layout, full)).check("loss", evidence)
+
+
+@pytest.mark.proof("partitions, float32: gradients within 2e-6")
+def test_gradients_in_float32_equal_the_oracle_in_every_layout(layout, full, evidence):
+    trial(layout, torch.float32, number_of_cases(layout, full)).check("gradient", evidence)
+
+
+@pytest.mark.proof("partitions, float32: metrics within 1e-5")
+def test_metrics_in_float32_equal_the_oracle_in_every_layout(layout, full, evidence):
+    trial(layout, torch.float32, number_of_cases(layout, full)).check("metrics", evidence)
+
+
+@pytest.mark.proof("partitions: empty, masked, short and split units among them")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_cases_of_every_layout_hold_what_breaks_such_code(layout, dtype, full, evidence):
+    seen = trial(layout, dtype, number_of_cases(layout, full)).seen
+    assert must_occur(layout) - seen.keys() == set()
+    evidence(cases=seen.total())
+
+
+@st.composite
+def drawn_cases(draw) -> tuple[Case, Layout, Step]:
+    """A small case, its layout and cut, all drawn, so that a failure shrinks to few samples and few ranks."""
+    aggregation, per_token = draw(st.sampled_from(CONTRACTS))
+    mask = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+    shape = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(1, 5), mask)
+    shapes = draw(st.lists(shape, min_size=1, max_size=5).filter(lambda found: any(sum(m) for *_, m in found)))
+    rng = random.Random(draw(st.integers(0, 2**16)))
+    samples = [
+        make_sample(
+            prompt_length=length,
+            mask=mask,
+            rng=rng,
+            vocabulary=cases.VOCABULARY,
+            rollout_id=f"{prompt}/{rollout}",
+            prompt_id=prompt,
+            poison=True,
         )
-        first = len(sample.tokens) - sample.response_length - 1
-        predicts = {first + k for k, m in enumerate(sample.loss_mask.tolist()) if m}
-        for position in set(range(len(table))) - predicts:
-            table[position] = rng.choice([float("nan"), float("inf"), -float("inf"), 1e30])
-        tables.append(table)
-    return tables
-
-
-def oracle_samples(samples, logits):
-    return [
-        oracle.OracleSample(
-            tokens=s.tokens.tolist(),
-            mask=s.loss_mask.int().tolist(),
-            old_logprobs=s.old_logprobs.tolist(),
-            advantages=s.advantages.tolist(),
-            logits=table.tolist(),
-            rollout=s.rollout_id,
-            prompt=s.prompt_id,
-            ref_logprobs=None if s.ref_logprobs is None else s.ref_logprobs.tolist(),
-            rollout_logprobs=None if s.rollout_logprobs is None else s.rollout_logprobs.tolist(),
-        )
-        for s, table in zip(samples, logits, strict=True)
+        for prompt, rollout, length, mask in shapes
     ]
+    logits, divisor = cases.poisoned_logits(samples, rng), divisor_of(aggregation, rng.uniform(1, 5000))
+    case = Case(samples, logits, aggregation, per_token, divisor, temperature=0.7)
+    assume(cases.is_well_conditioned(case))
+    layout = draw(
+        st.builds(
+            Layout,
+            data=st.integers(1, 3),
+            context=st.sampled_from([1, 2, 4]),
+            tensor=st.sampled_from([1, 2]),
+            microbatches=st.integers(1, 3),
+            qkv_format=st.sampled_from(["thd", "bshd"]),
+        ).filter(lambda layout: layout.world_size <= 6)
+    )
+    cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
+    for i in range(len(samples)):
+        draw(st.sampled_from(draw(st.sampled_from(cells)))).append(i)
+    return case, layout, Step(samples, logits, case.settings, cells)
 
 
-def random_case(rng: random.Random, temperature: float):
-    """A step away from the clip bounds, where the gradient jumps and rounding decides."""
-    while True:
-        samples = random_step(rng, vocabulary=VOCABULARY)
-        logits = poisoned_logits(samples, rng)
-        expected = oracle_samples(samples, logits)
-        if not oracle.near_kink(expected, eps_low=EPS_LOW, eps_high=EPS_HIGH, temperature=temperature, margin=1e-9):
-            return samples, logits, expected
+def is_exact(drawn: tuple[Case, Layout, Step]) -> bool:
+    case, layout, step = drawn
+    return case.errors(simulation.run_steps([step], layout)[0]).within(BOUNDS[torch.float64])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("per_token", [False, True], ids=["flag_off", "flag_on"])
-@pytest.mark.parametrize("aggregation", sorted(REDUCERS))
-def test_loss_gradient_and_metrics_equal_the_oracle_in_every_layout(aggregation, per_token, layout):
-    rng = random.Random(f"{aggregation}{per_token}{layout}")
-    for _ in range(CASES_PER_LAYOUT):
-        divisor, temperature = divisor_of(aggregation, rng.uniform(1, 5000)), rng.choice([1.0, 0.7])
-        samples, logits, expected = random_case(rng, temperature)
-        clip = {"eps_low": EPS_LOW, "eps_high": EPS_HIGH, "temperature": temperature}
-        objective, gradients = oracle.objective(expected, aggregation, divisor=divisor, **clip)
-        scale = oracle.weighted_absolute(expected, aggregation, divisor=divisor, **clip)
-        loss = simulation.settings(aggregation, per_token=per_token, divisor=divisor, temperature=temperature)
+def deterministic(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
 
-        found = simulation.run_step(samples, logits, layout, loss, rng)
 
-        assert abs(found.reported - objective) <= 1e-12 * scale
-        assert abs(found.metrics["pg_loss"] - objective) <= 1e-12 * scale
-        flat = torch.cat([g.flatten() for g in found.gradients])
-        wanted = torch.tensor([v for g in gradients for row in g for v in row], dtype=torch.float64)
-        assert relative_error(flat, wanted) <= 1e-12
-        wanted_metrics = oracle.all_metrics(expected, aggregation, divisor=divisor, **clip)
-        assert found.metrics.keys() == wanted_metrics.keys() | {"pg_loss"}
-        for name, value in wanted_metrics.items():
-            exact = name.startswith(("max_", "min_", "num_", "mismatch_max"))
-            assert found.metrics[name] == (value if exact else pytest.approx(value, rel=1e-11, abs=1e-13)), name
+@pytest.mark.proof("partitions: hypothesis finds no counterexample")
+def test_no_drawn_partition_changes_the_step(full, evidence):
+    tried = []
+
+    @deterministic(400 if full else 40)
+    @given(drawn_cases())
+    def check(drawn):
+        assert is_exact(drawn)
+        tried.append(drawn)
+
+    check()
+    evidence(cases=len(tried))
+
+
+def test_drawn_partitions_find_a_seeded_mistake():
+    generate = settings(deterministic(400), phases=[Phase.generate])  # shrinking it would take 15 s
+    with mutants.MUTANTS["token_mean_of_each_microbatch_averaged"]():
+        case, *_ = find(drawn_cases(), lambda drawn: not is_exact(drawn), settings=generate)
+    assert case.aggregation == "token_mean"
+
+
+def full_step(seed: int) -> Case:
+    return random_case(random.Random(seed), "token_mean", per_token=True, temperature=1.0)
+
+
+def run_with(case: Case, layout: Layout, rng: random.Random, aggregation: str, divisor: float | None):
+    loss = simulation.settings(aggregation, per_token=False, divisor=divisor)
+    return simulation.run_step(case.samples, case.logits, layout, loss, rng)
 
 
 def test_the_four_modes_differ_from_each_other_on_a_random_step():
-    rng = random.Random(3)
-    samples, logits, _ = random_case(rng, 1.0)
-    values = set()
-    for aggregation in REDUCERS:
-        loss = simulation.settings(aggregation, per_token=False, divisor=divisor_of(aggregation))
-        values.add(round(simulation.run_step(samples, logits, Layout(), loss, rng).reported, 9))
+    rng, case = random.Random(3), full_step(3)
+    values = {round(run_with(case, Layout(), rng, mode, divisor_of(mode)).reported, 9) for mode in REDUCERS}
     assert len(values) == len(REDUCERS)
 
 
-def test_the_divisor_scales_pg_loss_and_leaves_every_other_metric_bit_identical():
-    rng = random.Random(4)
-    samples, logits, _ = random_case(rng, 1.0)
-    layout = Layout(data=2, microbatches=2)
-
-    def run(divisor: float):
-        loss = simulation.settings("constant", per_token=False, divisor=divisor)
-        return simulation.run_step(samples, logits, layout, loss, random.Random(5))
-
-    half, full = run(2048.0), run(4096.0)
+@pytest.mark.parametrize("seed", range(4, 9))
+def test_the_divisor_scales_pg_loss_and_leaves_every_other_metric_bit_identical(seed):
+    case, layout = full_step(seed), Layout(data=2, microbatches=2)
+    half, full = (run_with(case, layout, random.Random(5), "constant", divisor) for divisor in (2048.0, 4096.0))
     assert half.metrics["pg_loss"] == 2 * full.metrics["pg_loss"]
-    assert all(torch.equal(a, 2 * b) for a, b in zip(half.gradients, full.gradients, strict=True))
+    assert same_bits(half.gradients, [2 * gradient for gradient in full.gradients])
     for name, value in half.metrics.items():
         assert value == full.metrics[name] or name == "pg_loss", name
 
 
 def test_a_denominator_per_microbatch_would_be_seen():
     """The mistake that public systems make: each micro-batch's own token mean, averaged."""
-    rng = random.Random(6)
-    samples, logits, expected = random_case(rng, 1.0)
-    objective, _ = oracle.objective(expected, "token_mean", eps_low=EPS_LOW, eps_high=EPS_HIGH, temperature=1.0)
-    loss = simulation.settings("token_mean", per_token=True)
+    rng, case = random.Random(6), full_step(6)
+    objective, _ = oracle.objective(case.expected, **case.oracle_settings)
     pieces = [
-        simulation.run_step([s], [t], Layout(), loss, rng).reported
-        for s, t in zip(samples, logits, strict=True)
+        simulation.run_step([s], [t], Layout(), case.settings, rng).reported
+        for s, t in zip(case.samples, case.logits, strict=True)
         if s.num_trained
     ]
-    assert abs(sum(pieces) / len(pieces) - objective) > 1e-3 * abs(objective)
+    assert scalar_error(sum(pieces) / len(pieces), objective, abs(objective)) > 1e-3

@@ -1,4 +1,8 @@
-"""The eager implementation: plain torch with autograd, on any device. It is what the others are compared with."""
+"""The eager implementation: plain torch with autograd, on any device. It is what the others are compared with.
+
+Beside the logits it keeps one [T, V / tp] table, in their dtype, from forward to backward, and holds at most six in the
+compute dtype at once.
+"""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,7 @@
+"""Text from outside (ids, paths, field names), as error messages and log lines may show it."""
+
+
+def printable(text: str, *, limit: int | None = 120) -> str:
+    """`text` with control characters escaped, so that it cannot drive a terminal or forge a line, cut to `limit`."""
+    shown = text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
