@@ -155,24 +155,27 @@ def read_rollouts(path: str | Path) -> list[Sample]:
 
 
 class RolloutWriter:
-    """Writes samples to a rollout file, one line each, flushed after every batch of samples."""
+    """Writes samples to a rollout file, one line each.
+
+    A batch of samples is one unbuffered write: a process that is killed leaves whole lines.
+    """
 
     def __init__(self, path: str | Path):
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, closed by close()
-        self._line({"format": FORMAT, "version": VERSION})
+        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115, closed by close()
+        self._lines([{"format": FORMAT, "version": VERSION}])
 
     def write(self, samples: Sequence[Sample]) -> None:
         """Append samples; `step`, `prompt_id`, `rollout_id` and `reward` must be set, because the format needs them."""
-        for sample in samples:
-            self._line(_record(sample))
-        self._file.flush()
+        self._lines([_record(sample) for sample in samples])
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _line(self, record: dict[str, object]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+    def _lines(self, records: Sequence[dict[str, object]]) -> None:
+        data = memoryview("".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode())
+        while data:
+            data = data[self._file.write(data) :]  # a full disk or a signal may cut one write short
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict]]:
