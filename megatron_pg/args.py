@@ -7,6 +7,7 @@ flag into DDP. It reports every violation at once; only `reconcile` changes an a
 
 import argparse
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -443,6 +444,18 @@ def snapshot(args: argparse.Namespace) -> dict[str, object]:
     """The arguments that decide the loss, by name: what is compared between calls and between ranks."""
     names = (*own_arguments(), "calculate_per_token_loss")
     return {name: vars(args).get(name, False) for name in names}
+
+
+def rank_snapshot(args: argparse.Namespace) -> dict[str, object]:
+    """Every argument that a rule reads, by name, as JSON can hold it: what must agree between the ranks."""
+    megatron = {name: _as_text(vars(args)[name]) for name in MEGATRON_ARGUMENTS if name in vars(args)}
+    return megatron | snapshot(args)
+
+
+def _as_text(value: object) -> str:
+    """The value; of a long one its begin and a hash, because it travels in a message of fixed size."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:40]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _late_changes(args: argparse.Namespace) -> list[tuple[str, str]]:
