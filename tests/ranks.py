@@ -18,6 +18,7 @@ import cpu_megatron
 
 cpu_megatron.enable()
 
+import megatron.core
 import rank_faults
 import rank_model
 import torch
@@ -124,7 +125,12 @@ def run_case(case: Case, out: Path) -> None:
 
 def save_report(path: Path, losses: list, report) -> None:
     reported = [[float(v) for v in loss["pg_loss"]] for loss in losses]
-    result = {"metrics": report.metrics, "num_tokens": report.plan.num_tokens, "reported": reported}
+    result = {
+        "metrics": report.metrics,
+        "num_tokens": report.plan.num_tokens,
+        "reported": reported,
+        "release": megatron.core.__version__,
+    }
     path.write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -149,6 +149,7 @@ def test_a_missing_or_nan_gradient_passes_no_comparison(results):
     assert worst_difference(good, good) == 0
     assert worst_difference({k: v for k, v in good.items() if k != name}, good) == float("inf")
     assert worst_difference(good | {name: [good[name][0] * float("nan")]}, good) == float("inf")
+    assert worst_difference(good, good | {name: [good[name][0] * float("nan")]}) == float("inf")
     assert worst_difference(good | {name: [good[name][0] * 1.01]}, good) > LIMIT
     assert worst_difference(good | {name: [good[name][0], good[name][0] + 1]}, good) > LIMIT
 
