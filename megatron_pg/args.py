@@ -181,12 +181,14 @@ def reconcile(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def disagreement(per_rank: list[dict[str, object]]) -> str | None:
-    """The first argument on which the ranks differ, as the message of rule E23; None when they agree."""
+def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
+    """The first name on which the ranks' texts differ, as the message of rule E23; None when they agree."""
     for name in sorted(set().union(*per_rank)):
         for rank, values in enumerate(per_rank[1:], start=1):
             if values.get(name) != per_rank[0].get(name):
-                return f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)!r}, rank {rank} has {values.get(name)!r}"
+                return (
+                    f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)}, rank {rank} has {values.get(name)}"
+                )
     return None
 
 
@@ -446,14 +448,14 @@ def snapshot(args: argparse.Namespace) -> dict[str, object]:
     return {name: vars(args).get(name, False) for name in names}
 
 
-def rank_snapshot(args: argparse.Namespace) -> dict[str, object]:
-    """Every argument that a rule reads, by name, as JSON can hold it: what must agree between the ranks."""
-    megatron = {name: _as_text(vars(args)[name]) for name in MEGATRON_ARGUMENTS if name in vars(args)}
-    return megatron | snapshot(args)
+def rank_snapshot(args: argparse.Namespace) -> dict[str, str]:
+    """Every argument that a rule reads, by name, as text, before validation: what must agree between the ranks."""
+    names = (*own_arguments(), *MEGATRON_ARGUMENTS)
+    return {name: _as_text(vars(args)[name]) for name in names if name in vars(args)}
 
 
 def _as_text(value: object) -> str:
-    """The value; of a long one its begin and a hash, because it travels in a message of fixed size."""
+    """The value as it is written; of a long one the begin and a hash, because the message that carries it has a size."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:40]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 

@@ -231,13 +231,13 @@ def _start(
     return PolicyGradientStep(settings, keep)
 
 
-def _compare_ranks(given: dict[str, object], settings: LossSettings | None, error: Exception | None) -> None:
+def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:
     """Raise on every rank when two have different arguments or reducers (rule E23), or when one has an error."""
     source = source_of(settings.reducer)[1] if settings and settings.reducer else None
-    arguments = _gather_objects(given)
+    given_per_rank = _gather_texts(given)
     failed = all_gather_rows(encode("" if error is None else str(error) or repr(error), _ARGUMENT_BYTES))
-    sources = _gather_objects({"source of the custom reducer": source})
-    if message := disagreement(arguments):
+    sources = _gather_texts({"source of the custom reducer": source})
+    if message := disagreement(given_per_rank):
         raise ArgumentError([("E23", message)]) from error
     if error is not None:
         raise error
@@ -248,7 +248,7 @@ def _compare_ranks(given: dict[str, object], settings: LossSettings | None, erro
         raise ArgumentError([("E23", message)])
 
 
-def _gather_objects(mine: dict[str, object]) -> list[dict[str, object]]:
+def _gather_texts(mine: dict[str, str | None]) -> list[dict[str, str | None]]:
     return [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(mine), _ARGUMENT_BYTES))]
 
 
