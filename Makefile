@@ -22,7 +22,7 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest -q $(ARGS)
 
-prove: .venv/ready $(RELEASES:%=.venv/megatron-core-%)
+prove: .venv/ready $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
 	$(BIN)/python -m pytest -q -m proof --tier full --proof-page docs/proof.md $(ARGS)
 
 lint: .venv/ready

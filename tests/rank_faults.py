@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -188,21 +189,27 @@ def start_with(name: str, out: Path) -> None:
     from megatron_pg.pretrain import _start
 
     own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    args = argparse.Namespace(**own, **MEGATRON, tensorboard_log_interval=1)
-    folder = out / f"reducer-{torch.distributed.get_rank() if name == 'source' else 0}"
-    folder.mkdir(exist_ok=True)
-    (folder / "rank_reducer.py").write_text(REDUCER + f"# {folder.name}\n", encoding="utf-8")
+    args = argparse.Namespace(**own, **MEGATRON)
+    _change(args, name)
+    rank = torch.distributed.get_rank()
+    folder = out / f"{name}-{rank}"
+    folder.mkdir()
+    if not (name == "sourceless" and rank == 1):
+        note = f"# {rank}\n" if name == "source" else ""
+        (folder / "rank_reducer.py").write_text(REDUCER + note, encoding="utf-8")
     sys.path.insert(0, str(folder))
     sys.modules.pop("rank_reducer", None)
+    importlib.invalidate_caches()
     try:
-        _change(args, name)
         _start(args, lambda report: None, lambda text: None, None)
     finally:
         sys.path.remove(str(folder))
 
 
 def _change(args: argparse.Namespace, name: str) -> None:
-    if name == "source":
+    if name == "nan":  # refused by rule E8 on every rank, and equal
+        args.loss_aggregation, args.loss_aggregation_divisor = "constant", float("nan")
+    if name in ("source", "sourceless"):
         args.custom_pg_loss_reducer_function_path = "rank_reducer:reducer"
     if name == "loss_aggregation_divisor":
         args.loss_aggregation = "constant"
@@ -233,5 +240,7 @@ MEGATRON_VALUES = {
     "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
 }
-MEGATRON = {"calculate_per_token_loss": False} | {name: values[0] for name, values in MEGATRON_VALUES.items()}
+MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {
+    name: values[0] for name, values in MEGATRON_VALUES.items()
+}
 STARTUP = OWN | MEGATRON_VALUES

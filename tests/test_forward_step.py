@@ -1,10 +1,13 @@
 """The whole step through Megatron's schedules, DDP and finalize, on real ranks over gloo."""
 
+import argparse
 from itertools import product
 
 import processes
 import pytest
 from processes import gradients, report, worst_difference
+
+from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
 
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
@@ -37,6 +40,19 @@ FULL = [*("-".join(parts) + option for parts in product(TWO, MODES) for option i
 FULL_4 = ["-".join(parts) + option for parts in product(FOUR, MODES) for option in ("", "-tied-dist-overlap")]
 REFERENCES = [f"dp1-{mode}{tied}" for mode in MODES for tied in ("", "-tied")]
 EVALUATION = "dp2-constant-evaluate"
+STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
+    *(
+        "loss_aggregation",
+        "loss_aggregation_divisor",
+        "custom_pg_loss_reducer_function_path",
+        "calculate_per_token_loss",
+    ),
+    *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel"),
+    *("context_parallel_size", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "dataloader_type"),
+    *("ddp_average_in_collective", "fp16", "gtp_weight_remat_size", "hybrid_context_parallel", "iterations_to_skip"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "overlap_moe_expert_parallel_comm"),
+    *("perform_rl_step", "sft", "tensor_model_parallel_size", "use_megatron_fsdp", "use_torch_fsdp2"),
+]
 # case: what every rank's message says, in order of the ranks (one text: the same on both)
 FAULTS = {
     "dp2-constant-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
@@ -84,7 +100,11 @@ def cases(full):
 def results(tmp_path_factory, cases):
     """Folders of one launch of two ranks and one of a single rank, which run beside each other."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    launches = [processes.start(2, two, [*cases, EVALUATION, *FAULTS]), processes.start(1, one, REFERENCES)]
+    startups = [f"startup-{name}" for name in [*STARTUP, "source", "nothing", "sourceless", "nan"]]
+    launches = [
+        processes.start(2, two, [*cases, EVALUATION, *FAULTS, *startups]),
+        processes.start(1, one, REFERENCES),
+    ]
     with processes.finished(launches, timeout=400):
         yield two, one
 
@@ -162,3 +182,35 @@ def test_a_fault_on_one_rank_is_a_named_error_on_every_rank(results, case, evide
         assert FAULTS[case] in error["message"]
         assert error["seconds"] <= 30
     evidence(cases=1, worst=max(error["seconds"] for error in errors))
+
+
+@pytest.mark.proof("Faults: an argument or a reducer's source that differs between ranks stops every rank at startup")
+@pytest.mark.parametrize("name", [*STARTUP, "source"])
+def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(results, name, evidence):
+    shown = "source of the custom reducer" if name == "source" else name
+    for error in processes.errors(results[0], f"startup-{name}", ranks=2):
+        assert f"[E23] ranks disagree on {shown}: rank 0 has " in error["message"]
+        assert ", rank 1 has " in error["message"]
+        assert error["seconds"] <= 30
+    evidence(cases=1)
+
+
+def test_every_argument_that_a_rule_reads_is_compared_between_the_ranks():
+    own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    assert set(STARTUP) == {*own, *MEGATRON_ARGUMENTS}
+
+
+def test_one_ranks_own_mistake_stops_every_rank_at_startup(results):
+    errors = processes.errors(results[0], "startup-sourceless", ranks=2)
+    assert "[E23] rank 1: " in errors[0]["message"]
+    for error in errors:
+        assert "'rank_reducer:reducer' cannot be imported" in error["message"]
+
+
+def test_equal_arguments_start(results):
+    assert not list(results[0].glob("startup-nothing.*.error"))
+
+
+def test_values_that_are_equal_and_refused_meet_their_own_rule(results):
+    for error in processes.errors(results[0], "startup-nan", ranks=2):
+        assert "[E8] --loss-aggregation-divisor must be finite and > 0, got nan" in error["message"]
