@@ -5,6 +5,10 @@
 A warm start imitates right answers for a while (the same loss, advantage 1), then every rollout batch samples a
 group of responses per prompt, rewards the right ones and takes its optimizer steps. On a machine without a GPU it
 runs over gloo through cpu_megatron.py, on GPUs over NCCL without any patch.
+
+A run resumed with --load is the run that was not stopped, bit for bit, from a checkpoint at any step: prompts and draws
+follow from the seed and the first step of the rollout batch, and what is left of a batch that was open is read back from
+rollouts.jsonl, because the weights that sampled it are gone. Resume with the same flags and --run-dir.
 """
 
 import contextlib
@@ -91,8 +95,11 @@ class Example:
         """The training data: an endless iterator of this rank's micro-batches."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, after=args.iteration)
+            self.folder = RunFolder(
+                args.run_dir, train_iters=args.train_iters, after=args.iteration, sampled=_sampled_steps(args)
+            )
             self.folder.write_arguments(args)
+        torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         steps = self.recorded_steps(args) if args.rollouts else self.sampled_steps(args)
         return microbatches(steps, args), None, None
 
@@ -141,6 +148,8 @@ class Example:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
                 batches, self.task_metrics = [imitation(policy, step, args, generator)], {}
+            elif step == args.iteration < _sampled_steps(args):
+                batches = open_batch(step, args)
             else:
                 batches = self._rollout_batch(policy, step, args, generator)
             for samples in batches:
@@ -235,6 +244,32 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
             )
         )
     return samples
+
+
+def _steps_per_batch(args) -> int:
+    return args.prompts_per_rollout * args.group_size // args.global_batch_size
+
+
+def _sampled_steps(args) -> int:
+    """Optimizer steps that have samples when a run resumes: to the end of the rollout batch that is open, if one is."""
+    behind = max(args.iteration - args.warm_up_iters, 0) % _steps_per_batch(args)
+    return args.iteration + (_steps_per_batch(args) - behind if behind else 0)
+
+
+def open_batch(step: int, args) -> list[list[Sample]]:
+    """This rank's samples of the steps that are left of an open rollout batch, as they were sampled before the stop."""
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    path, count = Path(args.run_dir) / "rollouts.jsonl", args.global_batch_size // size
+    samples = read_rollouts(path)
+    left = [[s for s in samples if s.step == number] for number in range(step, _sampled_steps(args))]
+    for number, found in enumerate(left, start=step):
+        if len(found) != args.global_batch_size:
+            raise ValueError(
+                f"{path} holds {len(found)} of the {args.global_batch_size} samples of step {number}, whose rollout batch was open when "
+                f"the checkpoint was saved, so the run cannot go on as it was. Resume with the --run-dir and the flags of that run, or "
+                f"from a checkpoint between two batches (every {_steps_per_batch(args)} steps behind --warm-up-iters)."
+            )
+    return [found[rank * count : (rank + 1) * count] for found in left]
 
 
 def exact_match(policy: Policy, args) -> float:

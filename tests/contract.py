@@ -117,7 +117,23 @@ def check(cases: int, seed: int = 5) -> dict[str, object]:
             worst, error_of(cut, per_token=True, count=positions), error_of(cut, per_token=False, count=positions)
         )
         exact_by_luck = [a + b for a, b in zip(exact_by_luck, wrong_pairs(cut), strict=True)]
-    return {"release": megatron.core.__version__, "cases": 2 * cases, "worst": worst, "lucky": exact_by_luck}
+    return {
+        "release": megatron.core.__version__,
+        "cases": 2 * cases,
+        "worst": worst,
+        "lucky": exact_by_luck,
+        "seeded": seeded_errors(),
+    }
+
+
+def seeded_errors() -> list[float]:
+    """Errors of a step whose factors are wrong by one rank, and of one whose loss is NaN: none may pass."""
+    rng = random.Random(1)
+    bad = Cut.draw(rng)
+    weights = [torch.ones(SIZE, dtype=torch.float64)] * 2
+    wrong = Cut(data=1, context=1, microbatches=1, weights=weights, counts=[1, 1])  # two micro-batches, said to be one
+    bad.weights[0] = bad.weights[0] * float("nan")
+    return [error_of(cut, per_token=False, count=sum(cut.counts)) for cut in (wrong, bad)]
 
 
 if __name__ == "__main__":
