@@ -39,7 +39,7 @@ from run_folder import RunFolder, say
 from sampling import Policy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_pg import PackedBatch, Sample, cut_steps, pack, read_rollouts
+from megatron_pg import PackedBatch, RolloutFileError, Sample, cut_steps, pack, read_rollouts
 from megatron_pg.batch import check_boundaries
 from megatron_pg.collectives import all_gather_rows
 from megatron_pg.pretrain import StepLog, pretrain, step_record
@@ -260,7 +260,10 @@ def open_batch(step: int, args) -> list[list[Sample]]:
     """This rank's samples of the steps that are left of an open rollout batch, as they were sampled before the stop."""
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     path, count = Path(args.run_dir) / "rollouts.jsonl", args.global_batch_size // size
-    samples = read_rollouts(path)
+    try:
+        samples = read_rollouts(path)
+    except RolloutFileError:  # a header alone: nothing was sampled in this folder
+        samples = []
     left = [[s for s in samples if s.step == number] for number in range(step, _sampled_steps(args))]
     for number, found in enumerate(left, start=step):
         if len(found) != args.global_batch_size:
@@ -296,7 +299,7 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
         rollout_number = int(sample.rollout_id.split("-")[1])
-        row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward])
+        row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward], dtype=torch.float64)
         row[6 : 6 + n] = sample.tokens
         row[6 + width : 6 + width + r] = sample.old_logprobs
         row[-1] = sample.advantages[0]

@@ -89,3 +89,8 @@ def report(folder: Path, case: str, rank: int) -> dict:
 def errors(folder: Path, case: str, ranks: int) -> list[dict]:
     """Each rank's error: its message and the seconds until it was raised."""
     return [json.loads((folder / f"{case}.{rank}.error").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def records(path: Path) -> list[dict]:
+    """The lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
