@@ -92,7 +92,6 @@ def pack_parts(layout: Layout, parts: list[list]) -> list:
 
 
 def run_case(case: Case, out: Path) -> None:
-    rank_model.initialize(case.layout)
     model_parallel_cuda_manual_seed(1)
     reports = []
     step = PolicyGradientStep(rank_faults.settings(case.fault, settings(case.aggregation)), reports.append)
@@ -142,23 +141,26 @@ def save_error(path: Path, error: Exception, seconds: float) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    out = Path(sys.argv[1])
+    out, previous = Path(sys.argv[1]), None
     for name in sys.argv[2:]:
         started = time.monotonic()
-        path = out / f"{name}.{torch.distributed.get_rank()}.error"
-        is_startup = name.startswith("startup-")
-        fault = name if is_startup else Case.parse(name).fault
+        case = None if name.startswith("startup-") else Case.parse(name)
+        groups = None if case is None or case.fault else (case.layout.sizes, case.layout.virtual_stages)
+        if groups is None or groups != previous:  # Megatron's groups are never freed, and a fault gets its own
+            parallel_state.destroy_model_parallel()
+            if case is not None:
+                rank_model.initialize(case.layout)
+        previous = groups
         try:
-            if is_startup:
+            if case is None:
                 rank_faults.start_with(name.split("-", 1)[1], out)
             else:
-                run_case(Case.parse(name), out)
+                run_case(case, out)
         except Exception as error:
-            if not fault:
+            if case is not None and not case.fault:
                 raise
-            save_error(path, error, time.monotonic() - started)
+            save_error(out / f"{name}.{torch.distributed.get_rank()}.error", error, time.monotonic() - started)
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
