@@ -343,6 +343,11 @@ def check_example(args) -> None:
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
             f"over {size} data-parallel ranks and steps of --global-batch-size {args.global_batch_size}. Choose multiples."
         )
+    if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
+        raise ValueError(
+            f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "
+            "--run-dir."
+        )
 
 
 @contextlib.contextmanager

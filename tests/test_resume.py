@@ -137,8 +137,8 @@ def resumes_exactly(source: Path, run: Path, step: int) -> int:
     return assert_same(resumed(rewound(source, run, step)), source)
 
 
-@pytest.mark.proof("Resume: an open rollout batch that cannot be read back is a named error")
-def test_an_open_batch_that_cannot_be_read_back_is_a_named_error(runs, tmp_path, full, evidence):
+@pytest.mark.proof("Resume: rollout files that would be missed or overwritten are named errors")
+def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(runs, tmp_path, full, evidence):
     if not full:
         pytest.skip("further resumed runs belong to `make prove`")
     run = rewound(runs[0], tmp_path / "run", STOP)
@@ -146,4 +146,10 @@ def test_an_open_batch_that_cannot_be_read_back_is_a_named_error(runs, tmp_path,
     done = launch(run, "--load", str(run / "saved"))
     assert done.returncode != 0
     assert f"rollouts.jsonl holds 0 of the 16 samples of step {STOP}, whose rollout batch was open" in done.stderr
-    evidence(cases=1)
+    run = rewound(runs[0], tmp_path / "again", STOP)
+    before = (run / "rollouts.jsonl").read_bytes()
+    done = launch(run, "--rollouts", str(run / "rollouts.jsonl"))
+    assert done.returncode != 0
+    assert "is the file that this run would write anew" in done.stderr
+    assert (run / "rollouts.jsonl").read_bytes() == before
+    evidence(cases=2)
