@@ -64,8 +64,9 @@ def _continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
     scratch, kept = path.with_suffix(".part"), []
     if sampled and path.exists():
         whole, end, _ = path.read_bytes().rpartition(b"\n")  # a last line without its end was cut by a kill
-        scratch.write_bytes(whole + end)
-        kept = [sample for sample in read_rollouts(scratch) if sample.step < sampled]
+        if b"\n" in whole:  # more than the header
+            scratch.write_bytes(whole + end)
+            kept = [sample for sample in read_rollouts(scratch) if sample.step < sampled]
     writer = RolloutWriter(scratch)
     writer.write(kept)
     os.replace(scratch, path)  # never half a file

@@ -269,7 +269,7 @@ def open_batch(step: int, args) -> list[list[Sample]]:
         if len(found) != args.global_batch_size:
             raise ValueError(
                 f"{path} holds {len(found)} of the {args.global_batch_size} samples of step {number}, whose rollout batch was open when "
-                f"the checkpoint was saved, so the run cannot go on as it was. Resume with the --run-dir and the flags of that run, or "
+                "the checkpoint was saved, so the run cannot go on as it was. Resume with the --run-dir and the flags of that run, or "
                 f"from a checkpoint between two batches (every {_steps_per_batch(args)} steps behind --warm-up-iters)."
             )
     return [found[rank * count : (rank + 1) * count] for found in left]
