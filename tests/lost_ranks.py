@@ -32,7 +32,7 @@ from megatron_pg.reporting import MetricsFile
 TIMEOUT = 8.0  # seconds that a silent rank is waited for: --distributed-timeout-minutes of a real job
 GIVE_UP = 60.0
 LOST_STEP, STEPS = 2, 4  # the fault is in the second step
-BESIDE = 6  # cases at a time
+BESIDE = 4  # cases at a time
 
 
 def lose(kind: str) -> None:

@@ -106,7 +106,7 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=layout.virtual_stages if virtual else None,
         context_parallel_size=layout.sizes["cp"],
         sequence_parallel=layout.sequence_parallel,
-        overlap_p2p_comm=virtual,  # with batched transfers gloo would silently mix up the virtual stages' tensors
+        overlap_p2p_comm=virtual,  # batched transfers over gloo give virtual stages wrong gradients
         batch_p2p_comm=not virtual,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
