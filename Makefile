@@ -2,10 +2,13 @@
 #   PYTHON       interpreter that .venv is made of
 #   CONSTRAINTS  pins; empty on a machine whose torch must stay as it is
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
+# `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
-PIP_ARGS ?=
+PIP_RELEASES ?= 0.16.1 0.17.1 0.18.2 0.19.2
+ARGS ?=
 MEGATRON_CORE ?= 0.17.1
+RELEASES ?= 0.16.1 0.17.1 0.18.2 0.19.2
 ARGS ?=
 
 BIN := .venv/bin
@@ -19,7 +22,7 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest -q $(ARGS)
 
-prove: .venv/ready
+prove: .venv/ready $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
 	$(BIN)/python -m pytest -q -m proof --tier full --proof-page docs/proof.md $(ARGS)
 
 lint: .venv/ready
@@ -41,6 +44,10 @@ fix: .venv/ready
 	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
 	$(PIP) --no-deps --ignore-requires-python megatron-core==$(MEGATRON_CORE)
 	@touch $@
+
+# Releases beside the installed one: each in a folder of its own, which comes first on PYTHONPATH.
+.venv/megatron-core-%: | .venv/ready
+	$(PIP) --no-deps --ignore-requires-python --target $@ megatron-core==$*
 
 docs: .venv/ready
 	$(BIN)/python -m megatron_pg.metrics docs/metrics.md

@@ -2,22 +2,30 @@
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
 
-from megatron_pg import RolloutWriter
+from megatron_pg import RolloutWriter, read_rollouts
 from megatron_pg.reporting import MetricsFile
 
 
 class RunFolder:
-    """The run's files, written by one rank. Every line is flushed: a run that dies leaves what it knew."""
+    """The run's files, written by one rank. Every line is flushed: a run that dies leaves what it knew.
 
-    def __init__(self, path: str, *, train_iters: int, after: int = 0):
+    Args:
+        path: the folder.
+        train_iters: for the progress line.
+        after: optimizer steps that a resumed run has done; its files go on behind them. 0 starts anew.
+        sampled: optimizer steps that the run had samples for then: those of an open rollout batch are kept.
+    """
+
+    def __init__(self, path: str, *, train_iters: int, after: int = 0, sampled: int = 0):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(self.path / "metrics.jsonl", after=after)
-        self.rollouts = RolloutWriter(self.path / (f"rollouts-from-{after}.jsonl" if after else "rollouts.jsonl"))
+        self.rollouts = _continue_rollouts(self.path / "rollouts.jsonl", sampled)
         self._train_iters = train_iters
         self._first: tuple[int, float] | None = None
         self._exact_match: float | None = None  # the last one: it is not measured at every step
@@ -49,6 +57,20 @@ class RunFolder:
         self.metrics.close()
         self.rollouts.close()
         draw(self.path)
+
+
+def _continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
+    """A writer of `path` behind the samples of the first `sampled` steps; later ones will be sampled again."""
+    scratch, kept = path.with_suffix(".part"), []
+    if sampled and path.exists():
+        whole, end, _ = path.read_bytes().rpartition(b"\n")  # a last line without its end was cut by a kill
+        if b"\n" in whole:  # more than the header
+            scratch.write_bytes(whole + end)
+            kept = [sample for sample in read_rollouts(scratch) if sample.step < sampled]
+    writer = RolloutWriter(scratch)
+    writer.write(kept)
+    os.replace(scratch, path)  # never half a file
+    return writer
 
 
 _SHOWN = {

@@ -5,6 +5,10 @@
 A warm start imitates right answers for a while (the same loss, advantage 1), then every rollout batch samples a
 group of responses per prompt, rewards the right ones and takes its optimizer steps. On a machine without a GPU it
 runs over gloo through cpu_megatron.py, on GPUs over NCCL without any patch.
+
+A run resumed with --load is the run that was not stopped, bit for bit, from a checkpoint at any step: prompts and draws
+follow from the seed and the first step of the rollout batch, and what is left of a batch that was open is read back from
+rollouts.jsonl, because the weights that sampled it are gone. Resume with the same flags and --run-dir.
 """
 
 import contextlib
@@ -35,7 +39,7 @@ from run_folder import RunFolder, say
 from sampling import Policy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_pg import PackedBatch, Sample, cut_steps, pack, read_rollouts
+from megatron_pg import PackedBatch, RolloutFileError, Sample, cut_steps, pack, read_rollouts
 from megatron_pg.batch import check_boundaries
 from megatron_pg.collectives import all_gather_rows
 from megatron_pg.pretrain import StepLog, pretrain, step_record
@@ -91,8 +95,11 @@ class Example:
         """The training data: an endless iterator of this rank's micro-batches."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, after=args.iteration)
+            self.folder = RunFolder(
+                args.run_dir, train_iters=args.train_iters, after=args.iteration, sampled=_sampled_steps(args)
+            )
             self.folder.write_arguments(args)
+        torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         steps = self.recorded_steps(args) if args.rollouts else self.sampled_steps(args)
         return microbatches(steps, args), None, None
 
@@ -141,6 +148,8 @@ class Example:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
                 batches, self.task_metrics = [imitation(policy, step, args, generator)], {}
+            elif step == args.iteration < _sampled_steps(args):
+                batches = open_batch(step, args)
             else:
                 batches = self._rollout_batch(policy, step, args, generator)
             for samples in batches:
@@ -237,6 +246,35 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     return samples
 
 
+def _steps_per_batch(args) -> int:
+    return args.prompts_per_rollout * args.group_size // args.global_batch_size
+
+
+def _sampled_steps(args) -> int:
+    """Optimizer steps that have samples when a run resumes: to the end of the rollout batch that is open, if one is."""
+    behind = max(args.iteration - args.warm_up_iters, 0) % _steps_per_batch(args)
+    return args.iteration + (_steps_per_batch(args) - behind if behind else 0)
+
+
+def open_batch(step: int, args) -> list[list[Sample]]:
+    """This rank's samples of the steps that are left of an open rollout batch, as they were sampled before the stop."""
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    path, count = Path(args.run_dir) / "rollouts.jsonl", args.global_batch_size // size
+    try:
+        samples = read_rollouts(path)
+    except RolloutFileError:  # a header alone: nothing was sampled in this folder
+        samples = []
+    left = [[s for s in samples if s.step == number] for number in range(step, _sampled_steps(args))]
+    for number, found in enumerate(left, start=step):
+        if len(found) != args.global_batch_size:
+            raise ValueError(
+                f"{path} holds {len(found)} of the {args.global_batch_size} samples of step {number}, whose rollout batch was open when "
+                "the checkpoint was saved, so the run cannot go on as it was. Resume with the --run-dir and the flags of that run, or "
+                f"from a checkpoint between two batches (every {_steps_per_batch(args)} steps behind --warm-up-iters)."
+            )
+    return [found[rank * count : (rank + 1) * count] for found in left]
+
+
 def exact_match(policy: Policy, args) -> float:
     """Share of held-out prompts that a sampled response answers right; the same prompts and draws every time."""
     count = args.exact_match_prompts // mpu.get_data_parallel_world_size()
@@ -261,7 +299,7 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
         rollout_number = int(sample.rollout_id.split("-")[1])
-        row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward])
+        row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward], dtype=torch.float64)
         row[6 : 6 + n] = sample.tokens
         row[6 + width : 6 + width + r] = sample.old_logprobs
         row[-1] = sample.advantages[0]
@@ -304,6 +342,11 @@ def check_example(args) -> None:
         raise ValueError(
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
             f"over {size} data-parallel ranks and steps of --global-batch-size {args.global_batch_size}. Choose multiples."
+        )
+    if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
+        raise ValueError(
+            f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "
+            "--run-dir."
         )
 
 

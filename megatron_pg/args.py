@@ -7,6 +7,7 @@ flag into DDP. It reports every violation at once; only `reconcile` changes an a
 
 import argparse
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -131,8 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pg-kernel",
         choices=KERNELS,
-        default="torch",
-        help="Implementation of log-probabilities and loss. triton is not there yet; torch runs everywhere.",
+        help="Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere; none falls back.",
     )
     return parser
 
@@ -180,12 +180,14 @@ def reconcile(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def disagreement(per_rank: list[dict[str, object]]) -> str | None:
-    """The first argument on which the ranks differ, as the message of rule E23; None when they agree."""
+def disagreement(per_rank: list[dict[str, str | None]]) -> str | None:
+    """The first name on which the ranks' texts differ, as the message of rule E23; None when they agree."""
     for name in sorted(set().union(*per_rank)):
         for rank, values in enumerate(per_rank[1:], start=1):
             if values.get(name) != per_rank[0].get(name):
-                return f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)!r}, rank {rank} has {values.get(name)!r}"
+                return (
+                    f"ranks disagree on {name}: rank 0 has {per_rank[0].get(name)}, rank {rank} has {values.get(name)}"
+                )
     return None
 
 
@@ -337,13 +339,8 @@ def _choice_rules(facts: _Facts):
     args = facts.args
     if args.pg_metrics not in METRIC_LEVELS:
         yield "E25", f"--pg-metrics {args.pg_metrics!r} is not one of {', '.join(METRIC_LEVELS)}"
-    if args.pg_kernel not in KERNELS:
+    if args.pg_kernel is not None and args.pg_kernel not in KERNELS:
         yield "E25", f"--pg-kernel {args.pg_kernel!r} is not one of {', '.join(KERNELS)}"
-    elif args.pg_kernel == "triton":
-        yield (
-            "E26",
-            "--pg-kernel triton is not there yet, and nothing falls back in silence; use --pg-kernel torch",
-        )
 
 
 def _megatron_rules(facts: _Facts):
@@ -443,6 +440,18 @@ def snapshot(args: argparse.Namespace) -> dict[str, object]:
     """The arguments that decide the loss, by name: what is compared between calls and between ranks."""
     names = (*own_arguments(), "calculate_per_token_loss")
     return {name: vars(args).get(name, False) for name in names}
+
+
+def rank_snapshot(args: argparse.Namespace) -> dict[str, str]:
+    """Every argument that a rule reads, by name, as text, before validation: what must agree between the ranks."""
+    names = (*own_arguments(), *MEGATRON_ARGUMENTS)
+    return {name: _as_text(vars(args)[name]) for name in names if name in vars(args)}
+
+
+def _as_text(value: object) -> str:
+    """The value as it is written; of a long one the begin and a hash, because the message that carries it has a size."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:40]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _late_changes(args: argparse.Namespace) -> list[tuple[str, str]]:

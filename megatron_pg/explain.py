@@ -32,7 +32,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ),
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
-        ("kernel", f"{args.pg_kernel}  (--pg-kernel)"),
+        ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
         ("metrics", f"{args.pg_metrics}, means over documents whatever the aggregation  (--pg-metrics)"),
     ]
 

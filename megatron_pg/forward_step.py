@@ -41,6 +41,10 @@ class ContractError(ValueError):
     """Megatron's settings or counts are not what the plan relies on."""
 
 
+class LostPeerError(RuntimeError):
+    """Another rank was killed, failed or hangs, so a collective or transfer of the step broke off on this one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one step's forward-backward found, equal on every rank."""
@@ -67,6 +71,7 @@ class PolicyGradientStep:
         self._local: LocalBatch | None = None  # of the forward in progress
         self._results: list[tuple[LocalBatch, Tensor, Tensor]] = []  # batch, metrics, non-finite tokens of each forward
         self._counts_positions = False  # mixture of experts: the router counts positions
+        self._calls = 0  # of forward_backward, for messages
 
     # --- the model ---
 
@@ -80,7 +85,8 @@ class PolicyGradientStep:
                 return language_model_loss(labels, logits)
             tp_group = parallel_state.get_tensor_model_parallel_group()
             rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
-            return microbatch_loss(rows, self._local, self.settings, tp_group if tp_group.size() > 1 else None)
+            group = tp_group if tp_group.size() > 1 else None
+            return microbatch_loss(rows, self._local, self.settings, group, upstream=self._contract.upstream)
 
         model.compute_language_model_loss = compute_language_model_loss
         return model
@@ -136,7 +142,13 @@ class PolicyGradientStep:
 
         Raises:
             StepPlanError, ContractError, NonFiniteLossError: on every rank.
+            LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
+        self._calls += 1
+        with _lost_peer_named(self._calls):
+            return self._run(forward_backward_func, arguments)
+
+    def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
@@ -297,6 +309,27 @@ class PolicyGradientStep:
             f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
             "so the step means nothing and the optimizer has not moved. Look at that sample's logits and log-probabilities."
         )
+
+
+@contextmanager
+def _lost_peer_named(call: int) -> Iterator[None]:
+    """Give the backend's error about a closed connection or a timeout a name and a way on."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not (isinstance(error, torch.distributed.DistError) or "gloo" in text):
+            raise
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        raise LostPeerError(
+            f"rank {rank} of {size} lost another rank in its step {call}, which therefore cannot finish; the optimizer has not moved. "
+            "Another rank was killed, failed with an error of its own, or hangs: see the end of its log. Resume from the last "
+            f"checkpoint; --distributed-timeout-minutes sets how long a silent rank is waited for. ({_first_line(text)})"
+        ) from error
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:300]
 
 
 def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:

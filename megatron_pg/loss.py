@@ -11,6 +11,7 @@ config that wrapped the model. The other two combinations of tuple and flag are 
 flag off is divided by a *local* count, a 2-tuple with the flag on is never divided.
 """
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class LossSettings:
             clip_eps_low=args.pg_clip_eps_low,
             clip_eps_high=args.pg_clip_eps_high,
             temperature=args.pg_temperature,
-            kernel=args.pg_kernel,
+            kernel=_available_kernel(args.pg_kernel),
             metrics=Reduction(args.pg_metrics),
         )
 
@@ -60,6 +61,17 @@ class LossSettings:
     def plan_aggregation(self) -> str:
         """The aggregation that the step is planned with: a custom reducer needs only N_r and T."""
         return self.aggregation if self.reducer is None else "token_mean" if self.per_token else "sample_mean"
+
+
+def _available_kernel(asked: str | None) -> str:
+    if asked is None:
+        return "triton" if torch.cuda.is_available() else "torch"
+    if asked == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "--pg-kernel triton cannot run here: no CUDA device is visible (TRITON_INTERPRET=1 runs it on a CPU, to test). Use "
+            "--pg-kernel torch or leave the flag out"
+        )
+    return asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +83,11 @@ class Contract:
     data_parallel_size: int  # D
     context_parallel_size: int  # C
     count: int  # Q, the sum of the counts that the per-token contract returns
+
+    @property
+    def upstream(self) -> float:
+        """The gradient that the schedule's backward brings to S, but for the loss scale of float16."""
+        return float(self.count if self.per_token else self.data_parallel_size * self.context_parallel_size)
 
     def outputs(self, total: Tensor, local_count: int) -> tuple:
         """Megatron's tuple from S = `total` (0-d, differentiable) and this rank's count.
@@ -130,15 +147,21 @@ def response_weights(
 
 
 def microbatch_loss(
-    logits: Tensor, local: LocalBatch, settings: LossSettings, tp_group: ProcessGroup | None
+    logits: Tensor,
+    local: LocalBatch,
+    settings: LossSettings,
+    tp_group: ProcessGroup | None,
+    *,
+    upstream: float = 1.0,
 ) -> MicrobatchLoss:
     """Loss and diagnostics of one micro-batch on this rank; no host sync.
 
     Args:
-        logits: [T, V / tp].
+        logits: [T, V / tp]. The Triton kernels write the gradient over them.
         local: this rank's slice of the micro-batch.
         settings: the loss settings.
         tp_group: tensor-parallel group.
+        upstream: the contract's, so that the gradient is made in its final scale.
     """
     out = grpo_loss(
         logits,
@@ -151,7 +174,9 @@ def microbatch_loss(
         clip_eps_high=settings.clip_eps_high,
         temperature=settings.temperature,
         tp_group=tp_group,
+        grad_scale=upstream,
         entropy=settings.metrics.needs_entropy,
+        inplace=settings.kernel == "triton" and logits.requires_grad and not logits.is_leaf,
         impl=settings.kernel,
     )
     with torch.no_grad():

@@ -21,7 +21,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_pg.args import ArgumentError, add_arguments, disagreement, snapshot, validate_args
+from megatron_pg.args import ArgumentError, add_arguments, disagreement, rank_snapshot, validate_args
 from megatron_pg.collectives import all_gather_rows, decode, encode
 from megatron_pg.explain import banner
 from megatron_pg.forward_step import PolicyGradientStep, StepReport
@@ -217,6 +217,7 @@ def _start(
     metrics_file: str | Path | None,
 ) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, and say what is in force."""
+    given = rank_snapshot(args)  # before validation, which reconciles arguments
     error, settings = None, None
     try:
         settings = LossSettings.from_args(validate_args(args))
@@ -224,25 +225,31 @@ def _start(
             check_metrics_file(metrics_file)
     except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
-    _compare_ranks(args, settings, error)
+    _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
         say(banner(args))
     return PolicyGradientStep(settings, keep)
 
 
-def _compare_ranks(args: Namespace, settings: LossSettings | None, error: Exception | None) -> None:
-    """Raise on every rank when one has an error, or when two have different arguments (rule E23)."""
+def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:
+    """Raise on every rank when two have different arguments or reducers (rule E23), or when one has an error."""
+    source = source_of(settings.reducer)[1] if settings and settings.reducer else None
+    given_per_rank = _gather_texts(given)
     failed = all_gather_rows(encode("" if error is None else str(error) or repr(error), _ARGUMENT_BYTES))
+    sources = _gather_texts({"source of the custom reducer": source})
+    if message := disagreement(given_per_rank):
+        raise ArgumentError([("E23", message)]) from error
     if error is not None:
         raise error
     for rank, text in enumerate(failed):
         if message := decode(text):
             raise ArgumentError([("E23", f"rank {rank}: {message}")])
-    mine = snapshot(args)
-    mine["source of the custom reducer"] = source_of(settings.reducer)[1] if settings.reducer else None
-    per_rank = [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(mine), _ARGUMENT_BYTES))]
-    if message := disagreement(per_rank):
+    if message := disagreement(sources):
         raise ArgumentError([("E23", message)])
+
+
+def _gather_texts(mine: dict[str, str | None]) -> list[dict[str, str | None]]:
+    return [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(mine), _ARGUMENT_BYTES))]
 
 
 def _write(log: StepLog) -> None:

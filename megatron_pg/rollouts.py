@@ -158,24 +158,27 @@ def read_rollouts(path: str | Path) -> list[Sample]:
 
 
 class RolloutWriter:
-    """Writes samples to a rollout file, one line each, flushed after every batch of samples."""
+    """Writes samples to a rollout file, one line each and without a buffer.
+
+    A process that is killed leaves whole lines; the kernel may cut the very last one, which then has no line end.
+    """
 
     def __init__(self, path: str | Path):
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, closed by close()
-        self._line({"format": FORMAT, "version": VERSION})
+        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115, closed by close()
+        self._lines([{"format": FORMAT, "version": VERSION}])
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Append samples; `step`, `prompt_id`, `rollout_id` and `reward` must be set, because the format needs them."""
-        for sample in samples:
-            self._line(_record(sample))
-        self._file.flush()
+        """Append samples, all or none; `step`, `prompt_id`, `rollout_id` and `reward` must be set: the format needs them."""
+        self._lines([_record(sample) for sample in samples])
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _line(self, record: dict[str, object]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+    def _lines(self, records: Sequence[dict[str, object]]) -> None:
+        for line in [json.dumps(record, allow_nan=False).encode() + b"\n" for record in records]:
+            while line:
+                line = line[self._file.write(line) :]  # a full disk or a signal may cut one write short
 
 
 def _records(path: Path, shown: str) -> Iterator[tuple[int, dict]]:
@@ -205,9 +208,10 @@ def _parse(line: bytes, where: str) -> dict:
             f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise RolloutFileError(
-            f"{where}: is not one JSON object per line ({error}); was the file cut short?"
-        ) from error
+        why = "was the file cut short?"
+        if not line.endswith(b"\n"):
+            why += " The line has no end: if its writer was killed, delete it."
+        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}); {why}") from error
     if not isinstance(record, dict):
         raise RolloutFileError(f"{where}: is a JSON {type(record).__name__}, not an object. Write one object per line.")
     return record

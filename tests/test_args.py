@@ -416,7 +416,6 @@ BROKEN = [
     row("E25", "metrics false", {"pg_metrics": False}, "--pg-metrics False is not one of none, basic, with_entropy"),
     row("E25", "kernel", {"pg_kernel": "cuda"}, "--pg-kernel 'cuda' is not one of triton, torch"),
     row("E25", "kernel list", {"pg_kernel": ["torch"]}, "--pg-kernel ['torch'] is not one of triton, torch"),
-    row("E26", "triton", {"pg_kernel": "triton"}, "--pg-kernel triton is not there yet", "use --pg-kernel torch"),
     row(
         "E27",
         "overlap",
@@ -484,7 +483,7 @@ NEAR_MISSES = [
     row("E24", "clip-higher", {"pg_clip_eps_low": 0.0, "pg_clip_eps_high": 10.0, "pg_temperature": 1e-3}),
     row("E25", "no metrics", {"pg_metrics": "none"}),
     row("E25", "all metrics", {"pg_metrics": "with_entropy"}),
-    row("E26", "torch", {"pg_kernel": "torch"}),
+    row("E25", "triton", {"pg_kernel": "triton"}),
     row("E27", "off", {"overlap_moe_expert_parallel_comm": False}),
     row("E29", "external", {"dataloader_type": "external"}),
     row("E30", "nothing to skip", {"iterations_to_skip": []}),
@@ -627,7 +626,7 @@ def test_every_violation_arrives_at_once():
         overlap_moe_expert_parallel_comm=True,
         gtp_weight_remat_size=4,
     )
-    expected = "E4 E7 E10 E12 E13 E24 E24 E25 E26 E19 E19 E20 E27 E28"
+    expected = "E4 E7 E10 E12 E13 E24 E24 E25 E19 E19 E20 E27 E28"
     assert sorted(rule for rule, _ in refused(args)) == sorted(expected.split())
 
 
@@ -918,7 +917,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_clip_eps_high": 0.2,
         "pg_temperature": 1.0,
         "pg_metrics": "basic",
-        "pg_kernel": "torch",
+        "pg_kernel": None,
     }
 
 

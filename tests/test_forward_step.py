@@ -1,30 +1,65 @@
 """The whole step through Megatron's schedules, DDP and finalize, on real ranks over gloo."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import argparse
+from itertools import product
 
-import numpy as np
+import processes
 import pytest
-import torch
-from compare import gradient_error_by_name, metrics_error
+from processes import gradients, report, worst_difference
 
-HERE = Path(__file__).parent
+from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
+
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
-LAYOUTS = {
-    "dp2": MODES,
-    "tp2": ["constant", "token_mean"],
-    "pp2": ["prompt_mean", "token_mean"],
-    "cp2": MODES,  # padded rows
-    "cp2t": ["sample_mean", "token_mean"],  # packed rows
-    "dp2t": ["constant"],
-}
+LIMIT = 2e-6
+# t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
+# optimizer, overlap: overlapped gradient reduction, uneven: all samples on one data-parallel rank.
+FAST = [
+    *(f"{layout}-{mode}" for layout in ("dp2", "cp2") for mode in MODES),
+    *("tp2-constant", "tp2-token_mean", "tp2s-sample_mean", "tp2s-token_mean-tied"),
+    *("pp2-prompt_mean", "pp2-token_mean", "pp2v-sample_mean-tied", "pp2v-token_mean"),
+    *("cp2t-sample_mean", "cp2t-token_mean", "dp2t-constant"),
+    *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
+]
+OPTIONS = ["", "-tied", "-dist", "-overlap", "-tied-dist-overlap"]
+TWO = ["dp2", "dp2t", "tp2", "tp2s", "tp2t", "pp2", "pp2v", "cp2", "cp2t"]
+FOUR = [
+    "dp4",
+    "tp4s",
+    "pp4",
+    "cp4",
+    "dp2cp2",
+    "dp2cp2t",
+    "tp2pp2",
+    "tp2pp2sv",
+    "dp2tp2s",
+    "dp2pp2v",
+    "tp2cp2",
+    "pp2cp2",
+]
+FULL = [*("-".join(parts) + option for parts in product(TWO, MODES) for option in OPTIONS), "dp2-token_mean-uneven"]
+FULL_4 = ["-".join(parts) + option for parts in product(FOUR, MODES) for option in ("", "-tied-dist-overlap")]
+REFERENCES = [f"dp1-{mode}{tied}" for mode in MODES for tied in ("", "-tied")]
+EVALUATION = "dp2-constant-evaluate"
+STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
+    *(
+        "loss_aggregation",
+        "loss_aggregation_divisor",
+        "custom_pg_loss_reducer_function_path",
+        "calculate_per_token_loss",
+    ),
+    *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel"),
+    *("context_parallel_size", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "dataloader_type"),
+    *("ddp_average_in_collective", "fp16", "gtp_weight_remat_size", "hybrid_context_parallel", "iterations_to_skip"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "overlap_moe_expert_parallel_comm"),
+    *("perform_rl_step", "sft", "tensor_model_parallel_size", "use_megatron_fsdp", "use_torch_fsdp2"),
+]
+# case: what every rank's message says, in order of the ranks (one text: the same on both)
 FAULTS = {
     "dp2-constant-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
     "pp2-token_mean-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
+    "pp2v-token_mean-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
     "tp2-constant-peers": "ContractError: step plan differs between ranks 0 and 1",
+    "cp2-sample_mean-peers": "ContractError: step plan differs between ranks 0 and 1",
     "dp2-constant-ended": "rank 1: the data ended after 1 of the 2 micro-batches of this step",
     "tp2-constant-ended": "the data ended after 1 of the 2 micro-batches of this step",
     "pp2-token_mean-raises": "RuntimeError: the sampler broke",
@@ -38,103 +73,144 @@ FAULTS = {
     "dp2-constant-unreduced": "config.finalize_model_grads_func is None",
     "pp2-token_mean-shape": "pipeline parallelism sends (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
+    "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs nan",
+    "dp2-token_mean-nanadvantage": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs -",
+    "tp2-constant-nanold": "ContractError: step plan differs between ranks 0 and 1",
+    "dp2-constant-buildold": "rank 1: old_logprobs of sample 1 is nan at response token 0",
+    "dp2-constant-buildadvantage": "rank 1: advantages of sample 1 is inf at response token 0",
+    "dp2-constant-positive": "rank 1: old_logprobs of sample 1 reach 0.7",
+    "dp2-constant-masklength": "rank 1: loss_mask of sample 1 has",
+    "dp2-constant-oldlength": "rank 1: old_logprobs of sample 1 has",
+    "pp2-constant-oldlength": "old_logprobs of sample",
+    "dp2-constant-fraction": "rank 1: loss_mask of sample 1 must be 0 or 1, got 0.5",
+    "dp2-prompt_mean-noprompt": "rank 1: sample 1 has no prompt_id",
+    "dp2-sample_mean-noids": "rank 0 has rollout_ids and rank 1 has none",
+    "dp2-sample_mean-duplicate": "rollout with the string-id hash",
+    "dp2-constant-more": "rank 0 has 2 micro-batches, rank 1 has 3",
+    "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
 }
-EVALUATION = "dp2-constant-evaluate"
-
-
-def launch(processes: int, out: Path, cases: list[str]) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(HERE), str(HERE.parent / "examples"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        ),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.Popen(
-        [*runner, str(HERE / "ranks.py"), str(out), *cases],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def cases(full):
+    return FULL if full else FAST
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, cases):
     """Folders of one launch of two ranks and one of a single rank, which run beside each other."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    cases = [f"{layout}-{mode}" for layout, modes in LAYOUTS.items() for mode in modes]
-    started = {
-        two: launch(2, two, [*cases, EVALUATION, *FAULTS]),
-        one: launch(1, one, [f"dp1-{mode}" for mode in MODES]),
+    startups = [f"startup-{name}" for name in [*STARTUP, "source", "nothing", "sourceless", "nan"]]
+    launches = [
+        processes.start(2, two, [*cases, EVALUATION, *FAULTS, *startups]),
+        processes.start(1, one, REFERENCES),
+    ]
+    with processes.finished(launches, timeout=400):
+        yield two, one
+
+
+def reference_of(case: str) -> str:
+    return f"dp1-{case.split('-')[1]}{'-tied' if 'tied' in case else ''}"
+
+
+def compare(folder, references, cases: list[str]) -> float:
+    """Worst gradient error of the cases; every case that misses the limit is named."""
+    worst = {
+        case: worst_difference(gradients(folder, case), gradients(references, reference_of(case))) for case in cases
     }
-    try:
-        for process in started.values():
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output[-4000:]
-    finally:
-        for process in started.values():
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    return two, one
+    assert {case: error for case, error in worst.items() if not error <= LIMIT} == {}
+    return max(worst.values())
 
 
-def gradients(folder: Path, case: str) -> dict[str, torch.Tensor]:
-    """Whole gradients by global name, from the ranks' parts."""
-    parts: dict[str, dict[int, np.ndarray]] = {}
-    for path in sorted(folder.glob(f"{case}.*.npz")):
-        for key, value in np.load(path).items():
-            name, axis, tp_rank = key.split("|")
-            parts.setdefault(f"{name}|{axis}", {})[int(tp_rank)] = value
-    whole = {}
-    for key, shards in parts.items():
-        name, axis = key.split("|")
-        pieces = [torch.from_numpy(shards[r]) for r in sorted(shards)]
-        whole[name] = pieces[0] if int(axis) < 0 else torch.cat(pieces, dim=int(axis))
-    return whole
-
-
-def read(folder: Path, case: str, rank: int) -> dict:
-    return json.loads((folder / f"{case}.{rank}.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(("layout", "mode"), [(layout, mode) for layout, modes in LAYOUTS.items() for mode in modes])
-def test_every_parameters_gradient_equals_that_of_one_process(results, layout, mode):
+@pytest.mark.proof("Real ranks: every parameter's gradient on 2 ranks equals one process")
+def test_every_parameters_gradient_equals_that_of_one_process(results, cases, evidence):
     two, one = results
-    expected, found = gradients(one, f"dp1-{mode}"), gradients(two, f"{layout}-{mode}")
-    assert any(gradient.any() for gradient in expected.values())
-    assert gradient_error_by_name(found, expected) <= 2e-6
+    evidence(cases=len(cases), worst=compare(two, one, cases))
 
 
-@pytest.mark.parametrize(("layout", "mode"), [(layout, mode) for layout, modes in LAYOUTS.items() for mode in modes])
-def test_every_rank_reports_the_metrics_of_one_process(results, layout, mode):
+@pytest.mark.proof("Real ranks: every parameter's gradient on 4 ranks equals one process")
+def test_gradients_on_four_ranks_equal_those_of_one_process(results, tmp_path, full, evidence):
+    if not full:
+        pytest.skip("four ranks are started by `make prove`")
+    with processes.finished([processes.start(4, tmp_path, FULL_4)], timeout=400):
+        evidence(cases=len(FULL_4), worst=compare(tmp_path, results[1], FULL_4))
+
+
+@pytest.mark.proof("Real ranks: every rank reports the metrics of one process")
+def test_every_rank_reports_the_metrics_of_one_process(results, cases, evidence):
     two, one = results
-    expected = read(one, f"dp1-{mode}", 0)
-    first = read(two, f"{layout}-{mode}", 0)
-    assert first["metrics"] == read(two, f"{layout}-{mode}", 1)["metrics"]
-    assert first["num_tokens"] == expected["num_tokens"]
-    assert metrics_error(first["metrics"], expected["metrics"]) <= 2e-5
+    for case in cases:
+        expected, first = report(one, reference_of(case), 0), report(two, case, 0)
+        assert first["metrics"] == report(two, case, 1)["metrics"], case
+        assert first["num_tokens"] == expected["num_tokens"], case
+        assert first["metrics"].keys() == expected["metrics"].keys(), case
+        for name, value in expected["metrics"].items():
+            assert first["metrics"][name] == pytest.approx(value, rel=2e-5, abs=2e-6), (case, name)
+    evidence(cases=len(cases))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_megatrons_own_average_of_the_report_is_the_objective(results, mode):
     two, _ = results
-    reported = [pair for rank in (0, 1) for pair in read(two, f"dp2-{mode}", rank)["reported"]]
+    reported = [pair for rank in (0, 1) for pair in report(two, f"dp2-{mode}", rank)["reported"]]
     value = sum(a for a, _ in reported) / sum(b for _, b in reported)
-    assert value == pytest.approx(read(two, f"dp2-{mode}", 0)["metrics"]["pg_loss"], rel=1e-5, abs=1e-7)
+    assert value == pytest.approx(report(two, f"dp2-{mode}", 0)["metrics"]["pg_loss"], rel=1e-5, abs=1e-7)
 
 
 def test_evaluation_reports_the_same_metrics_and_leaves_no_gradient(results):
     two, _ = results
-    assert read(two, EVALUATION, 0)["metrics"] == read(two, "dp2-constant", 0)["metrics"]
-    assert all(not g.any() for g in gradients(two, EVALUATION).values())
+    assert report(two, EVALUATION, 0)["metrics"] == report(two, "dp2-constant", 0)["metrics"]
+    assert all(not copy.any() for copies in gradients(two, EVALUATION).values() for copy in copies)
 
 
+def test_a_missing_or_nan_gradient_passes_no_comparison(results):
+    good = gradients(results[1], "dp1-constant")
+    name = next(iter(good))
+    assert worst_difference(good, good) == 0
+    assert worst_difference({k: v for k, v in good.items() if k != name}, good) == float("inf")
+    assert worst_difference(good | {name: [good[name][0] * float("nan")]}, good) == float("inf")
+    assert worst_difference(good, good | {name: [good[name][0] * float("nan")]}) == float("inf")
+    assert worst_difference(good | {name: [good[name][0] * 1.01]}, good) > LIMIT
+    assert worst_difference(good | {name: [good[name][0], good[name][0] + 1]}, good) > LIMIT
+
+
+@pytest.mark.proof("Faults: a mistake on one rank is a named error on every rank (worst: seconds until the last one)")
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_on_one_rank_is_a_named_error_on_every_rank(results, case):
-    two, _ = results
-    messages = [(two / f"{case}.{rank}.error").read_text(encoding="utf-8") for rank in (0, 1)]
-    for message in messages:
-        assert FAULTS[case] in message
+def test_a_fault_on_one_rank_is_a_named_error_on_every_rank(results, case, evidence):
+    errors = processes.errors(results[0], case, ranks=2)
+    for error in errors:
+        assert FAULTS[case] in error["message"]
+        assert error["seconds"] <= 30
+    evidence(cases=1, worst=max(error["seconds"] for error in errors))
+
+
+@pytest.mark.proof("Faults: an argument or a reducer's source that differs between ranks stops every rank at startup")
+@pytest.mark.parametrize("name", [*STARTUP, "source"])
+def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(results, name, evidence):
+    shown = "source of the custom reducer" if name == "source" else name
+    for error in processes.errors(results[0], f"startup-{name}", ranks=2):
+        assert f"[E23] ranks disagree on {shown}: rank 0 has " in error["message"]
+        assert ", rank 1 has " in error["message"]
+        assert error["seconds"] <= 30
+    evidence(cases=1)
+
+
+def test_every_argument_that_a_rule_reads_is_compared_between_the_ranks():
+    own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    assert set(STARTUP) == {*own, *MEGATRON_ARGUMENTS}
+
+
+def test_one_ranks_own_mistake_stops_every_rank_at_startup(results):
+    errors = processes.errors(results[0], "startup-sourceless", ranks=2)
+    assert "[E23] rank 1: " in errors[0]["message"]
+    for error in errors:
+        assert "'rank_reducer:reducer' cannot be imported" in error["message"]
+
+
+def test_equal_arguments_start(results):
+    assert not list(results[0].glob("startup-nothing.*.error"))
+
+
+def test_values_that_are_equal_and_refused_meet_their_own_rule(results):
+    for error in processes.errors(results[0], "startup-nan", ranks=2):
+        assert "[E8] --loss-aggregation-divisor must be finite and > 0, got nan" in error["message"]

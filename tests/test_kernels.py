@@ -136,7 +136,11 @@ def test_bfloat16_logits_are_computed_in_float32():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"impl": "triton"}, "impl='triton' is not there yet"),
+        ({"impl": "triton"}, "impl='triton' computes in float32 and would lose float64's digits"),
+        ({"vocab_size": 10}, "vocab_size=10 is not in 1 .. 9"),
+        ({"grad_scale": -1.0}, "grad_scale=-1.0 is not > 0"),
+        ({"logits": torch.zeros(9)}, "logits have shape (9,)"),
+        ({"targets": torch.zeros(6)}, "targets have shape (6,) and dtype torch.float32"),
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"inplace": True}, "inplace=True cannot be done"),
         ({"grad_divisor": 0.0}, "grad_divisor=0.0 is not > 0"),
@@ -149,3 +153,38 @@ def test_wrong_input_is_a_named_error(change, message):
     with pytest.raises(ValueError) as error:
         grpo_loss(**(example() | CLIP | {"impl": "torch"} | change))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("logits", "options", "message"),
+    [
+        (torch.zeros(9, 6).t(), {}, "logits have stride 6 along the vocabulary"),
+        (torch.zeros(6, 9, requires_grad=True), {"inplace": True}, "would overwrite a leaf tensor"),
+    ],
+)
+def test_what_the_kernels_cannot_read_is_a_named_error(logits, options, message):
+    with pytest.raises(ValueError) as error:
+        grpo_loss(**(example() | CLIP | {"impl": "triton", "logits": logits} | options))
+    assert message in str(error.value)
+
+
+def test_triton_without_a_gpu_is_refused_and_nothing_falls_back(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="impl='triton' cannot run on cpu"):
+        grpo_loss(**(example(dtype=torch.float32) | CLIP | {"impl": "triton"}))
+
+
+def test_padding_columns_take_no_probability_and_no_gradient():
+    fields = example(vocabulary=9)
+    fields["targets"] %= 7
+    narrow = fields | {"logits": fields["logits"].detach()[:, :7].clone().requires_grad_()}
+    with torch.no_grad():
+        fields["logits"][:, 7:] = 50.0
+    wide_out = grpo_loss(**fields, **CLIP, vocab_size=7, entropy=True, impl="torch")
+    narrow_out = grpo_loss(**narrow, **CLIP, entropy=True, impl="torch")
+    wide_out.loss.backward()
+    narrow_out.loss.backward()
+    assert torch.equal(wide_out.logprobs, narrow_out.logprobs)
+    assert wide_out.entropy.tolist() == pytest.approx(narrow_out.entropy.tolist(), abs=1e-15)
+    assert not fields["logits"].grad[:, 7:].any()
+    assert torch.allclose(fields["logits"].grad[:, :7], narrow["logits"].grad, rtol=0, atol=1e-16)

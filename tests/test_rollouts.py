@@ -183,6 +183,20 @@ def test_a_reward_that_json_cannot_hold_is_refused(tmp_path):
     writer.close()
 
 
+def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
+    path, samples = tmp_path / "r.jsonl", random_step(random.Random(3), poison=False, most_tokens=200)
+    writer = RolloutWriter(path)
+    writer.write(samples)
+    before = path.read_bytes()  # nothing waits in a buffer that a killed process would lose or tear
+    assert before.endswith(b"\n")
+    assert len(before.splitlines()) == 1 + len(samples)
+    object.__setattr__(samples[-1], "reward", None)
+    with pytest.raises(ValueError, match="has no reward"):
+        writer.write(samples)
+    writer.close()
+    assert path.read_bytes() == before
+
+
 def test_the_file_format_page_names_every_field():
     from pathlib import Path
 

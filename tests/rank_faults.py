@@ -1,0 +1,246 @@
+"""Mistakes seeded into one step on real ranks, mostly on rank 1 alone; `tests/ranks.py` asks for them by name."""
+
+import argparse
+import dataclasses
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rank_model import VOCABULARY, WIDTH
+from support import make_sample
+
+from megatron_pg.batch import pack
+from megatron_pg.loss import LossSettings
+from megatron_pg.rollouts import Sample
+
+
+def on_rank_1() -> bool:
+    return torch.distributed.get_rank() == 1
+
+
+def settings(fault: str, loss: LossSettings) -> LossSettings:
+    if fault == "reducer":
+        return dataclasses.replace(loss, reducer=breaking_reducer)
+    if fault == "flag":
+        return dataclasses.replace(loss, per_token=False)
+    return loss
+
+
+def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    """A user's reducer that fails on the data of one rank."""
+    if on_rank_1():
+        raise RuntimeError("my reducer broke")
+    return lambda x: sum((part * mask).sum() for part, mask in zip(x.split(response_lengths), loss_masks, strict=True))
+
+
+def change_model(fault: str, model: torch.nn.Module) -> None:
+    """NaN logits for one token id, on this rank only."""
+    if fault != "nan" or not on_rank_1():
+        return
+    original = model.output_layer.forward
+
+    def forward(*args, **kwargs):
+        logits, bias = original(*args, **kwargs)
+        return logits * torch.where(torch.arange(logits.shape[-1]) == 3, float("nan"), 1.0), bias
+
+    model.output_layer.forward = forward
+
+
+def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list]) -> Iterator:
+    """The step's micro-batches, with the fault in them; what fails to build fails inside the iterator."""
+    change = DATA_FAULTS.get(fault)
+    if change is not None and (on_rank_1() or fault in ON_EVERY_RANK):
+        parts = change(parts)
+    if fault == "positions":
+        long = make_sample(prompt_length=WIDTH - 1, mask=[1, 1], rng=random.Random(0), prompt_id=0, rollout_id="r")
+        yield from [pack([long], qkv_format="bshd", max_seq_len=WIDTH + 1, rows=1) for _ in range(2)]
+    elif fault == "dict" and on_rank_1():
+        yield {"tokens": [1, 2, 3]}
+    else:
+        yield from pack_all(parts)
+
+
+def arguments(fault: str, given: dict) -> dict:
+    if fault == "shape":
+        return given | {"seq_length": WIDTH + 8}
+    if fault == "more" and on_rank_1():
+        return given | {"num_microbatches": 3}
+    return given
+
+
+# --- data ---
+
+
+def trained(parts: list[list[Sample]]) -> Sample:
+    """The sample that a fault changes: the first with a trained token."""
+    return next(sample for part in parts for sample in part if sample.num_trained)
+
+
+def poison(field: str, parts: list[list[Sample]]) -> list[list[Sample]]:
+    """NaN at a trained token of a sample that has passed its own checks."""
+    sample = trained(parts)
+    values = getattr(sample, field).clone()
+    values[int(sample.loss_mask.nonzero()[0])] = float("nan")
+    object.__setattr__(sample, field, values)
+    return parts
+
+
+def rebuilt(parts: list[list[Sample]], **changes: object) -> list[list[Sample]]:
+    """The changed sample, built as a user builds it."""
+    sample = trained(parts)
+    fields = {
+        "tokens": sample.tokens.tolist(),
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask.int().tolist(),
+        "old_logprobs": [-1.0] * sample.response_length,
+        "advantage": 1.0,
+        "rollout_id": sample.rollout_id,
+        "prompt_id": sample.prompt_id,
+        "sample_id": sample.sample_id,
+    }
+    new = Sample.build(**fields | {name: change(fields[name]) for name, change in changes.items()})
+    return [[new if sample is old else old for old in part] for part in parts]
+
+
+def change_all(parts: list[list[Sample]], **fields: object) -> list[list[Sample]]:
+    for part in parts:
+        for sample in part:
+            for name, value in fields.items():
+                object.__setattr__(sample, name, value)
+    return parts
+
+
+def change_one(parts: list[list[Sample]], **fields: object) -> list[list[Sample]]:
+    change_all([[trained(parts)]], **fields)
+    return parts
+
+
+def scale_advantages(parts: list[list[Sample]]) -> list[list[Sample]]:
+    for part in parts:
+        for sample in part:
+            sample.advantages.mul_(-3.0)
+    return parts
+
+
+def mask_everything(parts: list[list[Sample]]) -> list[list[Sample]]:
+    for part in parts:
+        for sample in part:
+            sample.loss_mask.zero_()
+    return parts
+
+
+def unknown_token(parts: list[list[Sample]]) -> list[list[Sample]]:
+    parts[0][0].tokens[-1] = VOCABULARY
+    return parts
+
+
+def break_sampler(parts: list[list[Sample]]) -> list[list[Sample]]:
+    raise RuntimeError("the sampler broke")
+
+
+ON_EVERY_RANK = ("masked", "vocabulary")
+DATA_FAULTS = {
+    "peers": lambda parts: [parts[0][1:], parts[1]],
+    "ended": lambda parts: parts[:1],
+    "more": lambda parts: [*parts, []],
+    "raises": break_sampler,
+    "advantages": scale_advantages,
+    "vocabulary": unknown_token,
+    "masked": mask_everything,
+    "nanold": lambda parts: poison("old_logprobs", parts),
+    "nanadvantage": lambda parts: poison("advantages", parts),
+    "buildold": lambda parts: rebuilt(parts, old_logprobs=lambda values: [float("nan")] * len(values)),
+    "buildadvantage": lambda parts: rebuilt(parts, advantage=lambda value: float("inf")),
+    "positive": lambda parts: rebuilt(parts, old_logprobs=lambda values: [0.7] * len(values)),
+    "masklength": lambda parts: rebuilt(parts, loss_mask=lambda values: [*values, 1]),
+    "oldlength": lambda parts: rebuilt(parts, old_logprobs=lambda values: [*values, -1.0]),
+    "fraction": lambda parts: rebuilt(parts, loss_mask=lambda values: [0.5] * len(values)),
+    "noprompt": lambda parts: change_one(parts, prompt_id=None),
+    "noids": lambda parts: change_all(parts, rollout_id=None),
+    "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
+}
+
+
+# --- startup ---
+
+REDUCER = """\
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    return lambda x: sum((p * m).sum() for p, m in zip(x.split(response_lengths), loss_masks, strict=True))
+"""
+OWN = {
+    "loss_aggregation": ("sample_mean", "prompt_mean"),
+    "loss_aggregation_divisor": (8.0, 16.0),
+    "custom_pg_loss_reducer_function_path": (None, "rank_reducer:reducer"),
+    "pg_clip_eps_low": (0.2, 0.3),
+    "pg_clip_eps_high": (0.28, 0.3),
+    "pg_temperature": (1.0, 0.9),
+    "pg_metrics": ("basic", "with_entropy"),
+    "pg_kernel": ("torch", "triton"),
+    "calculate_per_token_loss": (False, True),
+}
+
+
+def start_with(name: str, out: Path) -> None:
+    """What `pretrain` does before the model is built, with an argument (or the reducer's source) that rank 1 has otherwise."""
+    from megatron_pg.args import add_arguments
+    from megatron_pg.pretrain import _start
+
+    own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    args = argparse.Namespace(**own, **MEGATRON)
+    _change(args, name)
+    rank = torch.distributed.get_rank()
+    folder = out / f"{name}-{rank}"
+    folder.mkdir()
+    if not (name == "sourceless" and rank == 1):
+        note = f"# {rank}\n" if name == "source" else ""
+        (folder / "rank_reducer.py").write_text(REDUCER + note, encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    sys.modules.pop("rank_reducer", None)
+    importlib.invalidate_caches()
+    try:
+        _start(args, lambda report: None, lambda text: None, None)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _change(args: argparse.Namespace, name: str) -> None:
+    if name == "nan":  # refused by rule E8 on every rank, and equal
+        args.loss_aggregation, args.loss_aggregation_divisor = "constant", float("nan")
+    if name in ("source", "sourceless"):
+        args.custom_pg_loss_reducer_function_path = "rank_reducer:reducer"
+    if name == "loss_aggregation_divisor":
+        args.loss_aggregation = "constant"
+    if name in STARTUP:
+        setattr(args, name, STARTUP[name][on_rank_1()])
+
+
+# Values that Megatron's own validation leaves, and another value that the rules accept where there is one.
+MEGATRON_VALUES = {
+    "context_parallel_size": (1, 2),
+    "cuda_graph_impl": ("none", "local"),
+    "cuda_graph_modules": ([], ["attn"]),
+    "cuda_graph_scope": ([], ["attn"]),
+    "dataloader_type": ("external", "single"),
+    "ddp_average_in_collective": (False, True),
+    "fp16": (False, True),
+    "gtp_weight_remat_size": (1, 2),
+    "hybrid_context_parallel": (False, True),
+    "iterations_to_skip": ([], [3]),
+    "moe_aux_loss_coeff": (0.0, 0.01),
+    "moe_z_loss_coeff": (None, 0.001),
+    "mtp_num_layers": (None, 1),
+    "num_experts": (None, 4),
+    "overlap_moe_expert_parallel_comm": (False, True),
+    "perform_rl_step": (False, True),
+    "sft": (False, True),
+    "tensor_model_parallel_size": (1, 2),
+    "use_megatron_fsdp": (False, True),
+    "use_torch_fsdp2": (False, True),
+}
+MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {
+    name: values[0] for name, values in MEGATRON_VALUES.items()
+}
+STARTUP = OWN | MEGATRON_VALUES

@@ -1,0 +1,206 @@
+"""A tiny GPT model whose values depend on parameters' global names alone, so that every layout starts from the same one."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import all_gather_attention
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+WIDTH, VOCABULARY, LAYERS = 24, 16, 4
+OPTIONS = ("tied", "dist", "overlap")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and options.
+
+    Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction).
+    """
+
+    name: str
+    options: frozenset[str] = frozenset()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        given = dict(re.findall(r"(tp|pp|cp)(\d)", self.name))
+        return {name: int(given.get(name, 1)) for name in ("tp", "pp", "cp")}
+
+    @property
+    def qkv_format(self) -> str:
+        return "thd" if "t" in self._letters else "bshd"
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return "s" in self._letters
+
+    @property
+    def virtual_stages(self) -> int:
+        return 2 if "v" in self._letters else 1
+
+    @property
+    def _letters(self) -> str:
+        return re.fullmatch(r"(?:(?:dp|tp|pp|cp)\d)+([tsv]*)", self.name)[1]
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """Megatron's torch layer norm refuses sequence parallelism; this one marks its parameters for the extra reduction."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **rest):
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True
+
+
+def initialize(layout: Layout, timeout_minutes: float = 30) -> None:
+    """Megatron's parallel state for the layout."""
+    sizes = layout.sizes
+    parallel_state.initialize_model_parallel(
+        sizes["tp"],
+        sizes["pp"],
+        layout.virtual_stages if layout.virtual_stages > 1 else None,
+        context_parallel_size=sizes["cp"],
+        distributed_timeout_minutes=timeout_minutes,
+    )
+
+
+def build(layout: Layout, *, per_token: bool) -> list[GPTModel]:
+    """This rank's chunks, one per virtual pipeline stage."""
+    config = _config(layout, per_token=per_token)
+    chunks = []
+    for stage in range(layout.virtual_stages):
+        vp_stage = stage if layout.virtual_stages > 1 else None
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(layout, config, vp_stage),
+            vocab_size=VOCABULARY,
+            max_sequence_length=WIDTH,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights="tied" in layout.options,
+            position_embedding_type="learned_absolute",
+            vp_stage=vp_stage,
+        )
+        for name, parameter in model.named_parameters():
+            _fill(global_name(model, name), parameter)
+        chunks.append(model)
+    return chunks
+
+
+def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
+    virtual = layout.virtual_stages > 1
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=32,
+        num_attention_heads=4,
+        tensor_model_parallel_size=layout.sizes["tp"],
+        pipeline_model_parallel_size=layout.sizes["pp"],
+        virtual_pipeline_model_parallel_size=layout.virtual_stages if virtual else None,
+        context_parallel_size=layout.sizes["cp"],
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=virtual,  # batched transfers over gloo give virtual stages wrong gradients
+        batch_p2p_comm=not virtual,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        calculate_per_token_loss=per_token,
+    )
+
+
+def _layer_spec(layout: Layout, config: TransformerConfig, vp_stage: int | None):
+    spec = get_gpt_layer_local_spec()
+    if layout.sizes["cp"] > 1 or layout.qkv_format == "thd":
+        spec = all_gather_attention.use_in(spec)
+    if not layout.sequence_parallel:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=SequenceParallelNorm)
+
+
+def global_name(model: GPTModel, name: str) -> str:
+    """The parameter's name with its layer counted over all pipeline stages; a tied head is the embedding."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+    if model.share_embeddings_and_output_weights and parts[0] == "output_layer":
+        parts = ["embedding", "word_embeddings", "weight"]
+    return ".".join(parts)
+
+
+def _fill(name: str, parameter: torch.nn.Parameter) -> None:
+    """Values that depend on the global name alone; a tensor-parallel rank takes its part."""
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    axis, shape = partition_axis(parameter), list(parameter.shape)
+    if axis >= 0:
+        shape[axis] *= size
+    generator = torch.Generator().manual_seed(int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16))
+    is_norm = "layernorm.weight" in name
+    whole = torch.randn(shape, generator=generator) * 0.2 + (1.0 if is_norm else 0.0)
+    parameter.data.copy_(whole if axis < 0 else whole.chunk(size, dim=axis)[rank])
+
+
+def partition_axis(parameter: torch.nn.Parameter) -> int:
+    """The axis that tensor parallelism cuts, or -1."""
+    return getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+
+
+def wrap(layout: Layout, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """The chunks under Megatron's DDP, wired like its training loop does it."""
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer="dist" in layout.options,
+        overlap_grad_reduce="overlap" in layout.options,
+        bucket_size=4000 if "overlap" in layout.options else None,  # several buckets, or nothing overlaps
+    )
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if "overlap" in layout.options:
+        functions = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return wrapped
+
+
+def save_gradients(path: Path, layout: Layout, wrapped: list[DistributedDataParallel]) -> None:
+    """This rank's parts of the gradients after finalize, under global names."""
+    if "dist" in layout.options:
+        _gather_shards(wrapped)
+    tp_rank, pp_rank = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    arrays = {}
+    for chunk in wrapped:
+        model = chunk.module
+        for name, parameter in model.named_parameters():
+            key = f"{global_name(model, name)}|{partition_axis(parameter)}|{tp_rank}|{pp_rank}"
+            arrays[key] = parameter.main_grad.numpy()
+    np.savez(path, **arrays)
+
+
+def _gather_shards(wrapped: list[DistributedDataParallel]) -> None:
+    """Under the distributed optimizer a rank holds the sum of its own shard of every bucket only."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for chunk in wrapped:
+        for buffer in chunk.buffers:
+            for bucket in buffer.buckets:
+                shards = bucket.grad_data.chunk(group.size())
+                whole = [torch.empty_like(shard) for shard in shards]
+                torch.distributed.all_gather(whole, shards[group.rank()].clone(), group=group)
+                bucket.grad_data.copy_(torch.cat(whole))

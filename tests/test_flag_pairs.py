@@ -1,0 +1,148 @@
+"""Combinations of arguments against a second, independently written decision table (`flag_oracle`)."""
+
+import itertools
+import math
+import random
+import warnings
+from importlib import metadata
+
+import flag_oracle
+import pytest
+from packaging.version import Version
+from test_args import REDUCER, arguments, ids, user_code  # noqa: F401, a fixture
+
+from megatron_pg.args import ArgumentError, validate_args
+
+# factor: (argument, values that no rule refuses by themselves, values that some rule refuses by themselves)
+FACTORS = {
+    "mode": ("loss_aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"], ["dr_grpo", None]),
+    "flag": ("calculate_per_token_loss", [False, True], ["false", 1]),
+    "divisor": ("loss_aggregation_divisor", [None, 16.0, 16], [True, "4096", math.nan, 0, -1.0, 1e39]),
+    "path": (
+        "custom_pg_loss_reducer_function_path",
+        [None, REDUCER],
+        ["user_reducers.py", "user_nothing:f", "user_package.turns:three"],
+    ),
+    "hybrid": ("hybrid_context_parallel", [False, True], []),
+    "average": ("ddp_average_in_collective", [False, True], []),
+    "fsdp": ("use_megatron_fsdp", [False], [True]),
+    "fsdp2": ("use_torch_fsdp2", [False], [True]),
+    "graph": ("cuda_graph_impl", ["none", "local"], ["full_iteration"]),
+    "scope": ("cuda_graph_scope", [[], ["attn"]], [["attn", "full_iteration"]]),
+    "modules": ("cuda_graph_modules", [[]], [["full_iteration"]]),
+    "mtp": ("mtp_num_layers", [None, 0, 1], []),
+    "experts": ("num_experts", [None, 8], []),
+    "aux": ("moe_aux_loss_coeff", [0.0, 0.01], []),
+    "z": ("moe_z_loss_coeff", [None, 0.001], []),
+    "tp": ("tensor_model_parallel_size", [1, 2], []),
+    "cp": ("context_parallel_size", [1, 2], []),
+    "fp16": ("fp16", [False, True], []),
+    "gtp": ("gtp_weight_remat_size", [1, None], [2]),
+    "overlap": ("overlap_moe_expert_parallel_comm", [False], [True]),
+    "loader": ("dataloader_type", ["external"], ["single", "cyclic", None]),
+    "rl": ("perform_rl_step", [False], [True]),
+    "sft": ("sft", [False, None], [True]),
+    "skip": ("iterations_to_skip", [[]], [[3]]),
+    "low": ("pg_clip_eps_low", [0.2, 0, 1], [1.01, "0.2", math.nan]),
+    "high": ("pg_clip_eps_high", [0.28, 0, 10.0], [-1, math.inf, True]),
+    "temperature": ("pg_temperature", [1.0, 1e-3], [0.0, "1.0", None]),
+    "metrics": ("pg_metrics", ["basic", "none", "with_entropy"], ["full", False]),
+    "kernel": ("pg_kernel", ["torch"], ["triton", "cuda"]),
+}
+ALL = {name: [*good, *bad] for name, (_, good, bad) in FACTORS.items()}
+GOOD = {name: good for name, (_, good, _) in FACTORS.items()}
+CORE_BEFORE_0_19 = Version(metadata.version("megatron-core")) < Version("0.19")
+
+
+def pairs_of(row: dict[str, int]) -> set[tuple]:
+    return set(itertools.combinations(sorted(row.items()), 2))
+
+
+def all_pairs(values: dict[str, list]) -> set[tuple]:
+    cells = [[(name, i) for i in range(len(options))] for name, options in sorted(values.items())]
+    return {pair for a, b in itertools.combinations(cells, 2) for pair in itertools.product(a, b)}
+
+
+def covering_rows(values: dict[str, list], rng: random.Random) -> list[dict[str, int]]:
+    """Rows of value indices that hold every pair of values, greedily: each row starts from a pair that is missing."""
+    missing, rows = all_pairs(values), []
+    while missing:
+        row = dict(min(missing))
+        rest = [name for name in values if name not in row]
+        for name in rng.sample(rest, len(rest)):
+            gain = [
+                sum(tuple(sorted([(name, i), cell])) in missing for cell in row.items())
+                for i in range(len(values[name]))
+            ]
+            best = [i for i, g in enumerate(gain) if g == max(gain)]
+            row[name] = rng.choice(best)
+        rows.append(row)
+        missing -= pairs_of(row)
+    return rows
+
+
+def combination(values: dict[str, list], row: dict[str, int]) -> dict[str, object]:
+    return {name: values[name][i] for name, i in row.items()}
+
+
+def found(given: dict[str, object]) -> tuple:
+    """What the package says: ("refused", rule ids) or ("accepted", mode, flag, ids of what is said)."""
+    args = arguments(**{FACTORS[name][0]: value for name, value in given.items()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            validate_args(args)
+        except ArgumentError as error:
+            return "refused", sorted(rule for rule, _ in error.violations)
+    said = ids([(warning.category, str(warning.message)) for warning in caught])
+    return "accepted", args.loss_aggregation, args.calculate_per_token_loss, sorted(said)
+
+
+def expected(given: dict[str, object]) -> tuple:
+    if rules := flag_oracle.refusals(given):
+        return "refused", rules
+    return "accepted", *flag_oracle.outcome(given, core_before_0_19=CORE_BEFORE_0_19)
+
+
+def check(combinations: list[dict[str, object]]) -> None:
+    differing = [(given, found(given), expected(given)) for given in combinations if found(given) != expected(given)]
+    assert differing[:3] == []
+
+
+@pytest.mark.proof("Flags: every pair of values of 29 arguments, against a second decision table (pairs)")
+@pytest.mark.parametrize("values", [ALL, GOOD], ids=["all", "accepted"])
+@pytest.mark.usefixtures("user_code")
+def test_every_pair_of_values_meets_the_second_table(values, evidence):
+    rows = covering_rows(values, random.Random(3))
+    covered = set().union(*(pairs_of(row) for row in rows))
+    assert covered == all_pairs(values)
+    combinations = [combination(values, row) for row in rows]
+    check(combinations)
+    evidence(cases=len(covered))
+
+
+@pytest.mark.proof("Flags: random combinations, against a second decision table")
+@pytest.mark.usefixtures("user_code")
+def test_random_combinations_meet_the_second_table(full, evidence):
+    rng = random.Random(8)
+    combinations = []
+    for _ in range(5000 if full else 300):
+        bad = rng.choice([0.0, 0.0, 0.03, 0.3])  # mostly refused by one or two rules, or by none
+        given = {
+            name: rng.choice(bad_ones if bad_ones and rng.random() < bad else good)
+            for name, (_, good, bad_ones) in FACTORS.items()
+        }
+        combinations.append(given)
+    verdicts = {expected(given)[0] for given in combinations}
+    assert verdicts == {"refused", "accepted"}
+    check(combinations)
+    evidence(cases=len(combinations))
+
+
+@pytest.mark.usefixtures("user_code")
+def test_the_second_table_differs_from_a_table_without_one_of_its_rules(monkeypatch):
+    given = {name: good[0] for name, (_, good, _) in FACTORS.items()} | {"average": True, "mode": "token_mean"}
+    assert found(given) == expected(given) == ("refused", ["E18"])
+    monkeypatch.setattr(flag_oracle, "_megatron", lambda given: [])
+    with pytest.raises(AssertionError):
+        check([given])
