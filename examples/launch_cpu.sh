@@ -54,6 +54,7 @@ GRPO_ARGS=(
     --pg-clip-eps-high 0.28
     --pg-temperature 1.0
     --pg-metrics basic
+    --pg-kernel torch
 )
 
 OPTIMIZER_ARGS=(

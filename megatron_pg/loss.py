@@ -64,9 +64,10 @@ class LossSettings:
 
 
 def _available_kernel(asked: str | None) -> str:
+    cuda = torch.version.cuda is not None and torch.cuda.is_available()
     if asked is None:
-        return "triton" if torch.cuda.is_available() else "torch"
-    if asked == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "triton" if cuda else "torch"
+    if asked == "triton" and not cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "--pg-kernel triton cannot run here: no CUDA device is visible (TRITON_INTERPRET=1 runs it on a CPU, to test). Use "
             "--pg-kernel torch or leave the flag out"

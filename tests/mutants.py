@@ -213,7 +213,21 @@ def each_tensor_rank_uses_its_own_maximum():
         yield
 
 
-def reference(logits, targets, old, advantages, weights, *, mask, temperature, tp_group, safe: bool, **clip):
+def reference(
+    logits,
+    targets,
+    old,
+    advantages,
+    weights,
+    *,
+    mask,
+    temperature,
+    tp_group,
+    vocab_size,
+    grad_divisor,
+    safe: bool,
+    **clip,
+):
     """The eager loss with its mask applied by multiplication, before (safe) or after the exp."""
     keep = mask.to(logits.dtype)
     logprobs, entropy = megatron_pg.logprobs.logprobs_and_entropy(

@@ -1112,7 +1112,7 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
     rows = rows_of(banner(args))
     assert rows["clip"] == "r in [0.9, 1.28]  (--pg-clip-eps-low/-high)"
     assert rows["temperature"] == "softmax(z / 0.6), in float32  (--pg-temperature)"
-    assert rows["kernel"] == "torch  (--pg-kernel)"
+    assert rows["kernel"] == "triton on CUDA, torch elsewhere  (--pg-kernel)"
     assert rows["metrics"].startswith("none, ")
     assert rows["layout"] == "D=2 C=4 TP=8 PP=1"
 

@@ -56,7 +56,7 @@ class Shape:
             lag = min(4, groups - 2)
             kept = tiles - 4 * groups
             return cls(warps=16, groups=groups, per=4, lag=lag, kept=kept, streamed=0, programs=1, registers=128)
-        return cls(warps=16, groups=7, per=4, lag=3, kept=14, streamed=3, programs=1, registers=128)
+        return cls(warps=16, groups=7, per=4, lag=3, kept=14, streamed=5, programs=1, registers=128)
 
 
 def supports(logits: Tensor, valid: int) -> bool:
@@ -365,6 +365,10 @@ def grpo_kernel(
         z_next = z_words + following * z_stride
         g_row = gradients + row * gradients_stride + g_offsets
         if slope != 0:
+            for k in gl.static_range(KEPT):
+                at = (SLOTS + k) * TILE * PAIR
+                out = _tile_gradient(_unshared(kept[k], key, KIND), c, peak, factor, dtype, KIND, g_layout)
+                gl.store(g_row + at, out, mask=g_offsets < columns - at)
             if STREAMED > 0:
                 z_this = z_words + row * z_stride + offsets
                 _stream_gradients(
@@ -383,14 +387,11 @@ def grpo_kernel(
                     STREAMED,
                     g_layout,
                 )
-            for k in gl.static_range(KEPT):
-                at = (SLOTS + k) * TILE * PAIR
-                out = _tile_gradient(_unshared(kept[k], key, KIND), c, peak, factor, dtype, KIND, g_layout)
-                gl.store(g_row + at, out, mask=g_offsets < columns - at)
         else:
             for start in range(0, columns, TILE * PAIR):
                 gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
-        kept = _load_kept(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+        if STREAMED == 0:
+            kept = _load_kept(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
         m = floor
         s = none
         t = none
@@ -414,7 +415,7 @@ def grpo_kernel(
                             at = ((g - LAG) * PER + tile) * TILE
                             words = gl.where(offsets < width - at, words, minus_infinity(KIND))
                         m, s, t = accumulate(m, s, t, (words,), c, KIND, ENTROPY)
-            if g > 0:
+            if g > 0 and STREAMED == 0:
                 if live_next:
                     for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
                         m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
@@ -423,11 +424,13 @@ def grpo_kernel(
             gl.thread_barrier()  # the target's column belongs to another thread
             p = gl.exp2(gl.fma(target_logit, c, -peak)) * factor
             gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
-        if live_next:
-            if STREAMED > 0:
+        if STREAMED > 0:  # the registers of the kept tiles serve the streamed ones first
+            if live_next:
                 m, s, t = _stream_statistics(
                     m, s, t, z_next + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
                 )
+            kept = _load_kept(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+        if live_next:
             for g in gl.static_range(GROUPS - LAG, GROUPS):
                 async_copy.wait_group(GROUPS - 1 - g)
                 for tile in range(PER):
@@ -435,5 +438,8 @@ def grpo_kernel(
                     if ALL_SHARED:
                         words = gl.where(offsets < width - (g * PER + tile) * TILE, words, minus_infinity(KIND))
                     m, s, t = accumulate(m, s, t, (words,), c, KIND, ENTROPY)
+            if STREAMED > 0:
+                for k in gl.static_range(KEPT):
+                    m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
         row = following
         live = live_next
