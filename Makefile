@@ -5,8 +5,7 @@
 # `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
-PIP_RELEASES ?= 0.16.1 0.17.1 0.18.2 0.19.2
-ARGS ?=
+PIP_ARGS ?=
 MEGATRON_CORE ?= 0.17.1
 RELEASES ?= 0.16.1 0.17.1 0.18.2 0.19.2
 ARGS ?=

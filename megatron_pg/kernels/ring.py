@@ -441,5 +441,7 @@ def grpo_kernel(
             if STREAMED > 0:
                 for k in gl.static_range(KEPT):
                     m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
+        else:
+            async_copy.wait_group(0)  # its zeros must not land on the row after it
         row = following
         live = live_next
