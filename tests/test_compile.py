@@ -6,6 +6,7 @@ because the interpreter, which the other tests use, is chosen when they are impo
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,11 @@ import pytest
 
 REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
 FAST = [(151936, "bf16"), (19008, "bf16"), (151936, "fp32")]
-ALL = [*FAST, (128256, "bf16"), (76800, "bf16"), (37984, "bf16"), (9008, "bf16"), (262144, "bf16"), (60000, "fp32")]
+ALL = [
+    *FAST,
+    *((columns, "bf16") for columns in (2048, 9008, 37984, 40960, 76800, 81920, 128256, 188416, 262144)),
+    *((columns, "fp32") for columns in (38912, 60000, 94208)),
+]
 
 
 def compile_all(names: list[str]) -> None:
@@ -57,7 +62,20 @@ def compile_all(names: list[str]) -> None:
         )
         options = {"num_warps": shape.warps, "maxnreg": shape.registers}
         built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
-        _usage, _code = disassembled(built.asm["cubin"])
+        usage, code = disassembled(built.asm["cubin"])
+        copies, wide_copies = (len(re.findall(pattern, code)) for pattern in (r"LDGSTS", r"LDGSTS\S*\.128"))
+        figures = {
+            "name": name,
+            "threads": 32 * shape.warps,
+            "programs": shape.programs,
+            "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+            "shared": built.metadata.shared,
+            "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+            "wide_stores": len(re.findall(r"STG\S*\.128", code)),
+            "wide_copies": wide_copies,
+            "narrow_copies": copies - wide_copies,
+        }
+        print(json.dumps(figures))
 
 
 def disassembled(cubin: bytes) -> tuple[str, str]:

@@ -98,8 +98,12 @@ def grpo_loss(
         _check_for_triton(logits, inplace)
         from megatron_pg.kernels.triton_loss import triton_grpo_loss  # torch alone must not need Triton
 
-        options |= {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace}
-        found = triton_grpo_loss(logits, targets, old_logprobs, advantages, weights, **options)
+        options |= {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace, "mask": mask.contiguous()}
+        fields = (
+            values.contiguous() for values in (targets, old_logprobs, advantages, weights)
+        )  # kernels have no strides
+        with torch.cuda.device_of(logits):
+            found = triton_grpo_loss(logits, *fields, **options)
     else:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
     loss, token_losses, logprobs, log_ratios, entropies = found
@@ -116,7 +120,7 @@ def _check_fields(logits: Tensor, targets: Tensor, fields: dict[str, Tensor], ma
             f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need {tuple(logits.shape[:1])} "
             "int64, so tokens and logits would not align. Give one token id per row."
         )
-    for name, values in (fields | {"mask": mask}).items():
+    for name, values in (fields | {"mask": mask, "targets": targets}).items():
         if values.shape != targets.shape:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)} for {tuple(targets.shape)} targets, so tokens would not align. Give one value "

@@ -60,11 +60,11 @@ class Shape:
 
 
 def supports(logits: Tensor, valid: int) -> bool:
-    """True if the kernel runs on this device, and the rows are laid out for 16-byte copies.
+    """True if the kernel runs on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
-    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) * logits.element_size() % 16 == 0
+    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0
     return (
         logits.dtype in KINDS
         and aligned

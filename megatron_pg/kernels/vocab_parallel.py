@@ -129,7 +129,7 @@ def _combine(
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, *out, ranks, rows, vocab_size, log2_scale, BLOCK=COMBINE_ROWS
+        shares, targets, mask, out, ranks, rows, vocab_size, log2_scale, BLOCK=COMBINE_ROWS
     )
     return out[0], out[1], out[2], out[3]
 
@@ -179,10 +179,8 @@ def statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def combine_kernel(
-    shares, targets, mask, logprobs, entropies, peaks, totals, ranks, rows, vocab_size, c, BLOCK: tl.constexpr
-):
-    """The ranks' shares of each row, in rank order, to log-probability, entropy, m and s."""
+def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, BLOCK: tl.constexpr):
+    """The ranks' shares of each row, in rank order, to results [4, rows]: log-probability, entropy, m and s."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     m = tl.full((BLOCK,), FLOOR, tl.float32)
@@ -199,10 +197,10 @@ def combine_kernel(
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
     logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
     trained = tl.load(mask + row, here, 0) != 0
-    tl.store(logprobs + row, tl.where(trained, logprob, 0.0), here)
-    tl.store(entropies + row, tl.where(trained, entropy, 0.0), here)
-    tl.store(peaks + row, m, here)
-    tl.store(totals + row, s, here)
+    tl.store(results + row, tl.where(trained, logprob, 0.0), here)
+    tl.store(results + rows + row, tl.where(trained, entropy, 0.0), here)
+    tl.store(results + 2 * rows + row, m, here)
+    tl.store(results + 3 * rows + row, s, here)
 
 
 @triton.jit
