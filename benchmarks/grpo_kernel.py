@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/grpo_kernel.py        # the vocabulary over the GPUs of a host
 
 Random logits of unit variance, no masked rows unless the row says so. Before each repetition the logits are copied anew
-from a master, outside the timed region, which also flushes the L2 cache. Medians; every figure is a ratio to the copy
+from a master, outside the timed region, so that little of them is in the L2 cache. Medians; every figure is a ratio to the copy
 `out.copy_(logits)` of the same shape in the same run. A forward and a backward of the reported loss are timed.
 """
 
