@@ -23,7 +23,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest -q $(ARGS)
 
 prove: .venv/ready $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
-	$(BIN)/python -m pytest -q -m proof --tier full --proof-page docs/proof.md $(ARGS)
+	$(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
