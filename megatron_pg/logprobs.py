@@ -34,7 +34,7 @@ def logprobs_and_entropy(
     Raises:
         ValueError: shapes or dtypes differ from the above, or the temperature is not > 0.
     """
-    _check(logits, targets, temperature)
+    check_logits(logits, targets, temperature)
     return _LogprobsAndEntropy.apply(logits, targets, temperature, tp_group)
 
 
@@ -106,7 +106,8 @@ def _compute_dtype(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _check(logits: Tensor, targets: Tensor, temperature: float) -> None:
+def check_logits(logits: Tensor, targets: Tensor, temperature: float) -> None:
+    """Refuse shapes, dtypes and temperatures that no log-probability can be made of."""
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. Flatten them."

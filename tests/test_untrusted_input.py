@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_rollouts import HEADER, RECORD
 
 from megatron_pg import RolloutFileError, Sample, StepPlanError, plan_step, read_rollouts
 from megatron_pg.args import REDUCER_PARAMETERS
 from megatron_pg.import_path import ImportPathError, load_function
 from megatron_pg.printable import printable
 from megatron_pg.reporting import MetricsFile, console_line
-from megatron_pg.rollouts import FORMAT
 
 CANARY = """
 from pathlib import Path
@@ -142,18 +142,6 @@ def test_the_canary_is_imported_by_its_own_path(canary):
 
 # --- rollout files ---
 
-HEADER = {"format": FORMAT, "version": 1}
-RECORD = {
-    "step": 0,
-    "prompt_id": "p0",
-    "rollout_id": 0,
-    "tokens": [5, 6, 7, 8],
-    "response_length": 2,
-    "loss_mask": [1, 0],
-    "old_logprobs": [-1.5, -2.0],
-    "reward": 1.0,
-    "advantage": 0.5,
-}
 CONTROL = ["a\nb", "\x1b[31mred", "a\0b", "\x7f", "\u202eabc", "a\u2028b", "\ud800", "tab\t"]
 BAD_ANYWHERE = [
     None,

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.args import KERNELS as IMPLEMENTATIONS
 from megatron_pg.kernels.reference import reference_grpo_loss
+from megatron_pg.logprobs import check_logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +78,9 @@ def grpo_loss(
         ValueError: shapes, dtypes or options cannot be.
     """
     mask = weights != 0 if mask is None else mask
+    check_logits(logits, targets, temperature)
     _check_fields(logits, targets, {"old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}, mask)
-    _check_options(temperature, grad_divisor, grad_scale)
+    _check_factors(grad_divisor, grad_scale)
     ranks = 1 if tp_group is None else tp_group.size()
     vocab_size = _checked_vocab_size(vocab_size, logits.shape[1] * ranks)
     options = {
@@ -111,15 +113,6 @@ def grpo_loss(
 
 
 def _check_fields(logits: Tensor, targets: Tensor, fields: dict[str, Tensor], mask: Tensor) -> None:
-    if logits.dim() != 2 or not logits.dtype.is_floating_point:
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. Flatten them."
-        )
-    if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
-        raise ValueError(
-            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need {tuple(logits.shape[:1])} "
-            "int64, so tokens and logits would not align. Give one token id per row."
-        )
     for name, values in (fields | {"mask": mask, "targets": targets}).items():
         if values.shape != targets.shape:
             raise ValueError(
@@ -132,9 +125,7 @@ def _check_fields(logits: Tensor, targets: Tensor, fields: dict[str, Tensor], ma
         raise ValueError(f"mask has dtype {mask.dtype}, not bool: it says which tokens are trained. Use mask.bool().")
 
 
-def _check_options(temperature: float, grad_divisor: float, grad_scale: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'.")
+def _check_factors(grad_divisor: float, grad_scale: float) -> None:
     for name, value in (("grad_divisor", grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.kernels.policy_loss import policy_loss
 from megatron_pg.logprobs import logprobs_and_entropy
-from megatron_pg.objectives import grpo
 
 
 def reference_grpo_loss(
@@ -28,28 +28,23 @@ def reference_grpo_loss(
     tp_group: ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-
-    def select(values: Tensor) -> Tensor:
-        return torch.where(mask, values.to(dtype), 0)
-
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
     safe_logits = _without_padding(logits.masked_fill(~mask[:, None], 0), vocab_size, tp_group)
     safe_targets = torch.where(mask, targets, 0)
     logprobs, entropy = logprobs_and_entropy(safe_logits, safe_targets, temperature=temperature, tp_group=tp_group)
     logprobs = torch.where((safe_targets >= 0) & (safe_targets < vocab_size), logprobs, torch.nan)
-    log_ratios = torch.where(mask, logprobs - select(old_logprobs), 0)
-    token_losses = grpo(log_ratios, select(advantages), clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
-    loss = (select(weights) * token_losses).sum()
-    if grad_divisor != 1.0:
-        loss = loss.detach() + (loss - loss.detach()) / grad_divisor
-    return (
-        loss,
-        token_losses.detach(),
-        select(logprobs.detach()),
-        log_ratios.detach(),
-        select(entropy.detach()),
+    loss, token_losses, log_ratios = policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        weights,
+        mask=mask,
+        clip_eps_low=clip_eps_low,
+        clip_eps_high=clip_eps_high,
+        grad_divisor=grad_divisor,
     )
+    shown_logprobs, shown_entropy = (torch.where(mask, values.detach(), 0) for values in (logprobs, entropy))
+    return loss, token_losses, shown_logprobs, log_ratios, shown_entropy
 
 
 def _without_padding(logits: Tensor, vocab_size: int, tp_group: ProcessGroup | None) -> Tensor:

@@ -174,7 +174,9 @@ def _fill(group, z_words, offsets, limit):
 
 
 @gluon.jit
-def _load_kept(z_row, offsets, limit, KIND: gl.constexpr, TILE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr):
+def _load_tiles(
+    z_row, offsets, limit, KIND: gl.constexpr, TILE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
+):
     tiles = ()
     for k in gl.static_range(COUNT):
         at = (FIRST + k) * TILE
@@ -198,10 +200,10 @@ def _stream_statistics(
     COUNT: gl.constexpr,
 ):
     """Adds the words from `after` on, with the next `COUNT` tiles always on their way."""
-    tiles = _load_kept(z_row + after, offsets, width - after, KIND, TILE, 0, COUNT)
+    tiles = _load_tiles(z_row + after, offsets, width - after, KIND, TILE, 0, COUNT)
     for start in range(after, width, COUNT * TILE):
         ahead = start + COUNT * TILE
-        coming = _load_kept(z_row + ahead, offsets, width - ahead, KIND, TILE, 0, COUNT)
+        coming = _load_tiles(z_row + ahead, offsets, width - ahead, KIND, TILE, 0, COUNT)
         m, s, t = accumulate(m, s, t, tiles, c, KIND, ENTROPY)
         tiles = coming
     return m, s, t
@@ -228,11 +230,11 @@ def _stream_gradients(
     dtype: gl.constexpr = g_row.dtype.element_ty
     groups = gl.cdiv(width - after, COUNT * TILE)
     start = after + (groups - 1) * (COUNT * TILE)
-    tiles = _load_kept(z_row + start, offsets, width - start, KIND, TILE, 0, COUNT)
+    tiles = _load_tiles(z_row + start, offsets, width - start, KIND, TILE, 0, COUNT)
     for _ in range(groups):
         ahead = start - COUNT * TILE
         limit = gl.where(ahead >= after, width - ahead, 0)
-        coming = _load_kept(z_row + ahead, offsets, limit, KIND, TILE, 0, COUNT)
+        coming = _load_tiles(z_row + ahead, offsets, limit, KIND, TILE, 0, COUNT)
         for k in gl.static_range(COUNT):
             at = (start + k * TILE) * PAIR
             out = _tile_gradient(tiles[k], c, peak, factor, dtype, KIND, layout)
@@ -303,7 +305,7 @@ def grpo_kernel(
     z_row = z_words + row * z_stride
     for g in gl.static_range(GROUPS):
         _fill(groups.index(g), z_row + g * PER * TILE, group_offsets, limit - g * PER * TILE)
-    kept = _load_kept(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+    kept = _load_tiles(z_row + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
     m = floor
     s = none
     t = none
@@ -391,7 +393,7 @@ def grpo_kernel(
             for start in range(0, columns, TILE * PAIR):
                 gl.store(g_row + start, zeros, mask=g_offsets < columns - start)
         if STREAMED == 0:
-            kept = _load_kept(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
         m = floor
         s = none
         t = none
@@ -429,7 +431,7 @@ def grpo_kernel(
                 m, s, t = _stream_statistics(
                     m, s, t, z_next + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
                 )
-            kept = _load_kept(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
+            kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)
         if live_next:
             for g in gl.static_range(GROUPS - LAG, GROUPS):
                 async_copy.wait_group(GROUPS - 1 - g)

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.kernels.policy_loss import policy_loss
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
-from megatron_pg.objectives import grpo
 
 ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
 RESCALE_BLOCK = 8192
@@ -46,9 +46,6 @@ def triton_grpo_loss(
             logits, targets, old_logprobs, advantages, weights, mask, options, grad_divisor, grad_scale, inplace
         )
 
-    def select(values: Tensor) -> Tensor:
-        return torch.where(mask, values.float(), 0)
-
     logprobs, entropies = logprobs_and_entropy(
         logits,
         targets,
@@ -58,12 +55,10 @@ def triton_grpo_loss(
         inplace=inplace,
         tp_group=tp_group,
     )
-    log_ratios = torch.where(mask, logprobs - select(old_logprobs), 0)
-    token_losses = grpo(log_ratios, select(advantages), **clip)
-    loss = (select(weights) * token_losses).sum()
-    if grad_divisor != 1.0:
-        loss = loss.detach() + (loss - loss.detach()) / grad_divisor
-    return loss, token_losses.detach(), logprobs.detach(), log_ratios.detach(), entropies.detach()
+    loss, token_losses, log_ratios = policy_loss(
+        logprobs, old_logprobs, advantages, weights, mask=mask, grad_divisor=grad_divisor, **clip
+    )
+    return loss, token_losses, logprobs.detach(), log_ratios, entropies.detach()
 
 
 def _fits_one_launch(logits: Tensor, vocab_size: int) -> bool:

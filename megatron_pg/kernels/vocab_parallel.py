@@ -82,10 +82,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             logits.stride(0),
             gradient.stride(0),
             ctx.log2_scale,
-            THREADS=32 * WARPS,
-            WORDS=_tile(logits) // (32 * WARPS),
-            UNROLL=UNROLL,
-            num_warps=WARPS,
+            **_block(logits),
         )
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
@@ -94,6 +91,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 def _tile(logits: Tensor) -> int:
     return 32 * WARPS * VECTOR_BYTES // logits.element_size()
+
+
+def _block(logits: Tensor) -> dict[str, int]:
+    """How a kernel that walks over logits is launched."""
+    return {"THREADS": 32 * WARPS, "WORDS": _tile(logits) // (32 * WARPS), "UNROLL": UNROLL, "num_warps": WARPS}
 
 
 def _statistics(logits: Tensor, targets: Tensor, mask: Tensor, first: int, valid: int, log2_scale: float) -> Tensor:
@@ -107,10 +109,7 @@ def _statistics(logits: Tensor, targets: Tensor, mask: Tensor, first: int, valid
         first,
         logits.stride(0),
         log2_scale,
-        THREADS=32 * WARPS,
-        WORDS=_tile(logits) // (32 * WARPS),
-        UNROLL=UNROLL,
-        num_warps=WARPS,
+        **_block(logits),
     )
     return shares
 
