@@ -253,12 +253,10 @@ def poisoned_memory():
 def few_programs(monkeypatch):
     """On a GPU: so few programs that each takes many rows, where the one-launch kernel is in its steady state."""
     if CUDA:
-        properties = torch.cuda.get_device_properties(0)
-        monkeypatch.setattr(
-            torch.cuda,
-            "get_device_properties",
-            lambda _: SimpleNamespace(multi_processor_count=1, name=properties.name),
-        )
+        real = torch.cuda.get_device_properties(0)
+        properties = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
+        few = SimpleNamespace(**properties | {"multi_processor_count": 1})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: few)
 
 
 @pytest.mark.proof("T6 Triton kernels against float64")
@@ -301,6 +299,31 @@ def base(**changes) -> Case:
 @pytest.mark.parametrize("columns", LARGE if CUDA else [20000])
 def test_a_large_vocabulary(columns, dtype):
     check(base(columns=columns, dtype=dtype, rows=700 if CUDA else 2))
+
+
+@pytest.mark.skipif(not CUDA, reason="takes gigabytes and a million tiles: on a GPU only")
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(17_000, 128_256), (17_001, 126_337), (70_000, 1_024), (70_001, 1_003)],  # one launch, three launches, of each
+)
+def test_more_than_2_to_the_31_logits_and_more_than_65535_rows(rows, columns):
+    """The first and the last rows against float64; every row's log-probability against float32 torch."""
+    torch.manual_seed(rows)
+    logits = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(0, columns, (rows,), device=DEVICE)
+    fields = (torch.full((rows,), -11.0, device=DEVICE), *torch.randn(2, rows, device=DEVICE))
+    out = grpo_loss(logits, targets, *fields, clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH)
+    (gradient,) = torch.autograd.grad(out.loss, logits)
+    logits = logits.detach()
+    for part in torch.arange(rows, device=DEVICE).split(1000):
+        logprobs = logits[part].float().log_softmax(1).gather(1, targets[part, None])[:, 0]
+        assert worst(out.logprobs[part], logprobs.double()) < 1e-4, part
+    for part in (slice(0, 40), slice(rows - 40, rows)):
+        leaf = logits[part].double().requires_grad_()
+        options = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH, "impl": "torch"}
+        truth = grpo_loss(leaf, targets[part], *(values[part] for values in fields), **options)
+        (wanted,) = torch.autograd.grad(truth.loss, leaf)
+        assert worst(gradient[part], wanted) <= 0.005 * float(wanted.abs().amax()), part
 
 
 @pytest.mark.parametrize("grad_scale", [1.0, 3.0, 24.0])

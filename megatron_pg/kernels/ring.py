@@ -42,11 +42,11 @@ class Shape:
         """The fastest of those measured on an H200 (docs/kernels.md)."""
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
-            per = 1 if tiles <= 5 else 2 if tiles <= 10 else 4
-            return cls(warps=4, groups=5, per=per, lag=2, kept=0, streamed=0, programs=5, registers=96)
+            groups, per, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
+            return cls(warps=4, groups=groups, per=per, lag=lag, kept=0, streamed=0, programs=5, registers=96)
         if row_bytes <= 20 * 4096:
             kept = -(-row_bytes // 4096) - 10
-            return cls(warps=8, groups=10, per=1, lag=4, kept=kept, streamed=0, programs=3, registers=80)
+            return cls(warps=8, groups=10, per=1, lag=6, kept=kept, streamed=0, programs=3, registers=80)
         if row_bytes <= 38 * 4096:
             kept = -(-row_bytes // 4096) - 20
             return cls(warps=8, groups=5, per=4, lag=2, kept=kept, streamed=0, programs=2, registers=128)
@@ -56,7 +56,7 @@ class Shape:
             lag = min(4, groups - 2)
             kept = tiles - 4 * groups
             return cls(warps=16, groups=groups, per=4, lag=lag, kept=kept, streamed=0, programs=1, registers=128)
-        return cls(warps=16, groups=7, per=4, lag=3, kept=14, streamed=5, programs=1, registers=128)
+        return cls(warps=16, groups=7, per=4, lag=3, kept=18, streamed=5, programs=1, registers=128)
 
 
 def supports(logits: Tensor, valid: int) -> bool:
@@ -278,7 +278,7 @@ def grpo_kernel(
     SLOTS: gl.constexpr = GROUPS * PER
     ALL_SHARED: gl.constexpr = KEPT == 0 and STREAMED == 0
     dtype: gl.constexpr = gradients.dtype.element_ty
-    word: gl.constexpr = gl.int32 if PAIR == 2 else dtype
+    word: gl.constexpr = gl.int32 if PAIR == 2 else logits.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [THREADS // 32, 1], [1, 0])
     g_layout: gl.constexpr = gl.BlockedLayout([1, WORDS * PAIR], [32, 1], [THREADS // 32, 1], [1, 0])
     thread: gl.constexpr = gl.SliceLayout(1, layout)

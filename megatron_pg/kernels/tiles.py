@@ -74,9 +74,13 @@ def merge(m1, s1, t1, m2, s2, t2):
 
 @triton.jit
 def logprob_and_entropy(m, s, t, target_logit, c):
-    """Log-probability of the target and entropy of the row, in nats."""
+    """Log-probability of the target and entropy of the row, in nats.
+
+    The last product is a fused multiply-add of its own: fused with a caller's subtraction it would not be the rounded
+    value that is stored, and a ratio of equal policies not exactly 1.
+    """
     log_sum = tl.log2(s)
-    return LN2 * (tl.fma(target_logit, c, -m) - log_sum), LN2 * (log_sum - t / s)
+    return tl.fma(tl.fma(target_logit, c, -m) - log_sum, LN2, 0.0), LN2 * (log_sum - t / s)
 
 
 @triton.jit
