@@ -41,65 +41,103 @@ def logprobs_and_entropy(
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, tp_group):
-        rank, size = (tp_group.rank(), tp_group.size()) if tp_group is not None else (0, 1)
-        first = rank * logits.shape[1]
-        local = targets - first
-        owned = (local >= 0) & (local < logits.shape[1])
-        local = torch.where(owned, local, 0)
-        scaled = _compute_dtype(logits) / temperature
-        stats = _combine(_statistics(scaled, local, owned), tp_group, size)
-        log_sum = stats.sum.log()
-        logprobs = stats.target - stats.max - log_sum
-        entropy = log_sum - stats.shifted / stats.sum
-        ctx.save_for_backward(logits, local, owned, stats.max, stats.sum, entropy)
-        ctx.temperature = temperature
-        return logprobs, entropy
+        shard = Shard.of_rank(logits.shape[1], tp_group)
+        rows = combine(gather(statistics(logits, targets, shard, temperature), tp_group))
+        ctx.save_for_backward(logits, targets, *rows)
+        ctx.shard, ctx.temperature = shard, temperature
+        return rows.logprobs, rows.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, local, owned, peak, total, entropy = ctx.saved_tensors
-        shifted = _compute_dtype(logits) / ctx.temperature - peak[:, None]
-        p = shifted.exp() / total[:, None]
-        # dH/dz_j = -p_j (log p_j + H), with log p_j kept finite where p_j is 0
-        log_p_plus_entropy = (shifted - (total.log() - entropy)[:, None]).clamp(min=_FLOOR)
-        grad = p * (-grad_logprobs[:, None] - grad_entropy[:, None] * log_p_plus_entropy)
-        at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
-        grad.scatter_(1, local[:, None], at_target)
-        return (grad / ctx.temperature).to(logits.dtype), None, None, None
+        logits, targets, *rows = ctx.saved_tensors
+        grad = gradient(logits, targets, Rows(*rows), grad_logprobs, grad_entropy, ctx.shard, ctx.temperature)
+        return grad.to(logits.dtype), None, None, None
 
 
-class _Statistics(NamedTuple):
-    """Per token, [T] each."""
+class Shard(NamedTuple):
+    """The columns of the vocabulary that this tensor-parallel rank holds."""
 
-    max: Tensor  # m = max z/tau
-    sum: Tensor  # S = sum e^(z/tau - m)
-    shifted: Tensor  # U = sum (z/tau - m) e^(z/tau - m)
-    target: Tensor  # z/tau of the target, 0 where another rank owns it
+    first: int  # global id of its first column
+    columns: int
+
+    @classmethod
+    def of_rank(cls, columns: int, tp_group: ProcessGroup | None) -> "Shard":
+        """The shard of this rank, where every rank has `columns`."""
+        return cls(0 if tp_group is None else tp_group.rank() * columns, columns)
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each target here, 0 where another rank owns it, and whether it is owned."""
+        local = targets - self.first
+        owned = (local >= 0) & (local < self.columns)
+        return torch.where(owned, local, 0), owned
 
 
-def _statistics(scaled: Tensor, local: Tensor, owned: Tensor) -> _Statistics:
+class Rows(NamedTuple):
+    """What is known of each row's distribution, [T] each, and all that its gradient needs beside the logits."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    peaks: Tensor  # m = max z/tau
+    totals: Tensor  # S = sum e^(z/tau - m)
+
+
+def statistics(logits: Tensor, targets: Tensor, shard: Shard, temperature: float) -> Tensor:
+    """[T, 4] of this rank's columns: m, S, U = sum (z/tau - m) e^(z/tau - m), and z/tau of the target, 0 if not owned."""
+    scaled = _compute_dtype(logits) / temperature
+    local, owned = shard.local(targets)
     finite = torch.finfo(scaled.dtype).min  # a slice of -inf only must not give -inf - -inf
-    peak = scaled.amax(dim=1).clamp(min=finite)
-    shifted = scaled - peak[:, None]
+    peaks = scaled.amax(dim=1).clamp(min=finite)
+    shifted = scaled - peaks[:, None]
     weights = shifted.exp()
     # where, not a product: the target of another rank is none of this slice's business, NaN included
     target = torch.where(owned, scaled.gather(1, local[:, None])[:, 0], 0)
-    return _Statistics(peak, weights.sum(dim=1), (weights * shifted.clamp(min=_FLOOR)).sum(dim=1), target)
+    moments = (weights * shifted.clamp(min=_FLOOR)).sum(dim=1)
+    return torch.stack([peaks, weights.sum(dim=1), moments, target], dim=1)
 
 
-def _combine(stats: _Statistics, tp_group: ProcessGroup | None, size: int) -> _Statistics:
-    if tp_group is None or size == 1:
-        return stats
-    packed = torch.stack([stats.max, stats.sum, stats.shifted, stats.target], dim=1).contiguous()
-    gathered = [torch.empty_like(packed) for _ in range(size)]
-    torch.distributed.all_gather(gathered, packed, group=tp_group)
-    peaks, totals, shifted, targets = torch.stack(gathered).unbind(dim=2)  # [tp, T] each
+def gather(shares: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+    """[tp, T, 4] from every rank's [T, 4], in rank order."""
+    if tp_group is None or tp_group.size() == 1:
+        return shares[None]
+    gathered = [torch.empty_like(shares) for _ in range(tp_group.size())]
+    torch.distributed.all_gather(gathered, shares, group=tp_group)
+    return torch.stack(gathered)
+
+
+def combine(shares: Tensor) -> Rows:
+    """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
+    peaks, totals, moments, targets = shares.unbind(dim=2)  # [tp, T] each
     peak = peaks.amax(dim=0)
     offset = peaks - peak
     scale = offset.exp()
-    moved = (shifted + totals * offset.clamp(min=_FLOOR)) * scale
-    return _Statistics(peak, (totals * scale).sum(dim=0), moved.sum(dim=0), targets.sum(dim=0))
+    moments = (moments + totals * offset.clamp(min=_FLOOR)) * scale
+    total = (totals * scale).sum(dim=0)
+    log_total = total.log()
+    return Rows(targets.sum(dim=0) - peak - log_total, log_total - moments.sum(dim=0) / total, peak, total)
+
+
+def gradient(
+    logits: Tensor,
+    targets: Tensor,
+    rows: Rows,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    shard: Shard,
+    temperature: float,
+) -> Tensor:
+    """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
+
+        dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau,    a, e the upstream gradients of log-probability and entropy
+    """
+    local, owned = shard.local(targets)
+    shifted = _compute_dtype(logits) / temperature - rows.peaks[:, None]
+    p = shifted.exp() / rows.totals[:, None]
+    # log p_j kept finite where p_j is 0
+    log_p_plus_entropy = (shifted - (rows.totals.log() - rows.entropy)[:, None]).clamp(min=_FLOOR)
+    grad = p * (-grad_logprobs[:, None] - grad_entropy[:, None] * log_p_plus_entropy)
+    at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
+    return grad.scatter_(1, local[:, None], at_target) / temperature
 
 
 def _compute_dtype(logits: Tensor) -> Tensor:
