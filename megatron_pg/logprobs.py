@@ -128,7 +128,7 @@ def gradient(
 ) -> Tensor:
     """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
 
-        dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau,    a, e the upstream gradients of log-probability and entropy
+    dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau,    a, e the upstream gradients of log-probability and entropy
     """
     local, owned = shard.local(targets)
     shifted = _compute_dtype(logits) / temperature - rows.peaks[:, None]

@@ -496,21 +496,15 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
         )
         fields = make(case)
         pieces = [p.contiguous() for p in fields["logits"].split(columns, dim=1)]
-        valid, c = case.columns - case.padding, math.log2(math.e) / case.temperature
+        valid = case.columns - case.padding
+        shards_of = [vocab_parallel.Shard.of_rank(columns, valid, FakeGroup(r, shards)) for r in range(shards)]
         shares = torch.stack(
             [
-                vocab_parallel._statistics(
-                    piece,
-                    fields["targets"],
-                    fields["mask"],
-                    r * columns,
-                    min(max(valid - r * columns, 0), columns),
-                    c,
-                )
-                for r, piece in enumerate(pieces)
+                vocab_parallel.statistics(piece, fields["targets"], fields["mask"], shard, case.temperature)
+                for piece, shard in zip(pieces, shards_of, strict=True)
             ]
         )
-        monkeypatch.setattr(vocab_parallel, "_gather", lambda *_: shares)  # noqa: B023
+        monkeypatch.setattr(vocab_parallel, "gather", lambda *_: shares)  # noqa: B023
         outs, gradients = [], []
         for rank, piece in enumerate(pieces):
             leaf = piece.requires_grad_()

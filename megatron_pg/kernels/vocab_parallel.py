@@ -6,6 +6,7 @@ zero, are not read.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
+from megatron_pg.logprobs import Rows
 
 WARPS = 8
 VECTOR_BYTES = 16  # of one load of one thread
@@ -48,45 +50,38 @@ def logprobs_and_entropy(
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, mask, temperature, vocab_size, inplace, tp_group):
-        rank, size = (tp_group.rank(), tp_group.size()) if tp_group is not None else (0, 1)
-        first = rank * logits.shape[1]
-        valid = min(max(vocab_size - first, 0), logits.shape[1])
-        log2_scale = math.log2(math.e) / temperature
-        shares = _gather(_statistics(logits, targets, mask, first, valid, log2_scale), tp_group, size)
-        logprobs, entropy, peaks, totals = _combine(shares, targets, mask, vocab_size, log2_scale)
-        ctx.save_for_backward(logits, targets, mask, entropy, peaks, totals)
-        ctx.columns, ctx.log2_scale, ctx.inplace = (first, valid), log2_scale, inplace
-        return logprobs, entropy
+        shard = Shard.of_rank(logits.shape[1], vocab_size, tp_group)
+        shares = gather(statistics(logits, targets, mask, shard, temperature), tp_group)
+        rows = combine(shares, targets, mask, shard, temperature)
+        ctx.save_for_backward(logits, targets, mask, *rows)
+        ctx.shard, ctx.temperature, ctx.inplace = shard, temperature, inplace
+        return rows.logprobs, rows.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, targets, mask, entropy, peaks, totals = ctx.saved_tensors
+        logits, targets, mask, *rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        first, valid = ctx.columns
-        blocks = triton.cdiv(logits.shape[1], _tile(logits) * UNROLL)
-        gradient_kernel[(len(logits) * blocks,)](
-            logits,
-            gradient,
-            targets,
-            mask,
-            entropy,
-            peaks,
-            totals,
-            grad_logprobs.contiguous(),
-            grad_entropy.contiguous(),
-            logits.shape[1],
-            valid,
-            first,
-            blocks,
-            logits.stride(0),
-            gradient.stride(0),
-            ctx.log2_scale,
-            **_block(logits),
+        write_gradient(
+            logits, gradient, targets, mask, Rows(*rows), grad_logprobs, grad_entropy, ctx.shard, ctx.temperature
         )
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None, None, None
+
+
+class Shard(NamedTuple):
+    """The columns of the vocabulary that this tensor-parallel rank holds."""
+
+    first: int  # global id of its first column
+    valid: int  # columns that are not padding
+    vocab_size: int  # of all ranks
+
+    @classmethod
+    def of_rank(cls, columns: int, vocab_size: int, tp_group: ProcessGroup | None) -> "Shard":
+        """The shard of this rank, where every rank has `columns`, of which those at or beyond `vocab_size` are padding."""
+        first = 0 if tp_group is None else tp_group.rank() * columns
+        return cls(first, min(max(vocab_size - first, 0), columns), vocab_size)
 
 
 def _tile(logits: Tensor) -> int:
@@ -98,39 +93,78 @@ def _block(logits: Tensor) -> dict[str, int]:
     return {"THREADS": 32 * WARPS, "WORDS": _tile(logits) // (32 * WARPS), "UNROLL": UNROLL, "num_warps": WARPS}
 
 
-def _statistics(logits: Tensor, targets: Tensor, mask: Tensor, first: int, valid: int, log2_scale: float) -> Tensor:
+def _log2_scale(temperature: float) -> float:
+    return math.log2(math.e) / temperature
+
+
+def statistics(logits: Tensor, targets: Tensor, mask: Tensor, shard: Shard, temperature: float) -> Tensor:
+    """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here."""
     shares = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
     statistics_kernel[(len(logits),)](
         logits,
         targets,
         mask,
         shares,
-        valid,
-        first,
+        shard.valid,
+        shard.first,
         logits.stride(0),
-        log2_scale,
+        _log2_scale(temperature),
         **_block(logits),
     )
     return shares
 
 
-def _gather(shares: Tensor, tp_group: ProcessGroup | None, size: int) -> Tensor:
-    if size == 1:
+def gather(shares: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+    """[tp, T, 4] from every rank's [T, 4], in rank order."""
+    if tp_group is None or tp_group.size() == 1:
         return shares[None]
-    gathered = shares.new_empty(size, *shares.shape)
+    gathered = shares.new_empty(tp_group.size(), *shares.shape)
     torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), shares, group=tp_group)
     return gathered
 
 
-def _combine(
-    shares: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, log2_scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def combine(shares: Tensor, targets: Tensor, mask: Tensor, shard: Shard, temperature: float) -> Rows:
+    """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, out, ranks, rows, vocab_size, log2_scale, BLOCK=COMBINE_ROWS
+        shares, targets, mask, out, ranks, rows, shard.vocab_size, _log2_scale(temperature), BLOCK=COMBINE_ROWS
     )
-    return out[0], out[1], out[2], out[3]
+    return Rows(*out)
+
+
+def write_gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    rows: Rows,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    shard: Shard,
+    temperature: float,
+) -> None:
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; see `gradient_kernel`."""
+    blocks = triton.cdiv(logits.shape[1], _tile(logits) * UNROLL)
+    gradient_kernel[(len(logits) * blocks,)](
+        logits,
+        gradient,
+        targets,
+        mask,
+        rows.entropy,
+        rows.peaks,
+        rows.totals,
+        grad_logprobs.contiguous(),
+        grad_entropy.contiguous(),
+        logits.shape[1],
+        shard.valid,
+        shard.first,
+        blocks,
+        logits.stride(0),
+        gradient.stride(0),
+        _log2_scale(temperature),
+        **_block(logits),
+    )
 
 
 @triton.jit
