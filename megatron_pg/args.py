@@ -19,6 +19,8 @@ from megatron_pg.import_path import ImportFailedError, ImportPathError, load_fun
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 KERNELS = ("triton", "torch")
+HEAD_MODES = ("forward", "recompute")
+HEAD_BACKWARDS = ("bf16", "split")
 REDUCER_PARAMETERS = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss=False")
 
 # What other frameworks call the four modes, for the "did you mean" of an unknown one. Never an alias.

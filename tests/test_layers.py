@@ -27,6 +27,7 @@ ALLOWED = {
     "objectives": {"objectives"},
     "kernels": {"args", "kernels", "logprobs", "objectives"},
     "metrics": {"args", "metrics", "objectives"},
+    "lm_head": {"args", "kernels", "logprobs"},
     "loss": {"batch", "kernels", "metrics", "plan", "reducers"},
     "forward_step": {"batch", "collectives", "cp_utils", "loss", "plan"},
     "reporting": {"printable"},

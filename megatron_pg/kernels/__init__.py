@@ -82,7 +82,7 @@ def grpo_loss(
     _check_fields(logits, targets, {"old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}, mask)
     _check_factors(grad_divisor, grad_scale)
     ranks = 1 if tp_group is None else tp_group.size()
-    vocab_size = _checked_vocab_size(vocab_size, logits.shape[1] * ranks)
+    vocab_size = checked_vocab_size(vocab_size, logits.shape[1] * ranks)
     options = {
         "mask": mask,
         "clip_eps_low": clip_eps_low,
@@ -131,7 +131,8 @@ def _check_factors(grad_divisor: float, grad_scale: float) -> None:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")
 
 
-def _checked_vocab_size(vocab_size: int | None, columns: int) -> int:
+def checked_vocab_size(vocab_size: int | None, columns: int) -> int:
+    """The columns of all ranks that are no padding."""
     if vocab_size is None:
         return columns
     if not 0 < vocab_size <= columns:
