@@ -84,9 +84,10 @@ class _Logits(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, None, len(hidden), ctx.main_grad, ctx.split, ctx.needs_input_grad)
         for chunk in _slices(len(hidden)):
-            if not ctx.split:
-                gradients.buffer(chunk, grad[chunk]).copy_(grad[chunk])
-            gradients.take(chunk, grad[chunk])
+            z = grad[chunk]
+            if (out := gradients.buffer(chunk, z)) is not z:
+                out.copy_(z)
+            gradients.take(chunk, z)
         return *gradients.finish(), None, None
 
 

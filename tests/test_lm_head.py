@@ -1,0 +1,380 @@
+"""The LM head from hidden states against float64 autograd: on a CPU its mathematics, on a GPU its products and kernels too."""
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import threads
+import torch
+
+from megatron_pg import lm_head
+from megatron_pg.lm_head import fp32_logits, grpo_head_loss, logprobs_and_entropy
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+
+pytestmark = [  # of Triton's interpreter, which computes in NumPy
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int = 21
+    hidden: int = 16
+    columns: int = 48
+    dtype: torch.dtype = torch.float64
+    padding: int = 0
+    temperature: float = 1.0
+    masked: float = 0.4
+    mode: str = "forward"
+    backward: str = "bf16"
+    main_grad: bool = False
+    upstream: float = 1.0
+    grad_divisor: float = 1.0
+    impl: str = "torch"
+    seed: int = 0
+
+
+def random_case(rng: random.Random) -> Case:
+    columns = rng.choice([16, 48, 240])
+    return Case(
+        rows=rng.choice([1, 4, 21, 50]),
+        hidden=rng.choice([8, 32]),
+        columns=columns,
+        dtype=rng.choice([torch.float64, torch.float32, torch.bfloat16]),
+        padding=rng.choice([0, 0, 3, columns // 2]),
+        temperature=rng.choice([1.0, 0.7, 2.0]),
+        masked=rng.choice([0.0, 0.5, 0.9, 1.0]),
+        mode=rng.choice(["forward", "recompute"]),
+        backward=rng.choice(["bf16", "split"]),
+        main_grad=rng.random() < 0.5,
+        upstream=rng.choice([1.0, 6.0]),
+        grad_divisor=rng.choice([1.0, 4.0]),
+        impl=rng.choice(["torch", "triton"]),
+        seed=rng.randrange(2**30),
+    )
+
+
+def make(case: Case) -> dict:
+    """Hidden states, weight and fields; what masked rows hold must not matter."""
+    torch.manual_seed(case.seed)
+    hidden = torch.randn(case.rows, case.hidden, dtype=torch.float64)
+    weight = torch.randn(case.columns, case.hidden, dtype=torch.float64) * case.hidden**-0.5
+    mask = torch.rand(case.rows) >= case.masked
+    hidden[~mask] = math.nan
+    fields = {
+        "targets": torch.where(mask, torch.randint(0, case.columns - case.padding, (case.rows,)), -100),
+        "old_logprobs": torch.where(mask, -torch.rand(case.rows, dtype=torch.float64) - 3, math.nan),
+        "advantages": torch.where(mask, torch.randn(case.rows, dtype=torch.float64), math.nan),
+        "weights": torch.where(mask, torch.rand(case.rows, dtype=torch.float64), math.nan),
+        "mask": mask,
+    }
+    fields = {name: values.to(DEVICE) for name, values in fields.items()}
+    return fields | {"hidden": hidden.to(DEVICE, case.dtype), "weight": weight.to(DEVICE, case.dtype)}
+
+
+def expected(case: Case, fields: dict) -> dict:
+    """The formulas in float64, by autograd over the trained rows."""
+    mask, valid = fields["mask"], case.columns - case.padding
+    hidden = fields["hidden"].detach().double()[mask].requires_grad_()
+    weight = fields["weight"].detach().double().clone().requires_grad_()
+    log_p = torch.log_softmax((hidden @ weight.t())[:, :valid] / case.temperature, dim=1)
+    logprobs = log_p.gather(1, fields["targets"][mask][:, None])[:, 0]
+    ratio = (logprobs - fields["old_logprobs"][mask]).clamp(-20, 20).exp()
+    advantages = fields["advantages"][mask]
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.28) * advantages)
+    loss = (fields["weights"][mask] * losses).sum()
+    (loss * case.upstream / case.grad_divisor).backward()
+    of_hidden = torch.zeros(fields["hidden"].shape, dtype=torch.float64, device=mask.device)
+    of_hidden[mask] = hidden.grad
+    edge = (ratio / 0.8).log().abs().minimum((ratio / 1.28).log().abs()).min().item() if mask.any() else 1.0
+    return {
+        "loss": loss.detach(),
+        "logprobs": logprobs.detach(),
+        "entropy": -(log_p.exp() * log_p).sum(1).detach(),
+        "of_hidden": of_hidden,
+        "of_weight": weight.grad,
+        "near a clip bound": edge < 1e-4,
+    }
+
+
+def run(case: Case, fields: dict, **options) -> dict:
+    hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
+    total = torch.ones_like(weight, dtype=torch.promote_types(case.dtype, torch.float32)) if case.main_grad else None
+    out = grpo_head_loss(
+        hidden,
+        weight,
+        **{name: fields[name] for name in ("targets", "old_logprobs", "advantages", "weights", "mask")},
+        **CLIP,
+        temperature=case.temperature,
+        vocab_size=case.columns - case.padding,
+        grad_divisor=case.grad_divisor,
+        grad_scale=case.upstream,
+        entropy=True,
+        main_grad=total,
+        mode=case.mode,
+        backward=case.backward,
+        impl=case.impl,
+        **options,
+    )
+    (out.loss * case.upstream).backward()
+    assert case.main_grad == (weight.grad is None)
+    return {"out": out, "of_hidden": hidden.grad, "of_weight": total.detach() - 1 if case.main_grad else weight.grad}
+
+
+def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference relative to the largest entry; infinite where a value is not finite."""
+    if found.shape != wanted.shape or not found.isfinite().all():
+        return math.inf
+    return float((found.double() - wanted).abs().amax() / wanted.abs().amax().clamp(min=1e-3)) if found.numel() else 0.0
+
+
+def tolerance(case: Case, of: str) -> float:
+    """Rounding of the dtype; the weight gradient in float32 of a split gradient of the logits has 16 bits."""
+    if case.dtype == torch.float64 and case.impl == "torch":
+        return 1e-12
+    if case.dtype != torch.bfloat16 or of == "values":
+        return 1e-5
+    return 2e-5 if of == "of_weight" and case.backward == "split" and case.main_grad else 8e-3
+
+
+def check(case: Case, **options) -> None:
+    fields = make(case)
+    wanted, found = expected(case, fields), run(case, fields, **options)
+    mask, values = fields["mask"], tolerance(case, "values")
+    for name in ("logprobs", "entropy"):
+        shown = getattr(found["out"], name)
+        assert not shown[~mask].any(), (case, name)
+        assert worst(shown[mask], wanted[name]) <= values, (case, name)
+    assert abs(float(found["out"].loss.detach() - wanted["loss"])) <= values * 10, case
+    assert not found["of_hidden"][~mask].any(), case
+    if wanted["near a clip bound"] and case.dtype != torch.float64:
+        return
+    for name in ("of_hidden", "of_weight"):
+        assert worst(found[name], wanted[name]) <= tolerance(case, name), (case, name, worst(found[name], wanted[name]))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks and blocks in every case."""
+    monkeypatch.setattr(lm_head, "LOGITS_ROWS", 4)
+    monkeypatch.setattr(lm_head, "GRADIENT_ROWS", 8)
+
+
+@pytest.mark.proof("T6 fused LM head against float64")
+@pytest.mark.parametrize("block", range(4))
+def test_random_cases_equal_the_oracle(block, full, evidence):
+    rng, cases = random.Random(f"head{block}"), 250 if full else 25
+    for _ in range(cases):
+        case = random_case(rng)
+        # Triton has no float64
+        check(replace(case, dtype=torch.float32) if case.impl == "triton" and case.dtype == torch.float64 else case)
+    evidence(cases=cases)
+
+
+@pytest.mark.parametrize("backward", ["bf16", "split"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_float32_logits_and_their_gradients(dtype, backward):
+    case = Case(dtype=dtype, backward=backward, masked=0.0, main_grad=True)
+    fields = make(case)
+    hidden = fields["hidden"].view(3, 7, -1).clone().requires_grad_()
+    weight, total = (
+        fields["weight"].requires_grad_(),
+        torch.zeros(48, 16, device=DEVICE).to(torch.promote_types(dtype, torch.float32)),
+    )
+    logits = fp32_logits(hidden, weight, backward=backward, main_grad=total)
+    upstream = torch.randn(logits.shape, dtype=torch.float64, device=DEVICE)
+    logits.backward(upstream.to(logits.dtype))
+    exact = fields["hidden"].double()
+    assert (logits.dtype, logits.shape) == (torch.promote_types(dtype, torch.float32), (3, 7, 48))
+    values = 1e-12 if dtype == torch.float64 else 1e-6
+    assert worst(logits.detach().flatten(0, 1), exact @ weight.detach().double().t()) <= values
+    upstream = upstream.flatten(0, 1)
+    assert worst(hidden.grad.flatten(0, 1), upstream @ weight.detach().double()) <= tolerance(case, "of_hidden")
+    assert worst(total, upstream.t() @ exact) <= tolerance(case, "of_weight")
+
+
+def test_splitting_the_gradient_is_what_makes_it_precise():
+    """The two backwards differ where they should: a hundred times in the weight gradient."""
+    case = Case(dtype=torch.bfloat16, main_grad=True, masked=0.0, rows=50)
+    fields = make(case)
+    wanted = expected(case, fields)["of_weight"]
+    errors = [worst(run(replace(case, backward=b), fields)["of_weight"], wanted) for b in ("bf16", "split")]
+    assert errors[0] > 100 * errors[1] > 0
+
+
+def test_bfloat16_logits_would_be_a_hundred_times_less_exact():
+    case = Case(dtype=torch.bfloat16, masked=0.0, rows=50)
+    fields = make(case)
+    wanted = expected(case, fields)["logprobs"]
+    with torch.no_grad():
+        ours, _ = logprobs_and_entropy(fields["hidden"], fields["weight"], fields["targets"], impl="torch")
+        rounded = (fields["hidden"] @ fields["weight"].t()).double().log_softmax(1)
+    rounded = rounded.gather(1, fields["targets"][:, None])[:, 0]
+    assert worst(rounded, wanted) > 100 * worst(ours, wanted)
+
+
+def sharded(case: Case, fields: dict, ranks: int, sequence_parallel: bool) -> list[dict]:
+    """What every tensor-parallel rank finds, from its rows of the weight and, with sequence parallelism, of the hidden states."""
+    columns = case.columns // ranks
+
+    def work(rank: int) -> dict:
+        group = threads.subgroup(lambda r: 0, ranks, rank)
+        weight = fields["weight"][rank * columns : (rank + 1) * columns].clone()
+        hidden = fields["hidden"].chunk(ranks)[rank] if sequence_parallel else fields["hidden"]
+        options = {"tp_group": group, "sequence_parallel": sequence_parallel}
+        return run(case, fields | {"hidden": hidden, "weight": weight}, **options)
+
+    return threads.run(ranks, work)
+
+
+@pytest.mark.skipif(CUDA, reason="ranks are threads, on a CPU only")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+def test_tensor_parallel_ranks_equal_one_and_each_other(mode, ranks, sequence_parallel, full):
+    for seed in range(10 if full else 2):
+        case = Case(rows=24, mode=mode, padding=seed * 5, seed=seed, temperature=0.8, main_grad=seed % 2 == 0)
+        fields = make(case)
+        wanted, found = expected(case, fields), sharded(case, fields, ranks, sequence_parallel)
+        mask = fields["mask"]
+        for one in found:
+            assert torch.equal(one["out"].logprobs, found[0]["out"].logprobs)
+            assert worst(one["out"].logprobs[mask], wanted["logprobs"]) <= 1e-12
+            assert worst(one["out"].entropy[mask], wanted["entropy"]) <= 1e-12
+            assert abs(float(one["out"].loss.detach() - wanted["loss"])) <= 1e-12
+        of_hidden = [one["of_hidden"] for one in found]
+        of_hidden = [torch.cat(of_hidden)] if sequence_parallel else of_hidden
+        assert all(worst(gradient, wanted["of_hidden"]) <= 1e-12 for gradient in of_hidden)
+        assert worst(torch.cat([one["of_weight"] for one in found]), wanted["of_weight"]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(mode, frozen):
+    case = Case(mode=mode)
+    fields = make(case)
+    wanted = expected(case, fields)
+    leaves = {name: fields[name].clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch")
+    out.loss.backward()
+    trained = "weight" if frozen == "hidden" else "hidden"
+    assert leaves[frozen].grad is None
+    assert worst(leaves[trained].grad, wanted[f"of_{trained}"]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+def test_without_gradient_nothing_is_written(mode):
+    case = Case(main_grad=True)
+    fields = make(case)
+    total = torch.ones(48, 16, dtype=torch.float64, device=DEVICE)
+    names = ("hidden", "weight", "targets", "old_logprobs", "advantages", "weights", "mask")
+    weight = fields["weight"].requires_grad_()
+    with torch.no_grad():
+        out = grpo_head_loss(**{n: fields[n] for n in names}, **CLIP, main_grad=total, mode=mode, impl="torch")
+    assert not out.loss.requires_grad
+    assert (total == 1).all()
+    assert weight.grad is None
+    assert abs(float(out.loss - expected(case, fields)["loss"])) <= 1e-12
+
+
+def test_rows_may_be_given_and_nothing_may_be_trained():
+    case = Case()
+    fields = make(case)
+    rows = fields["mask"].nonzero()[:, 0]
+    given, found = run(case, fields, rows=rows), run(case, fields)
+    assert torch.equal(given["of_weight"], found["of_weight"])
+    assert torch.equal(given["out"].loss, found["out"].loss)
+    none = run(replace(case, masked=1.0), make(replace(case, masked=1.0)))
+    assert float(none["out"].loss.detach()) == 0
+    assert not none["of_weight"].any()
+    assert not none["of_hidden"].any()
+
+
+@pytest.mark.skipif(CUDA, reason="a device-side assertion ends the process")
+def test_another_upstream_gradient_than_main_grad_was_made_for_is_an_error():
+    case = Case(main_grad=True)
+    fields = make(case)
+    leaves = {name: fields[name].clone().requires_grad_() for name in ("hidden", "weight")}
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    options = {"main_grad": torch.zeros(48, 16, dtype=torch.float64), "impl": "torch", **CLIP}
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **options)
+    with pytest.raises(RuntimeError, match="another upstream gradient than its grad_scale"):
+        (out.loss * 2).backward()
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, impl="torch")
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ran a second time"):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_megatrons_protocol_of_main_grad(mode, shared):
+    """The hook that Megatron's DDP puts on a parameter finds what it asserts, and adds nothing twice."""
+    case = Case(mode=mode)
+    fields = make(case)
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    weight.main_grad.requires_grad_(False)
+    if shared:
+        weight.zero_out_wgrad = True
+    seen = []
+
+    def hook(*_):
+        assert weight.grad is not None
+        if not weight.grad_added_to_main_grad or shared:
+            weight.main_grad.add_(weight.grad.data)
+        seen.append(weight.grad_added_to_main_grad)
+        weight.grad = None
+
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(hook)
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    hidden = fields["hidden"].clone().requires_grad_()
+    out = grpo_head_loss(hidden, weight, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch")
+    loss = out.loss + (3.0 * weight).sum() if shared else out.loss  # the embedding's share
+    loss.backward()
+    wanted = expected(case, fields)["of_weight"] + (3.0 if shared else 0.0)
+    assert seen == [True]
+    assert worst(weight.main_grad, wanted) <= 1e-12
+
+
+def test_products_of_whole_logits_never_come_to_be(monkeypatch):
+    """No tensor of T rows of logits exists at any time in either mode."""
+    largest = []
+    make_rows = torch.Tensor.new_empty
+
+    def new_empty(self, *size, **options):
+        out = make_rows(self, *size, **options)
+        largest.append(out.shape[0] if out.dim() == 2 and out.shape[1] == 48 else 0)
+        return out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    for mode in ("forward", "recompute"):
+        case = Case(rows=50, masked=0.0, mode=mode)
+        run(case, make(case))
+    assert max(largest) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "sideways"}, "mode='sideways' is not one of forward, recompute"),
+        ({"backward": "exact"}, "backward='exact' is not one of bf16, split"),
+        ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
+        ({"weight": torch.zeros(48, 15, dtype=torch.float64, device=DEVICE)}, "not [..., H] and [V / tp, H]"),
+        ({"weight": torch.zeros(48, 16, device=DEVICE)}, "of one dtype, so there is no product"),
+        ({"vocab_size": 49}, "vocab_size=49 is not in 1 .. 48"),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    fields = make(Case())
+    fields["hidden"].requires_grad_()
+    with pytest.raises(ValueError) as error:
+        grpo_head_loss(**fields | {"impl": "torch"} | CLIP | changes)
+    assert message in str(error.value)
