@@ -25,10 +25,11 @@ from megatron_pg.kernels import GRPOLoss, checked_vocab_size
 from megatron_pg.kernels.policy_loss import policy_loss
 from megatron_pg.logprobs import Rows
 
-LOGITS_ROWS = 1024  # rows of logits held at a time
-GRADIENT_ROWS = (
-    4096  # rows of a weight-gradient product: with fewer, the traffic of the float32 total shows (docs/kernels.md)
-)
+LOGITS_BYTES = 640 * 10**6  # of logits held at a time
+GRADIENT_BYTES = (
+    1280 * 10**6
+)  # of their gradient; with less, the traffic of the weight's float32 total shows (docs/kernels.md)
+ROWS = 128  # chunks are multiples of it, which is what tensor cores are fed
 UPSTREAM_TOLERANCE = 1e-5  # the schedule multiplies in float32
 
 
@@ -82,12 +83,13 @@ class _Logits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
-        gradients = _Gradients(hidden, weight, None, len(hidden), ctx.main_grad, ctx.split, ctx.needs_input_grad)
-        for chunk in _slices(len(hidden)):
-            z = grad[chunk]
-            if (out := gradients.buffer(chunk, z)) is not z:
+        chunk = _chunk_rows(weight, 1)
+        gradients = _Gradients(hidden, weight, None, len(hidden), chunk, ctx.main_grad, ctx.split, ctx.needs_input_grad)
+        for part in _slices(len(hidden), chunk):
+            z = grad[part]
+            if (out := gradients.buffer(part, z)) is not z:
                 out.copy_(z)
-            gradients.take(chunk, z)
+            gradients.take(part, z)
         return *gradients.finish(), None, None
 
 
@@ -156,8 +158,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         hidden, weight, targets, rows, found = ctx.saved_tensors
         vocabulary, main_grad, split = ctx.options
         chunks = _Chunks(hidden, weight, targets, rows, vocabulary)
-        gradients = _Gradients(hidden, weight, rows, len(targets), main_grad, split, ctx.needs_input_grad)
-        for chunk in _slices(len(targets)):
+        needed = ctx.needs_input_grad
+        gradients = _Gradients(hidden, weight, rows, len(targets), chunks.rows, main_grad, split, needed)
+        for chunk in chunks.slices():
             z = chunks.logits(chunk)
             slopes = grad_logprobs[chunk], grad_entropy[chunk]
             out = gradients.buffer(chunk, z)
@@ -278,10 +281,10 @@ class _GradientInForward(torch.autograd.Function):
     def forward(ctx, hidden, weight, job):
         count = len(job.targets)
         values = torch.zeros(5, count, dtype=_logits_dtype(hidden), device=hidden.device)
-        gradients = _Gradients(hidden, weight, job.rows, count, job.main_grad, job.split, ctx.needs_input_grad)
-        chunks = _Chunks(hidden, weight, job.targets, job.rows, job.vocabulary)
+        chunks, needed = _Chunks(hidden, weight, job.targets, job.rows, job.vocabulary), ctx.needs_input_grad
+        gradients = _Gradients(hidden, weight, job.rows, count, chunks.rows, job.main_grad, job.split, needed)
         if job.one_launch:
-            for chunk in _slices(count):
+            for chunk in chunks.slices():
                 z = chunks.logits(chunk)
                 values[:, chunk] = job.one_launch(z, gradients.buffer(chunk, z), chunk)
                 gradients.take(chunk, z)
@@ -323,14 +326,19 @@ def _loss_and_slope(job: _Job, rows: Rows, chunk: slice) -> tuple[Tensor, Tensor
 
 
 class _Chunks:
-    """The logits of the wanted rows, `LOGITS_ROWS` at a time, in buffers that are used again."""
+    """The logits of the wanted rows, `rows` at a time, in buffers that are used again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: "_Vocabulary"):
         self._hidden, self._weight, self._targets, self._rows = hidden, weight, targets, rows
         self._vocabulary = vocabulary
-        size = min(LOGITS_ROWS, len(targets)), len(weight)
-        ranks = 1 if vocabulary.tp_group is None else vocabulary.tp_group.size()
-        self._buffers = [hidden.new_empty(size, dtype=_logits_dtype(hidden)) for _ in range(min(ranks, 2))]
+        buffers = 1 if vocabulary.tp_group is None or vocabulary.tp_group.size() == 1 else 2
+        self.rows = _chunk_rows(weight, buffers)
+        size = min(self.rows, len(targets)), len(weight)
+        self._buffers = [hidden.new_empty(size, dtype=_logits_dtype(hidden)) for _ in range(buffers)]
+
+    def slices(self) -> Iterator[slice]:
+        """The chunks of the wanted rows."""
+        return _slices(len(self._targets), self.rows)
 
     def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
         """[c, V / tp] of a chunk of the wanted rows."""
@@ -341,7 +349,7 @@ class _Chunks:
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Rows]]:
         """Each chunk, its logits, and its log-probabilities; ranks exchange those of a chunk under the product of the next."""
         waiting: deque[tuple] = deque()
-        for number, chunk in enumerate(_slices(len(self._targets))):
+        for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self._buffers))
             shares = self._vocabulary.statistics(z, self._targets[chunk])
             waiting.append((chunk, z, *_start_gather(shares, self._vocabulary.tp_group)))
@@ -462,13 +470,14 @@ class _Gradients:
         weight: Tensor,
         rows: Tensor | None,
         count: int,
+        chunk: int,
         main_grad: Tensor | None,
         split: bool,
         needed: tuple[bool, ...],
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, count
         self._split = split and hidden.dtype.itemsize < 4
-        size = min(GRADIENT_ROWS, count), len(weight)
+        size = min(_block_rows(weight, chunk), count), len(weight)
         self._parts = [hidden.new_empty(size) for _ in range(2 if self._split else 1)]
         self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
         self._of_weight = _WeightGradient(weight, main_grad) if needed[1] else None
@@ -554,8 +563,19 @@ def _states(hidden: Tensor, rows: Tensor | None, part: slice) -> Tensor:
     return hidden[part] if rows is None else hidden.index_select(0, rows[part])
 
 
-def _slices(count: int) -> Iterator[slice]:
-    return (slice(start, min(start + LOGITS_ROWS, count)) for start in range(0, count, LOGITS_ROWS))
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _chunk_rows(weight: Tensor, buffers: int) -> int:
+    """Rows of logits that are made at a time."""
+    row = len(weight) * _logits_dtype(weight).itemsize * buffers
+    return max(LOGITS_BYTES // row // ROWS, 1) * ROWS
+
+
+def _block_rows(weight: Tensor, chunk: int) -> int:
+    """Rows of a weight-gradient product: a multiple of a chunk's."""
+    return max(GRADIENT_BYTES // (len(weight) * weight.itemsize) // chunk, 1) * chunk
 
 
 def _logits_dtype(values: Tensor) -> torch.dtype:
