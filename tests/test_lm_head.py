@@ -105,7 +105,12 @@ def expected(case: Case, fields: dict) -> dict:
 
 def run(case: Case, fields: dict, **options) -> dict:
     hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
-    total = torch.ones_like(weight, dtype=torch.promote_types(case.dtype, torch.float32)) if case.main_grad else None
+    before = 2.0**-10  # of earlier micro-batches
+    total = (
+        torch.full_like(weight, before, dtype=torch.promote_types(case.dtype, torch.float32))
+        if case.main_grad
+        else None
+    )
     out = grpo_head_loss(
         hidden,
         weight,
@@ -124,7 +129,11 @@ def run(case: Case, fields: dict, **options) -> dict:
     )
     (out.loss * case.upstream).backward()
     assert case.main_grad == (weight.grad is None)
-    return {"out": out, "of_hidden": hidden.grad, "of_weight": total.detach() - 1 if case.main_grad else weight.grad}
+    return {
+        "out": out,
+        "of_hidden": hidden.grad,
+        "of_weight": total.detach() - before if case.main_grad else weight.grad,
+    }
 
 
 def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
