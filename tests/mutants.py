@@ -15,9 +15,11 @@ from simulation import Layout
 import megatron_pg.kernels
 import megatron_pg.logprobs
 import megatron_pg.plan
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
 from megatron_pg.loss import Contract
 from megatron_pg.metrics import Reduction
-from megatron_pg.objectives import grpo
+from megatron_pg.objectives.grpo import clipped_surrogate
+from megatron_pg.objectives.tokens import ratio
 
 LAYOUT = Layout(data=2, context=2, tensor=2, microbatches=2)
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
@@ -45,8 +47,8 @@ def slices_by(rule: Callable) -> Iterator[None]:
     """Replace this rank's slice: rule(whole batch, local batch, cp_rank, cp_size) -> changed fields."""
     original = simulation.slice_batch
 
-    def mutated(batch, weights, *, cp_rank, cp_size):
-        local = original(batch, weights, cp_rank=cp_rank, cp_size=cp_size)
+    def mutated(batch, weights, *, cp_rank, cp_size, **rest):
+        local = original(batch, weights, cp_rank=cp_rank, cp_size=cp_size, **rest)
         return dataclasses.replace(local, **rule(batch, local, cp_rank, cp_size))
 
     with mock.patch.object(simulation, "slice_batch", mutated):
@@ -55,7 +57,7 @@ def slices_by(rule: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reference_by(rule: Callable) -> Iterator[None]:
-    with mock.patch.object(megatron_pg.kernels, "reference_grpo_loss", rule):
+    with mock.patch.object(megatron_pg.kernels, "reference_loss", rule):
         yield
 
 
@@ -103,7 +105,7 @@ def every_context_rank_returns_the_count_of_the_whole_sample():
 @contextlib.contextmanager
 def loss_scaled_by(factor: float) -> Iterator[None]:
     original = Contract.outputs
-    with mock.patch.object(Contract, "outputs", lambda self, total, count: original(self, total * factor, count)):
+    with mock.patch.object(Contract, "outputs", lambda self, total, *rest: original(self, total * factor, *rest)):
         yield
 
 
@@ -212,34 +214,21 @@ def each_tensor_rank_uses_its_own_maximum():
         yield
 
 
-def reference(
-    logits,
-    targets,
-    old,
-    advantages,
-    weights,
-    *,
-    mask,
-    temperature,
-    tp_group,
-    vocab_size,
-    grad_divisor,
-    safe: bool,
-    **clip,
-):
+def reference(logits, targets, loss, *, temperature, tp_group, vocab_size, safe: bool):
     """The eager loss with its mask applied by multiplication, before (safe) or after the exp."""
-    keep = mask.to(logits.dtype)
+    keep = loss.mask.to(logits.dtype)
     logprobs, entropy = megatron_pg.logprobs.logprobs_and_entropy(
         logits * keep[:, None] if safe else logits,
-        torch.where(mask, targets, 0),
+        torch.where(loss.mask, targets, 0),
         temperature=temperature,
         tp_group=tp_group,
     )
-    ratios = logprobs - old
-    losses = grpo(ratios * keep if safe else ratios, advantages * keep if safe else advantages, **clip)
-    losses = losses * keep if safe else torch.where(mask, losses, 0)
-    loss = (losses * weights).sum()
-    return loss, losses.detach(), logprobs.detach(), ratios.detach(), entropy.detach()
+    ratios, advantages = logprobs - loss.old_logprobs, loss.advantages
+    ratios, advantages = (ratios * keep, advantages * keep) if safe else (ratios, advantages)
+    losses = clipped_surrogate(ratio(ratios), advantages, loss.terms.objective.parameters)
+    losses = losses * keep if safe else torch.where(loss.mask, losses, 0)
+    total = (losses * loss.weights).sum()
+    return PolicyGradientLoss(total, losses.detach(), logprobs.detach(), ratios.detach(), entropy.detach())
 
 
 @mutant
@@ -254,14 +243,27 @@ def mask_applied_after_exp_only():
         yield
 
 
+@contextlib.contextmanager
+def objective_by(rule: Callable) -> Iterator[None]:
+    """Replace the loss of a token: rule(tokens, parameters) -> arguments of the original."""
+
+    def mutated(self, logprobs, entropy=None):
+        objective = self.terms.objective
+        wrong = dataclasses.replace(objective, loss=lambda t, p: objective.loss(*rule(t, p)))
+        changed = dataclasses.replace(self, terms=dataclasses.replace(self.terms, objective=wrong))
+        return original(changed, logprobs, entropy)
+
+    original = PolicyLoss.__call__
+    with mock.patch.object(PolicyLoss, "__call__", mutated):
+        yield
+
+
 @mutant
 def clip_bounds_swapped():
-    original = megatron_pg.kernels.reference_grpo_loss
+    def rule(tokens, p):
+        return tokens, dataclasses.replace(p, clip_eps_low=p.clip_eps_high, clip_eps_high=p.clip_eps_low)
 
-    def mutated(*args, clip_eps_low, clip_eps_high, **rest):
-        return original(*args, clip_eps_low=clip_eps_high, clip_eps_high=clip_eps_low, **rest)
-
-    with reference_by(mutated):
+    with objective_by(rule):
         yield
 
 
@@ -282,10 +284,10 @@ def last_microbatch_dropped():
 def samples_counted_instead_of_rollouts():
     original = simulation.local_table_of
 
-    def mutated(samples, *rest):
-        table = original(samples, *rest)
+    def mutated(samples, aggregation, divisor, group, kept):
+        table = original(samples, aggregation, divisor, group, kept)
         rows = table.rows.clone()
-        rows[:, 1] = torch.arange(len(rows)) + (torch.distributed.get_rank(rest[-1]) << 32)
+        rows[:, 1] = torch.arange(len(rows)) + (torch.distributed.get_rank(group) << 32)
         return dataclasses.replace(table, rows=rows, has_rollout_ids=True)
 
     with mock.patch.object(simulation, "local_table_of", mutated):

@@ -33,11 +33,12 @@ def tokens(mask, **changes) -> TokenValues:
     }
     fields["document_weights"] = trained / max(int(trained.sum()), 1)
     fields |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
-    return TokenValues(mask=trained, clip_eps_low=0.2, clip_eps_high=0.28, **fields)
+    ratios = fields["log_ratios"].clamp(-20, 20).exp()
+    return TokenValues(mask=trained, above=ratios > 1.28, below=ratios < 0.8, **fields)
 
 
-def value(name: str, *batches: TokenValues, plan=PLAN):
-    reduction = Reduction("with_entropy")
+def value(name: str, *batches: TokenValues, plan=PLAN, features=("clip",)):
+    reduction = Reduction("with_entropy", features)
     partials = torch.stack([reduction.partial(batch) for batch in batches])
     return reduction.finish(reduction.combine(partials).tolist(), plan).get(name)
 
