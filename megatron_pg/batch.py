@@ -51,8 +51,10 @@ class PackedBatch:
         return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
 
     def optional_values(self, field: str) -> Tensor | None:
-        """[sum of R] an optional field, NaN for samples without it; None when no sample has it."""
+        """[sum of R] an optional field, NaN for samples without it; None when there are samples and none has it."""
         values = [getattr(sample, field) for sample in self.samples]
+        if not values:
+            return torch.zeros(0, dtype=torch.float64)
         if all(value is None for value in values):
             return None
         gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]

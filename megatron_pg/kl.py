@@ -2,7 +2,7 @@
 
 A right value does not make a right gradient: E[k1] and E[k3] are KL(π‖π_ref), but the expected gradient of k1 is 0 and
 that of k3 is KL(π_ref‖π)'s. The weighted forms multiply by r = π / π_old, with its gradient, which makes both right,
-whichever policy sampled the tokens. k2 needs no weight on-policy.
+whichever policy sampled the tokens; where r is clamped they have no gradient. k2 needs no weight on-policy.
 
 Source: A Comedy of Estimators, arXiv 2512.21852; On a few pitfalls in KL divergence gradient estimation for RL,
 arXiv 2506.09477.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.objectives import MAX_LOG_RATIO
-from megatron_pg.objectives.tokens import ratio
+from megatron_pg.objectives.tokens import ratio, unclamped
 
 
 def k1(x: Tensor, log_ratios: Tensor) -> Tensor:
@@ -39,14 +39,14 @@ def absolute(x: Tensor, log_ratios: Tensor) -> Tensor:
 
 def k1_weighted(x: Tensor, log_ratios: Tensor) -> Tensor:
     """Value r x; gradient r (x + 1)."""
-    return ratio(log_ratios) * x
+    return ratio(log_ratios) * unclamped(x, log_ratios)
 
 
 def k3_weighted(x: Tensor, log_ratios: Tensor) -> Tensor:
     """Value r (e^-x - 1 + x); gradient r x, written down as it is: by the product rule two large terms would cancel."""
     ratios = ratio(log_ratios).detach()
     value = ratios * k3(x, log_ratios).detach()
-    return value + ratios * x.detach() * (x - x.detach())
+    return value + ratios * x.detach() * unclamped(x - x.detach(), log_ratios)
 
 
 ESTIMATORS = {

@@ -85,7 +85,7 @@ class LossSettings:
         """The aggregation of the KL and entropy terms; None where there are none, or their weights are the policy term's."""
         if not (self.terms.kl_coef or self.terms.entropy_coef) or self.auxiliary_weights == "policy":
             return None
-        same = self.reducer is None and self.denominator == "scheduled" and self.aggregation == self.step_mean
+        same = self.reducer is None and self.denominator != "kept" and self.aggregation == self.step_mean
         return None if same else self.step_mean
 
 
@@ -247,8 +247,6 @@ def response_weights(
 ) -> Tensor:
     """[sum of R] float64: the weight of each response token of a micro-batch in the policy term, 0 where masked.
 
-    Under `--pg-denominator kept` it is 0 on rejected tokens too, whose units may not be counted.
-
     Args:
         batch: the micro-batch.
         plan: the step's plan.
@@ -258,8 +256,7 @@ def response_weights(
     """
     if factors.reducer is not None:
         return factors.reducer / (plan.num_tokens if settings.per_token else plan.num_rollouts)
-    counted = factors.kept if settings.denominator == "kept" else batch.loss_mask
-    return counted / _per_token(batch, plan.denominators, first_sample)
+    return batch.loss_mask / _per_token(batch, plan.denominators, first_sample)
 
 
 def auxiliary_weights(batch: PackedBatch, plan: StepPlan, first_sample: int) -> Tensor | None:

@@ -34,7 +34,7 @@ class StepPlan:
 
     aggregation: str
     divisor: float | None
-    denominators: Tensor  # [S] float64, > 0; S samples of this process
+    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; S samples of this process
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
@@ -147,8 +147,8 @@ def plan_from_table(
 ) -> StepPlan:
     """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
 
-    `denominator` says what the policy term's denominators count; the auxiliary terms' and the plan's totals count all
-    rollouts and trained tokens.
+    `denominator` says what denominators count; the auxiliary terms, which no correction touches, count trained tokens
+    under `kept` too. The plan's totals count all rollouts and trained tokens.
     """
     rows = torch.zeros(0, 4, dtype=torch.int64) if local is None else local.rows
     flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
@@ -170,11 +170,12 @@ def plan_from_table(
     )
     counts = count()
     counted = counts if denominator == "scheduled" else count(denominator=denominator)
+    auxiliary = count(denominator="live") if denominator == "kept" else counted
     return StepPlan(
         aggregation=aggregation,
         divisor=divisor,
-        denominators=REDUCERS[aggregation](counted),
-        auxiliary_denominators=REDUCERS[auxiliary_aggregation](counts) if auxiliary_aggregation else None,
+        denominators=_denominators(counted, aggregation),
+        auxiliary_denominators=_denominators(auxiliary, auxiliary_aggregation) if auxiliary_aggregation else None,
         num_samples=sum(len(table) for table in tables),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
@@ -349,6 +350,7 @@ def _count_units(
         num_prompts=num_prompts,
         num_tokens=num_tokens,
         divisor=divisor,
+        live_only=live_only,
     )
 
 
@@ -357,6 +359,15 @@ def _totals(keys: Tensor, tokens: Tensor, live_only: bool) -> tuple[int, Tensor]
     units, inverse = torch.unique(keys, return_inverse=True)
     totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
     return int((totals > 0).sum()) if live_only else len(units), totals[inverse]
+
+
+def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
+    """One per sample; infinite for a unit that is not counted although it has trained tokens."""
+    denominators = REDUCERS[aggregation](counts)
+    if not counts.live_only or aggregation == "token_mean":
+        return denominators
+    tokens = counts.tokens_per_prompt if aggregation == "prompt_mean" else counts.tokens_per_rollout
+    return torch.where(tokens > 0, denominators, torch.inf)
 
 
 def _check_one_group(rollouts: Tensor, prompts: Tensor) -> None:

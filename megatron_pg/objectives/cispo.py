@@ -15,7 +15,7 @@ def cispo(tokens: Tokens, parameters: Parameters) -> Tensor:
     Source: MiniMax-M1, arXiv 2506.13585.
     """
     weights = tokens.ratios.detach().clamp(1.0 - parameters.clip_eps_low, parameters.cispo_cap)
-    return -weights * tokens.advantages * tokens.logprobs
+    return -weights * tokens.advantages * tokens.weighable_logprobs
 
 
 def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:

@@ -52,5 +52,5 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 def _kept_reinforce(tokens: Tokens, above: Tensor, below: Tensor) -> Tensor:
     dropped = above & (tokens.advantages > 0) | below & (tokens.advantages < 0)
-    loss = -tokens.ratios.detach() * tokens.advantages * tokens.logprobs
+    loss = -tokens.ratios.detach() * tokens.advantages * tokens.weighable_logprobs
     return torch.where(dropped, 0, loss)

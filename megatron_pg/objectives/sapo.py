@@ -16,5 +16,7 @@ def sapo(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
-    tau = torch.where(tokens.advantages > 0, parameters.sapo_tau_pos, parameters.sapo_tau_neg).to(tokens.ratios.dtype)
+    scalar = tokens.advantages.new_full  # a Python number in `where` would become float32
+    positive, negative = scalar((), parameters.sapo_tau_pos), scalar((), parameters.sapo_tau_neg)
+    tau = torch.where(tokens.advantages > 0, positive, negative)
     return -(4.0 / tau) * torch.sigmoid(tau * (tokens.ratios - 1.0)) * tokens.advantages

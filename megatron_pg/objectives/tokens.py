@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value clamped, gradient 0, counted as a metric
@@ -11,6 +12,11 @@ MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value c
 def ratio(log_ratios: Tensor) -> Tensor:
     """e^d, with d clamped to ±MAX_LOG_RATIO: finite, and without gradient beyond."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def unclamped(values: Tensor, log_ratios: Tensor) -> Tensor:
+    """The values, without their gradient where `ratio` clamps."""
+    return torch.where(log_ratios.abs() > MAX_LOG_RATIO, values.detach(), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,11 @@ class Tokens:
     def ratios(self) -> Tensor:
         """r = π / π_old, differentiable."""
         return ratio(self.log_ratios)
+
+    @cached_property
+    def weighable_logprobs(self) -> Tensor:
+        """log π for a loss that multiplies it by a ratio without gradient: it has none either where the ratio is clamped."""
+        return unclamped(self.logprobs, self.log_ratios)
 
     @cached_property
     def sequence_ratios(self) -> Tensor:
