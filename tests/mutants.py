@@ -15,11 +15,13 @@ from simulation import Layout
 import megatron_pg.kernels
 import megatron_pg.logprobs
 import megatron_pg.plan
+from megatron_pg import loss as loss_module
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
 from megatron_pg.loss import Contract
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives.grpo import clipped_surrogate
 from megatron_pg.objectives.tokens import ratio
+from megatron_pg.sequences import Sequences
 
 LAYOUT = Layout(data=2, context=2, tensor=2, microbatches=2)
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
@@ -328,4 +330,141 @@ def temperature_forgotten_in_the_gradient():
         return (grad * ctx.temperature, *rest)
 
     with mock.patch.object(megatron_pg.logprobs._LogprobsAndEntropy, "backward", staticmethod(mutated)):
+        yield
+
+
+# --- objectives: noticed by the cases of `objective_cases`, on LAYOUT ---
+
+OBJECTIVE_MUTANTS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager]]] = {}
+
+
+def objective_mutant(objective: str) -> Callable:
+    """Register a mistake together with the objective whose cases must notice it."""
+
+    def register(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        OBJECTIVE_MUTANTS[function.__name__] = objective, contextlib.contextmanager(function)
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def averages_by(rule: Callable) -> Iterator[None]:
+    """Replace the averages over sequences: rule(sequences, values, original)."""
+    original = Sequences.averages
+    with mock.patch.object(Sequences, "averages", lambda self, values: rule(self, values, original)):
+        yield
+
+
+@objective_mutant("gspo")
+def sequence_ratio_of_the_context_shard():
+    with averages_by(lambda own, values, original: original(dataclasses.replace(own, group=None), values)):
+        yield
+
+
+@objective_mutant("gspo")
+def sequence_average_divided_by_the_shards_own_tokens():
+    def rule(own, values, original):
+        return original(dataclasses.replace(own, counts=own.lengths[:-1].double().clamp(min=1)), values)
+
+    with averages_by(rule):
+        yield
+
+
+@objective_mutant("gspo")
+def gradient_through_the_sum_over_context_ranks():
+    original = PolicyLoss._tokens
+
+    def mutated(self, logprobs, select):
+        tokens, kept = original(self, logprobs, select)
+        group = None if self.sequences is None else self.sequences.group
+        if group is None or tokens.sequence_log_ratios is None:
+            return tokens, kept
+        ratios = tokens.sequence_log_ratios
+        scaled = ratios.detach() + group.size() * (ratios - ratios.detach())
+        return dataclasses.replace(tokens, sequence_log_ratios=scaled), kept
+
+    with mock.patch.object(PolicyLoss, "_tokens", mutated):
+        yield
+
+
+@objective_mutant("gspo_token")
+def advantages_averaged_over_the_sequence():
+    with objective_by(lambda tokens, p: (dataclasses.replace(tokens, advantages=tokens.sequence_advantages), p)):
+        yield
+
+
+@objective_mutant("cispo")
+def cap_taken_for_a_distance_from_one():
+    with objective_by(lambda tokens, p: (tokens, dataclasses.replace(p, cispo_cap=1 + p.cispo_cap))):
+        yield
+
+
+@objective_mutant("sapo")
+def temperatures_of_sapo_swapped():
+    def rule(tokens, p):
+        return tokens, dataclasses.replace(p, sapo_tau_pos=p.sapo_tau_neg, sapo_tau_neg=p.sapo_tau_pos)
+
+    with objective_by(rule):
+        yield
+
+
+@objective_mutant("grpo")
+def kl_and_entropy_with_the_weights_of_the_policy_term():
+    with mock.patch.object(simulation, "auxiliary_weights", return_value=None):
+        yield
+
+
+@objective_mutant("reinforce")
+def correction_multiplies_the_kl_term_too():
+    original = loss_module.policy_loss_of
+
+    def mutated(local, settings, cp_group=None):
+        made = original(local, settings, cp_group)
+        if local.corrections is None:
+            return made
+        return dataclasses.replace(made, auxiliary_weights=made.auxiliary_weights * local.corrections)
+
+    with mock.patch.object(loss_module, "policy_loss_of", mutated):
+        yield
+
+
+@objective_mutant("reinforce")
+def corrections_sliced_contiguously():
+    def rule(batch, local, rank, size):
+        if local.corrections is None:
+            return {}
+        return {"corrections": local.corrections.roll(1)}
+
+    with slices_by(rule):
+        yield
+
+
+@objective_mutant("reinforce_is")
+def rejected_tokens_counted_under_kept():
+    original = simulation.local_table_of
+    with mock.patch.object(simulation, "local_table_of", lambda *arguments: original(*arguments[:-1])):
+        yield
+
+
+@objective_mutant("dppo_tv")
+def fully_masked_units_counted_under_live():
+    original = megatron_pg.plan._count_units
+
+    def mutated(*arguments, denominator="scheduled", **rest):
+        return original(*arguments, denominator="scheduled" if denominator == "live" else denominator, **rest)
+
+    with mock.patch.object(megatron_pg.plan, "_count_units", mutated):
+        yield
+
+
+@objective_mutant("grpo")
+def divisor_applied_to_the_loss_too():
+    original = PolicyLoss.__call__
+
+    def mutated(self, logprobs, entropy=None):
+        found = original(self, logprobs, entropy)
+        return dataclasses.replace(found, loss=found.loss / self.terms.grad_divisor)
+
+    with mock.patch.object(PolicyLoss, "__call__", mutated):
         yield
