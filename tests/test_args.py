@@ -1269,6 +1269,79 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
     assert rows["layout"] == "D=2 C=4 TP=8 PP=1"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "row", "text"),
+    [
+        (
+            pg("cispo", cispo_cap=5.0),
+            "clip",
+            "weight in [0, 5]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)",
+        ),
+        (pg("gspo"), "clip", "R in [0.9997, 1.0004]  (--pg-clip-eps-low/-high)"),
+        (pg("dual_clip", dual_clip=3.0), "dual clip", "c = 3  (--pg-dual-clip)"),
+        (pg("two_sided", delta=4.0), "cap", "δ = 4  (--pg-delta)"),
+        (pg("sapo"), "tau", "1 where A > 0, else 1.05  (--pg-sapo-tau-pos/-neg)"),
+        (
+            pg("dppo_tv", dppo_delta_low=0.1, dppo_delta_high=0.2),
+            "trust region",
+            "0.2 where A > 0, 0.1 where A < 0, probability  (--pg-dppo-delta-high/-low)",
+        ),
+        (
+            correction("icepop", high=4.0),
+            "correction",
+            "ℓ times ρ where lo <= ρ <= hi, else 0, lo = 0.5, hi = 4  (--pg-correction icepop)",
+        ),
+        (
+            correction("icepop", denominator="kept"),
+            "denominator",
+            "counts units and tokens that the correction does not reject  (--pg-denominator kept)",
+        ),
+        (
+            {"pg_kl_coef": 0.01, "pg_kl_estimator": "k3_weighted"},
+            "KL",
+            "+ 0.01 Σ u·KL(π‖π_ref) by k3_weighted  (--pg-kl-coef, --pg-kl-estimator)",
+        ),
+        ({"pg_entropy_coef": 0.01}, "u", "sample_mean over the step  (--pg-aux-aggregation default)"),
+        (
+            {"pg_entropy_coef": 0.01, "pg_aux_aggregation": "policy"},
+            "u",
+            "the weights of pg_loss  (--pg-aux-aggregation policy)",
+        ),
+        (
+            {"pg_grad_divisor": 1024.0},
+            "gradient",
+            "divided by 1024, the loss is not; with Adam the same without it: --clip-grad and --adam-eps times 1024  "
+            "(--pg-grad-divisor)",
+        ),
+    ],
+)
+def test_the_banner_says_which_terms_are_in_force(overrides, row, text):
+    plain = rows_of(banner(validate_args(arguments())))
+    rows = rows_of(banner(validate_args(arguments(**overrides))))
+    assert rows[row] == text
+    assert plain.get(row) != text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean weighs"),
+        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 hardly ever reaches (the paper: 3e-4 and 4e-4)"),
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1: its expected gradient is 0"),
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3: its gradient is that of KL(π_ref‖π)"),
+    ],
+)
+def test_a_term_with_a_consequence_is_said(overrides, fragment):
+    ((category, text),) = said(arguments(**overrides))
+    assert category is ArgumentWarning
+    assert fragment in text
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1_weighted", "k3_weighted"])
+def test_an_estimator_with_the_right_gradient_is_accepted_in_silence(estimator):
+    assert said(arguments(pg_kl_coef=0.1, pg_kl_estimator=estimator)) == []
+
+
 def test_the_banner_needs_no_megatron_attribute():
     rows = rows_of(banner(validate_args(parse("--loss-aggregation", "prompt_mean"))))
     assert rows["Megatron"] == B_CONTRACT
