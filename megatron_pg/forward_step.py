@@ -218,7 +218,7 @@ class PolicyGradientStep:
                 group=group,
                 num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
                 denominator=self.settings.denominator,
-                auxiliary_aggregation=self.settings.auxiliary_aggregation,
+                auxiliary_aggregation=self.settings.plan_auxiliary_aggregation,
             )
         except StepPlanError as raised:
             failure = raised

@@ -42,7 +42,7 @@ class LossSettings:
     terms: LossTerms
     correction: Correction = NO_CORRECTION
     denominator: str = "scheduled"  # what the policy term's denominators count
-    auxiliary_weights: str = "default"  # or "policy": the KL and entropy terms take the policy term's
+    aux_aggregation: str = "default"  # or "policy": the KL and entropy terms take the policy term's
     temperature: float
     kernel: str
     metrics: Reduction
@@ -64,7 +64,7 @@ class LossSettings:
             terms=terms,
             correction=correction,
             denominator=args.pg_denominator,
-            auxiliary_weights=args.pg_aux_aggregation,
+            aux_aggregation=args.pg_aux_aggregation,
             temperature=args.pg_temperature,
             kernel=_available_kernel(args.pg_kernel),
             metrics=Reduction(args.pg_metrics, features_of(terms, correction)),
@@ -81,9 +81,9 @@ class LossSettings:
         return "token_mean" if self.per_token else "sample_mean"
 
     @property
-    def auxiliary_aggregation(self) -> str | None:
+    def plan_auxiliary_aggregation(self) -> str | None:
         """The aggregation of the KL and entropy terms; None where there are none, or their weights are the policy term's."""
-        if not (self.terms.kl_coef or self.terms.entropy_coef) or self.auxiliary_weights == "policy":
+        if not (self.terms.kl_coef or self.terms.entropy_coef) or self.aux_aggregation == "policy":
             return None
         same = self.reducer is None and self.denominator != "kept" and self.aggregation == self.step_mean
         return None if same else self.step_mean

@@ -170,5 +170,5 @@ def settings_of(expected: oracle.Settings) -> LossSettings:
         terms=terms,
         correction=Correction(name=expected.correction, low=low, high=high),
         denominator=expected.denominator,
-        auxiliary_weights=expected.aux_aggregation,
+        aux_aggregation=expected.aux_aggregation,
     )

@@ -155,7 +155,7 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         group=data_group,
         num_response_tokens=sum(sample.response_length for sample in mine),
         denominator=loss.denominator,
-        auxiliary_aggregation=loss.auxiliary_aggregation,
+        auxiliary_aggregation=loss.plan_auxiliary_aggregation,
     )
     locals_, leaves, first = [], [], 0
     for batch, own, cell in zip(batches, factors, cells[d], strict=True):
