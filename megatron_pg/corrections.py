@@ -27,6 +27,7 @@ class Correction:
 
 
 NONE = Correction(name="none")
+_ENOUGH = 16  # equal tokens that are no accident
 
 Factors = tuple[Tensor, Tensor]  # [n] float64 factor and [n] bool kept, of a sequence's n trained tokens
 
@@ -101,7 +102,7 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     """[sum of R] float64 factor and [sum of R] bool kept, 1 and False where masked; None when data do not decide.
 
     Raises:
-        ValueError: every trained token has old_logprobs equal to its rollout_logprobs.
+        ValueError: old_logprobs are rollout_logprobs.
     """
     if correction.name not in BY_DATA:
         return None
@@ -121,9 +122,10 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
 
 def _check_two_policies(samples: Sequence[Sample], correction: Correction) -> None:
     trained = [(s.old_logprobs[s.loss_mask], s.rollout_logprobs[s.loss_mask]) for s in samples]
-    if sum(len(old) for old, _ in trained) > 1 and all(torch.equal(old, rollout) for old, rollout in trained):
+    informative = sum(int((old != 0).sum()) for old, _ in trained)  # a certain token is 0 under both
+    if informative >= _ENOUGH and all(torch.equal(old, rollout) for old, rollout in trained):
         raise ValueError(
-            f"old_logprobs equal rollout_logprobs in every trained token of a micro-batch, so --pg-correction {correction.name} "
-            "would correct nothing: the ratio already starts from the rollout engine. Recompute old_logprobs with the "
-            "trainer, or remove the flag."
+            f"old_logprobs equal rollout_logprobs in all {informative} trained tokens of a micro-batch, so --pg-correction "
+            f"{correction.name} would correct nothing: the ratio already starts from the rollout engine. Recompute old_logprobs "
+            "with the trainer, or remove the flag."
         )

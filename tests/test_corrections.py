@@ -99,9 +99,11 @@ def test_the_tables_of_flags_and_of_functions_name_the_same():
 
 
 def test_an_anchor_that_is_the_rollout_engine_is_refused():
-    with pytest.raises(ValueError, match="old_logprobs equal rollout_logprobs in every trained token"):
-        factors("tis", 0.0, 2.0, sample([0.0, 0.0]), sample([0.0]))
-    factors("tis", 0.0, 2.0, sample([0.0, 0.0]), sample([1e-9]))
+    with pytest.raises(ValueError, match="old_logprobs equal rollout_logprobs in all 16 trained tokens"):
+        factors("tis", 0.0, 2.0, sample([0.0] * 7), sample([0.0] * 9))
+    factors("tis", 0.0, 2.0, sample([0.0] * 7), sample([0.0] * 8 + [1e-9]))
+    factors("tis", 0.0, 2.0, sample([0.0] * 15))  # may be an accident
+    factors("tis", 0.0, 2.0, sample([0.0] * 99, anchor=0.0))  # certain tokens under both
 
 
 @pytest.mark.parametrize(

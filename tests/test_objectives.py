@@ -431,6 +431,16 @@ def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monk
     assert reason in message
 
 
+def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, monkeypatch):
+    path = write_module(tmp_path, monkeypatch, "return tokens.logprobs + 1.0 / tokens.advantages")
+    loss, logprobs, _ = drawn("grpo", random.Random(4))
+    out = dataclasses.replace(loss, terms=LossTerms(objective=load_custom_objective(path)))(logprobs)
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    assert torch.isfinite(out.loss)
+    assert not out.token_losses[~loss.mask].any()
+    assert not gradient[~loss.mask].any()
+
+
 # --- tables and fields ---
 
 

@@ -91,8 +91,7 @@ class PolicyLoss:
         select = partial(_select, self.mask, logprobs.dtype)
         tokens, kept = self._tokens(logprobs, select)
         token_losses = self.terms.objective.loss(tokens, self.terms.objective.parameters)
-        if kept is not None:
-            token_losses = torch.where(kept, token_losses, 0)
+        token_losses = torch.where(self.mask if kept is None else self.mask & kept, token_losses, 0)
         loss = (select(self.weights) * token_losses).sum()
         auxiliary, kl = self._auxiliary(tokens, entropy, select)
         loss = loss if auxiliary is None else loss + auxiliary

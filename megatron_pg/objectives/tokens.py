@@ -39,7 +39,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """[T] of one dtype (float32 or float64) each. Tokens that are not trained hold 0 everywhere."""
+    """[T] of one dtype (float32 or float64) each. Tokens that are not trained hold 0, but for the averages."""
 
     logprobs: Tensor  # log π, nats, differentiable
     old_logprobs: Tensor  # log π_old, nats
