@@ -10,13 +10,13 @@ import random
 import statistics
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 
 import torch
 
 from megatron_pg import Sample, pack
 from megatron_pg.args import METRIC_LEVELS as LEVELS
+from megatron_pg.args import add_arguments
 from megatron_pg.batch import slice_batch
 from megatron_pg.loss import LossSettings, microbatch_loss
 
@@ -46,16 +46,8 @@ def make_batch(tokens: int, vocabulary: int, device: str):
 
 def settings(level: str) -> LossSettings:
     """The default loss with one level of metrics."""
-    args = Namespace(
-        loss_aggregation="sample_mean",
-        loss_aggregation_divisor=None,
-        calculate_per_token_loss=False,
-        pg_clip_eps_low=0.2,
-        pg_clip_eps_high=0.2,
-        pg_temperature=1.0,
-        pg_kernel="torch",
-        pg_metrics=level,
-    )
+    flags = ["--pg-kernel", "torch", "--pg-metrics", level]
+    args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags)
     return LossSettings.from_args(args)
 
 

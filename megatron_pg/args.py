@@ -15,6 +15,14 @@ import warnings
 from importlib import metadata
 
 from megatron_pg.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
+from megatron_pg.objective_flags import (
+    OBJECTIVE_PARAMETERS,
+    add_objective_arguments,
+    is_finite,
+    number,
+    objective_violations,
+    objective_warnings,
+)
 
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 METRIC_LEVELS = ("none", "basic", "with_entropy")
@@ -78,7 +86,7 @@ class ArgumentNotice(UserWarning):
 
 
 class ArgumentWarning(UserWarning):
-    """The arguments work, with a consequence that the user should know (W1, W2, W4, W5, W6)."""
+    """The arguments work, with a consequence that the user should know (W1 to W9)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -105,20 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
     )
     group.add_argument(
-        "--pg-clip-eps-low",
-        type=float,
-        default=0.2,
-        metavar="EPS",
-        help="Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2.",
-    )
-    group.add_argument(
-        "--pg-clip-eps-high",
-        type=float,
-        default=0.2,
-        metavar="EPS",
-        help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28).",
-    )
-    group.add_argument(
         "--pg-temperature",
         type=float,
         default=1.0,
@@ -136,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=KERNELS,
         help="Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere; none falls back.",
     )
+    add_objective_arguments(group)
     return parser
 
 
@@ -201,6 +196,7 @@ class _Facts:
         self.mode = args.loss_aggregation
         self.divisor = args.loss_aggregation_divisor
         self.path = args.custom_pg_loss_reducer_function_path
+        self.objective_path = args.pg_custom_objective_path
         self.per_token = vars(args).get("calculate_per_token_loss", False)
 
     def megatron(self, name: str, default: object = None) -> object:
@@ -222,6 +218,7 @@ def _violations(facts: _Facts) -> list[tuple[str, str]]:
         _alias_rules,
         _path_rules,
         _number_rules,
+        _objective_rules,
         _choice_rules,
         _data_rules,
         _megatron_rules,
@@ -277,17 +274,9 @@ def _divisor_rules(facts: _Facts):
 
 def _is_usable_divisor(divisor: float) -> bool:
     """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
-    if not (_is_finite(divisor) and divisor > 0):
+    if not (is_finite(divisor) and divisor > 0):
         return False
     return 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
-
-
-def _is_finite(value: float) -> bool:
-    """Whether `value` is finite as a float64; an integer in YAML may be too large for one."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _alias_rules(facts: _Facts):
@@ -307,34 +296,30 @@ def _alias_rules(facts: _Facts):
 
 
 def _path_rules(facts: _Facts):
-    if facts.path is None:
+    yield from _path("--custom-pg-loss-reducer-function-path", facts.path, REDUCER_PARAMETERS)
+    yield from _path("--pg-custom-objective-path", facts.objective_path, OBJECTIVE_PARAMETERS)
+
+
+def _path(flag: str, path: object, parameters: tuple[str, ...]):
+    if path is None:
         return
     try:
-        split_import_path(facts.path)
+        split_import_path(path)
     except ImportPathError as error:
-        yield "E13", f"--custom-pg-loss-reducer-function-path {error}"
+        yield "E13", f"{flag} {error}"
         return
     try:
-        load_function(facts.path, REDUCER_PARAMETERS)
+        load_function(path, parameters)
     except ImportPathError as error:
-        rule = "E14" if isinstance(error, ImportFailedError) else "E15"
-        yield rule, f"--custom-pg-loss-reducer-function-path {facts.path!r} {error}"
+        yield "E14" if isinstance(error, ImportFailedError) else "E15", f"{flag} {path!r} {error}"
 
 
 def _number_rules(facts: _Facts):
-    args = facts.args
-    yield from _number(
-        "--pg-clip-eps-low", args.pg_clip_eps_low, 0.0, 1.0, "between 0 and 1 (1 switches the bound off)"
-    )
-    yield from _number("--pg-clip-eps-high", args.pg_clip_eps_high, 0.0, math.inf, "finite and >= 0")
-    yield from _number("--pg-temperature", args.pg_temperature, 2.0**-126, math.inf, "finite and > 0")
+    yield from number("--pg-temperature", facts.args.pg_temperature, 2.0**-126, math.inf, "finite and > 0")
 
 
-def _number(flag: str, value: object, low: float, high: float, requirement: str):
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        yield "E24", f"{flag} must be a number, got {value!r}"
-    elif not (_is_finite(value) and low <= value <= high):
-        yield "E24", f"{flag} must be {requirement}, got {value}"
+def _objective_rules(facts: _Facts):
+    yield from objective_violations(facts.args, facts.resolved_mode == "token_mean")
 
 
 def _choice_rules(facts: _Facts):
@@ -417,7 +402,10 @@ def _warnings(facts: _Facts) -> list[str]:
         messages.append("this Megatron mis-scales MoE auxiliary losses by TP·CP (Megatron-LM#5047)")
     if not token_mean and facts.megatron("mtp_num_layers"):
         messages.append("MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation")
-    return messages
+    if facts.objective_path is not None:
+        file, digest = source_of(load_function(facts.objective_path, OBJECTIVE_PARAMETERS))
+        messages.append(f"ℓ is the objective {facts.objective_path} ({file}, sha256 {digest[:12]})")
+    return messages + objective_warnings(facts.args, facts.resolved_mode)
 
 
 def _has_moe_losses(facts: _Facts) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import padded_length, zigzag_index
 from megatron_pg.rollouts import Id, Sample
+from megatron_pg.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,8 +51,10 @@ class PackedBatch:
         return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
 
     def optional_values(self, field: str) -> Tensor | None:
-        """[sum of R] an optional field, NaN for samples without it; None when no sample has it."""
+        """[sum of R] an optional field, NaN for samples without it; None when there are samples and none has it."""
         values = [getattr(sample, field) for sample in self.samples]
+        if not values:
+            return torch.zeros(0, dtype=torch.float64)
         if all(value is None for value in values):
             return None
         gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
@@ -95,6 +98,9 @@ class LocalBatch:
     document_weights: Tensor  # [T] float64, mask / trained tokens of the sample: sums to 1 over a document
     ref_logprobs: Tensor | None  # [T] float64, NaN where the sample has none; None where no sample has any
     rollout_logprobs: Tensor | None  # likewise
+    auxiliary_weights: Tensor | None  # [T] float64, of the KL and entropy terms; None: `weights`
+    corrections: Tensor | None  # [T] float64, factor on the policy term; None: there is none
+    sequences: Sequences | None  # the samples as sequences, without their process group; None: not asked for
     whole: PackedBatch
     row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
     num_trained: int  # trained tokens here, known on the host
@@ -153,7 +159,15 @@ def pack(
 
 
 def slice_batch(
-    batch: PackedBatch, weights: Tensor, *, cp_rank: int, cp_size: int, device: torch.device | str = "cpu"
+    batch: PackedBatch,
+    weights: Tensor,
+    *,
+    cp_rank: int,
+    cp_size: int,
+    device: torch.device | str = "cpu",
+    auxiliary_weights: Tensor | None = None,
+    corrections: Tensor | None = None,
+    sequences: bool = False,
 ) -> LocalBatch:
     """This rank's part of a micro-batch.
 
@@ -163,6 +177,9 @@ def slice_batch(
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         device: where the model runs.
+        auxiliary_weights: [sum of R] float64, of the KL and entropy terms, where they are others.
+        corrections: [sum of R] float64, factor of each response token on the policy term.
+        sequences: whether the loss needs averages over whole sequences.
     """
     index = zigzag_index(batch.documents, cp_rank=cp_rank, cp_size=cp_size)
     counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
@@ -173,8 +190,9 @@ def slice_batch(
         "weights": weights,
         "document_weights": batch.loss_mask / batch.per_token(counts),
     }
-    optional = ("ref_logprobs", "rollout_logprobs")
-    fields |= {name: values for name in optional if (values := batch.optional_values(name)) is not None}
+    optional = {name: batch.optional_values(name) for name in ("ref_logprobs", "rollout_logprobs")}
+    optional |= {"auxiliary_weights": auxiliary_weights, "corrections": corrections}
+    fields |= {name: values for name, values in optional.items() if values is not None}
     flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in fields.items()}
     labels, mask = batch.labels[:, index], flat["mask"]
     model_inputs = {
@@ -189,7 +207,13 @@ def slice_batch(
     on_device = dict.fromkeys((*optional, "boundaries")) | {
         n: _to_device(v, device) for n, v in (model_inputs | flat).items()
     }
-    return LocalBatch(**on_device, whole=batch, row_index=index, num_trained=int(mask.sum()))
+    return LocalBatch(
+        **on_device,
+        sequences=_sequences(batch, index, device) if sequences else None,
+        whole=batch,
+        row_index=index,
+        num_trained=int(mask.sum()),
+    )
 
 
 def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:
@@ -289,6 +313,19 @@ def _lay_out(
         response_positions=torch.cat(response_positions),
         documents=documents,
     )
+
+
+def _sequences(batch: PackedBatch, index: Tensor, device: torch.device | str) -> Sequences:
+    size = len(batch.samples)
+    rows = batch.sample_index[:, index].t().reshape(-1)
+    slots = torch.where(rows < 0, size, rows)
+    found = {
+        "slots": slots,
+        "order": slots.argsort(stable=True),
+        "lengths": torch.bincount(slots, minlength=size + 1),
+        "counts": torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1),
+    }
+    return Sequences(**{name: _to_device(values, device) for name, values in found.items()})
 
 
 def _to_device(values: Tensor, device: torch.device | str) -> Tensor:

@@ -2,6 +2,8 @@
 
 import argparse
 
+from megatron_pg.objective_flags import CORRECTIONS, OBJECTIVES, correction_numbers, objective_numbers
+
 _FORMULA = {
     "sample_mean": "(1/N_r) Σ_rollouts (Σ m·ℓ)/M_rollout",
     "prompt_mean": "(1/P) Σ_prompts (Σ m·ℓ)/M_group",
@@ -15,16 +17,19 @@ _DENOMINATOR = {
     "constant": "N_r · L: rollouts of the step · {divisor:.12g}",
 }
 
+_COUNTED = {
+    "scheduled": "counts all rollouts and trained tokens, rejected ones too",
+    "live": "counts units with a trained token",
+    "kept": "counts units and tokens that the correction does not reject",
+}
+
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Rows (name, text) of the effective objective, from arguments that `validate_args` has accepted."""
     return [
-        ("objective", "ℓ = -min(r·A, clip(r)·A), r = exp(log π - log π_old)"),
+        *_objective_rows(args),
         *_aggregation_rows(args),
-        (
-            "clip",
-            f"r in [{1 - args.pg_clip_eps_low:g}, {1 + args.pg_clip_eps_high:g}]  (--pg-clip-eps-low/-high)",
-        ),
+        *_term_rows(args),
         ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)"),
         (
             "counted over",
@@ -43,6 +48,82 @@ def banner(args: argparse.Namespace) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {text}" for name, text in rows]
     return "\n".join(["── megatron_pg: effective policy-gradient objective ──", *lines])
+
+
+def _objective_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    numbers = objective_numbers(args)
+    if args.pg_custom_objective_path is not None:
+        shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
+        return [
+            ("objective", f"ℓ = your own  (--pg-custom-objective-path {args.pg_custom_objective_path})"),
+            *([("parameters", shown)] if shown else []),
+        ]
+    flag = "" if args.pg_objective == "grpo" else f"  (--pg-objective {args.pg_objective})"
+    return [("objective", OBJECTIVES[args.pg_objective].formula + flag), *_bound_rows(args.pg_objective, numbers)]
+
+
+def _bound_rows(objective: str, numbers: dict[str, float]) -> list[tuple[str, str]]:
+    """What the objective's numbers come to."""
+    rows = []
+    if objective == "cispo":
+        low, cap = 1 - numbers["clip_eps_low"], numbers["cispo_cap"]
+        rows.append(("clip", f"weight in [{low:g}, {cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"))
+    elif "clip_eps_high" in numbers:
+        variable = {"gspo": "R", "gspo_token": "s"}.get(objective, "r")
+        interval = f"[{1 - numbers['clip_eps_low']:g}, {1 + numbers['clip_eps_high']:g}]"
+        rows.append(("clip", f"{variable} in {interval}  (--pg-clip-eps-low/-high)"))
+    if "dual_clip" in numbers:
+        rows.append(("dual clip", f"c = {numbers['dual_clip']:g}  (--pg-dual-clip)"))
+    if "delta" in numbers:
+        rows.append(("cap", f"δ = {numbers['delta']:g}  (--pg-delta)"))
+    if objective == "sapo":
+        rows.append(
+            (
+                "tau",
+                f"{numbers['sapo_tau_pos']:g} where A > 0, else {numbers['sapo_tau_neg']:g}  (--pg-sapo-tau-pos/-neg)",
+            )
+        )
+    if "dppo_delta_high" in numbers:
+        unit = "probability" if objective == "dppo_tv" else "nats"
+        rows.append(
+            (
+                "trust region",
+                f"{numbers['dppo_delta_high']:g} where A > 0, {numbers['dppo_delta_low']:g} where A < 0, {unit}  "
+                "(--pg-dppo-delta-high/-low)",
+            )
+        )
+    return rows
+
+
+def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """What is in the loss beside the objective; nothing of it by default."""
+    rows = []
+    if args.pg_correction != "none":
+        bounds = {"correction_low": "lo", "correction_high": "hi"}
+        shown = ", ".join(f"{bounds[name]} = {value:g}" for name, value in correction_numbers(args).items())
+        text = f"{CORRECTIONS[args.pg_correction].formula}, {shown}  (--pg-correction {args.pg_correction})"
+        rows.append(("correction", text))
+    if args.pg_denominator != "scheduled" or args.pg_correction != "none":
+        rows.append(("denominator", f"{_COUNTED[args.pg_denominator]}  (--pg-denominator {args.pg_denominator})"))
+    if args.pg_kl_coef:
+        text = f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
+        rows.append(("KL", text))
+    if args.pg_entropy_coef:
+        rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
+    if args.pg_kl_coef or args.pg_entropy_coef:
+        step_mean = "token_mean" if vars(args).get("calculate_per_token_loss", False) else "sample_mean"
+        meaning = f"{step_mean} over the step" if args.pg_aux_aggregation == "default" else "the weights of pg_loss"
+        rows.append(("u", f"{meaning}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
+    if args.pg_grad_divisor != 1:
+        divisor = args.pg_grad_divisor
+        rows.append(
+            (
+                "gradient",
+                f"divided by {divisor:.12g}, the loss is not; with Adam the same without it: --clip-grad and --adam-eps times "
+                f"{divisor:.12g}  (--pg-grad-divisor)",
+            )
+        )
+    return rows
 
 
 def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:

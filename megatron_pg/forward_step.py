@@ -26,9 +26,11 @@ from megatron_pg.loss import (
     Contract,
     LossSettings,
     MicrobatchLoss,
+    TokenFactors,
+    auxiliary_weights,
     microbatch_loss,
-    reducer_weights,
     response_weights,
+    token_factors,
 )
 from megatron_pg.plan import StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
 
@@ -83,10 +85,12 @@ class PolicyGradientStep:
         def compute_language_model_loss(labels: Tensor, logits: Tensor):
             if self._local is None or labels is not self._local.labels:  # multi-token prediction brings its own labels
                 return language_model_loss(labels, logits)
-            tp_group = parallel_state.get_tensor_model_parallel_group()
             rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
-            group = tp_group if tp_group.size() > 1 else None
-            return microbatch_loss(rows, self._local, self.settings, group, upstream=self._contract.upstream)
+            groups = {
+                "tp_group": _group_of_several(parallel_state.get_tensor_model_parallel_group()),
+                "cp_group": _group_of_several(parallel_state.get_context_parallel_group()),
+            }
+            return microbatch_loss(rows, self._local, self.settings, **groups, upstream=self._contract.upstream)
 
         model.compute_language_model_loss = compute_language_model_loss
         return model
@@ -125,7 +129,7 @@ class PolicyGradientStep:
                 "parameter of the model"
             )
         self._results.append((local, output.partial, output.nonfinite))
-        return self._contract.outputs(output.total, self._local_count(local))
+        return self._contract.outputs(output.total, self._local_count(local), output.policy)
 
     def _local_count(self, local: LocalBatch) -> int:
         return local.num_positions if self._counts_positions else local.num_trained
@@ -191,14 +195,15 @@ class PolicyGradientStep:
     def _plan(self, chunks: list[nn.Module], arguments: dict) -> tuple[StepPlan, list[LocalBatch]]:
         """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
         group = parallel_state.get_data_parallel_group()
-        batches, table, custom, error = [], None, [], None
+        batches, table, factors, error = [], None, [], None
         try:
             self._check_model(chunks, forward_only=bool(arguments.get("forward_only")))
             batches = _take(arguments["data_iterator"], arguments["num_microbatches"])
             _check_batches(batches, chunks[0], arguments)
-            custom = [reducer_weights(batch, self.settings) for batch in batches]
+            factors = [token_factors(batch, self.settings) for batch in batches]
             samples = [sample for batch in batches for sample in batch.samples]
-            table = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group)
+            kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
+            table = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group, kept)
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
         plan, failure = None, None
@@ -212,11 +217,13 @@ class PolicyGradientStep:
                 num_microbatches=arguments["num_microbatches"],
                 group=group,
                 num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
+                denominator=self.settings.denominator,
+                auxiliary_aggregation=self.settings.plan_auxiliary_aggregation,
             )
         except StepPlanError as raised:
             failure = raised
         _agree(batches, plan, failure)
-        return plan, self._slice(plan, batches, custom, next(chunks[0].parameters()).device)
+        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device)
 
     def _check_model(self, chunks: list[nn.Module], *, forward_only: bool) -> None:
         config = chunks[0].config
@@ -253,15 +260,24 @@ class PolicyGradientStep:
         self,
         plan: StepPlan,
         batches: Sequence[PackedBatch],
-        custom: Sequence[Tensor | None],
+        factors: Sequence[TokenFactors],
         device: torch.device,
     ) -> list[LocalBatch]:
         cp_rank = parallel_state.get_context_parallel_rank()
         cp_size = parallel_state.get_context_parallel_world_size()
         local, first = [], 0
-        for batch, own in zip(batches, custom, strict=True):
-            weights = response_weights(batch, plan, first, custom=own, per_token=self.settings.per_token)
-            local.append(slice_batch(batch, weights, cp_rank=cp_rank, cp_size=cp_size, device=device))
+        for batch, own in zip(batches, factors, strict=True):
+            sliced = slice_batch(
+                batch,
+                response_weights(batch, plan, first, factors=own, settings=self.settings),
+                cp_rank=cp_rank,
+                cp_size=cp_size,
+                device=device,
+                auxiliary_weights=auxiliary_weights(batch, plan, first),
+                corrections=own.corrections,
+                sequences=self.settings.terms.reads_sequences,
+            )
+            local.append(sliced)
             first += len(batch.samples)
         return local
 
@@ -411,8 +427,9 @@ def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
         for values in (
             batch.tokens,
             *(batch.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),
+            *(batch.optional_values(name) for name in ("ref_logprobs", "rollout_logprobs")),
         ):
-            content.update(values.numpy().tobytes())
+            content.update(b"" if values is None else values.numpy().tobytes())
     return float(int.from_bytes(content.digest(), "big"))
 
 
@@ -429,6 +446,10 @@ def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+
+
+def _group_of_several(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup | None:
+    return group if group.size() > 1 else None
 
 
 def _reports() -> bool:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg import logprobs as eager
 from megatron_pg.args import HEAD_BACKWARDS, HEAD_MODES, KERNELS
 from megatron_pg.kernels import GRPOLoss, checked_vocab_size
-from megatron_pg.kernels.policy_loss import policy_loss
+from megatron_pg.kernels.policy_loss import plain_grpo
 from megatron_pg.logprobs import Rows
 
 LOGITS_BYTES = 640 * 10**6  # of logits held at a time
@@ -237,7 +237,8 @@ def grpo_head_loss(
         """Loss, token losses and log-ratios of a part of the trained rows."""
         trained = torch.ones_like(logprobs, dtype=torch.bool)
         fields = old_logprobs[part], advantages[part], weights[part]
-        return policy_loss(logprobs, *fields, mask=trained, grad_divisor=grad_divisor, **clip)
+        found = plain_grpo(*fields, mask=trained, grad_divisor=grad_divisor, **clip)(logprobs)
+        return found.loss, found.token_losses, found.log_ratios
 
     where = {"tp_group": tp_group, "sequence_parallel": sequence_parallel}
     what = {"temperature": temperature, "vocab_size": vocab_size, "impl": impl}

@@ -7,6 +7,7 @@ rank sees the same table, so a mistake in it is found, and raised, on every rank
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class StepPlan:
 
     aggregation: str
     divisor: float | None
-    denominators: Tensor  # [S] float64, > 0; S samples of this process
+    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; S samples of this process
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
@@ -41,6 +42,7 @@ class StepPlan:
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
+    auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
 
 
 def plan_step(
@@ -89,9 +91,9 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTable:
-    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key) per sample."""
+    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key, kept tokens) per sample."""
 
-    rows: Tensor  # [S, 3] int64
+    rows: Tensor  # [S, 4] int64
     has_rollout_ids: bool
     has_prompt_ids: bool
 
@@ -103,6 +105,7 @@ def _local_table(
     rollout_ids: Sequence[Id] | None,
     prompt_ids: Sequence[Id] | None,
     group: ProcessGroup | None,
+    kept_per_sample: Sequence[int] | None = None,
 ) -> LocalTable:
     _check_aggregation(aggregation, divisor)
     counts = _counts(tokens_per_sample)
@@ -113,7 +116,9 @@ def _local_table(
     own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
-    return LocalTable(torch.stack([counts, rollouts, prompts], dim=1), rollout_ids is not None, prompt_ids is not None)
+    kept = counts if kept_per_sample is None else _counts(kept_per_sample)
+    rows = torch.stack([counts, rollouts, prompts, kept], dim=1)
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None)
 
 
 def _count_positions(positions_per_sample: Sequence[int] | Tensor | None, local: LocalTable) -> int:
@@ -137,9 +142,15 @@ def plan_from_table(
     num_microbatches: int,
     group: ProcessGroup | None,
     num_response_tokens: int | None = None,
+    denominator: str = "scheduled",
+    auxiliary_aggregation: str | None = None,
 ) -> StepPlan:
-    """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`."""
-    rows = torch.zeros(0, 3, dtype=torch.int64) if local is None else local.rows
+    """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
+
+    `denominator` says what denominators count; the auxiliary terms, which no correction touches, count trained tokens
+    under `kept` too. The plan's totals count all rollouts and trained tokens.
+    """
+    rows = torch.zeros(0, 4, dtype=torch.int64) if local is None else local.rows
     flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
     responses = int(rows[:, 0].sum()) if num_response_tokens is None else num_response_tokens
     extras = [len(rows), int(error is not None), *flags, num_positions, num_microbatches, responses]
@@ -150,16 +161,21 @@ def plan_from_table(
     _check_agreement(extras_per_rank)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
-    counts = _count_units(
+    count = partial(
+        _count_units,
         torch.cat(tables),
         slice(start, start + len(rows)),
         with_prompts=any(e[3] == 1 for e in extras_per_rank),
         divisor=divisor,
     )
+    counts = count()
+    counted = counts if denominator == "scheduled" else count(denominator=denominator)
+    auxiliary = count(denominator="live") if denominator == "kept" else counted
     return StepPlan(
         aggregation=aggregation,
         divisor=divisor,
-        denominators=REDUCERS[aggregation](counts),
+        denominators=_denominators(counted, aggregation),
+        auxiliary_denominators=_denominators(auxiliary, auxiliary_aggregation) if auxiliary_aggregation else None,
         num_samples=sum(len(table) for table in tables),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
@@ -175,9 +191,13 @@ def _describe(error: Exception | None) -> str:
 
 
 def local_table_of(
-    samples: Sequence, aggregation: str, divisor: float | None, group: ProcessGroup | None
+    samples: Sequence,
+    aggregation: str,
+    divisor: float | None,
+    group: ProcessGroup | None,
+    kept_per_sample: Sequence[int] | None = None,
 ) -> LocalTable:
-    """The table of this rank's `Sample`s, in order."""
+    """The table of this rank's `Sample`s, in order; `kept_per_sample`: trained tokens that no correction rejects."""
     prompt_ids = _all_or_none("prompt_id", samples)
     if aggregation == "prompt_mean" and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
@@ -188,6 +208,7 @@ def local_table_of(
         _all_or_none("rollout_id", samples),
         prompt_ids,
         group,
+        kept_per_sample,
     )
 
 
@@ -274,12 +295,12 @@ def _exchange(
     largest = max(values[0] for values in extras_per_rank)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
-    return extras_per_rank, [b[: 3 * e[0]].view(-1, 3) for b, e in zip(bodies, extras_per_rank, strict=True)]
+    return extras_per_rank, [b[: 4 * e[0]].view(-1, 4) for b, e in zip(bodies, extras_per_rank, strict=True)]
 
 
 def _fill(rows: Tensor, slots: int) -> Tensor:
-    flat = torch.zeros(3 * slots, dtype=torch.int64)
-    values = rows.reshape(-1)[: 3 * slots]
+    flat = torch.zeros(4 * slots, dtype=torch.int64)
+    values = rows.reshape(-1)[: 4 * slots]
     flat[: len(values)] = values
     return flat
 
@@ -305,17 +326,23 @@ def _check_agreement(extras_per_rank: list[list[int]]) -> None:
             )
 
 
-def _count_units(table: Tensor, mine: slice, *, with_prompts: bool, divisor: float | None) -> StepCounts:
-    tokens, rollouts, prompts = table.unbind(dim=1)
+def _count_units(
+    table: Tensor, mine: slice, *, with_prompts: bool, divisor: float | None, denominator: str = "scheduled"
+) -> StepCounts:
+    trained, rollouts, prompts, kept = table.unbind(dim=1)
+    tokens = kept if denominator == "kept" else trained
     num_tokens = int(tokens.sum())
     if num_tokens == 0:
         raise StepPlanError(
-            "the step has no trained token, so nothing can be learned from it. Skip it before the forward."
+            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
+            if int(trained.sum())
+            else "the step has no trained token, so nothing can be learned from it. Skip it before the forward."
         )
     if with_prompts:
         _check_one_group(rollouts, prompts)
-    num_rollouts, per_rollout = _totals(rollouts, tokens)
-    num_prompts, per_prompt = _totals(prompts, tokens) if with_prompts else (None, None)
+    live_only = denominator != "scheduled"
+    num_rollouts, per_rollout = _totals(rollouts, tokens, live_only)
+    num_prompts, per_prompt = _totals(prompts, tokens, live_only) if with_prompts else (None, None)
     return StepCounts(
         tokens_per_rollout=per_rollout[mine],
         tokens_per_prompt=per_prompt[mine] if per_prompt is not None else None,
@@ -323,14 +350,24 @@ def _count_units(table: Tensor, mine: slice, *, with_prompts: bool, divisor: flo
         num_prompts=num_prompts,
         num_tokens=num_tokens,
         divisor=divisor,
+        live_only=live_only,
     )
 
 
-def _totals(keys: Tensor, tokens: Tensor) -> tuple[int, Tensor]:
-    """Number of distinct units, and for every sample the trained tokens of its unit."""
+def _totals(keys: Tensor, tokens: Tensor, live_only: bool) -> tuple[int, Tensor]:
+    """Number of distinct units (`live_only`: with a counted token), and for every sample the tokens of its unit."""
     units, inverse = torch.unique(keys, return_inverse=True)
     totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
-    return len(units), totals[inverse]
+    return int((totals > 0).sum()) if live_only else len(units), totals[inverse]
+
+
+def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
+    """One per sample; infinite for a unit that is not counted although it has trained tokens."""
+    denominators = REDUCERS[aggregation](counts)
+    if not counts.live_only or aggregation == "token_mean":
+        return denominators
+    tokens = counts.tokens_per_prompt if aggregation == "prompt_mean" else counts.tokens_per_rollout
+    return torch.where(tokens > 0, denominators, torch.inf)
 
 
 def _check_one_group(rollouts: Tensor, prompts: Tensor) -> None:

@@ -233,10 +233,13 @@ def _start(
 
 def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:
     """Raise on every rank when two have different arguments or reducers (rule E23), or when one has an error."""
-    source = source_of(settings.reducer)[1] if settings and settings.reducer else None
+    sources_here = {
+        "source of the custom reducer": source_of(settings.reducer)[1] if settings and settings.reducer else None,
+        "source of the objective": source_of(settings.terms.objective.loss)[1] if settings else None,
+    }
     given_per_rank = _gather_texts(given)
     failed = all_gather_rows(encode("" if error is None else str(error) or repr(error), _ARGUMENT_BYTES))
-    sources = _gather_texts({"source of the custom reducer": source})
+    sources = _gather_texts(sources_here)
     if message := disagreement(given_per_rank):
         raise ArgumentError([("E23", message)]) from error
     if error is not None:

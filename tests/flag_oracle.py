@@ -13,7 +13,8 @@ REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_pack
 
 def refusals(given: Mapping) -> list[str]:
     """The ids of the rules that refuse the combination, sorted, once per offending argument; empty when it is accepted."""
-    found = [*_mode(given), *_flag(given), *_divisor(given), *_path(given), *_own(given), *_megatron(given)]
+    rules = (_mode, _flag, _divisor, _path, _own, _terms, _objective, _correction, _auxiliary, _denominator, _megatron)
+    found = [rule for part in rules for rule in part(given)]
     return sorted(found)
 
 
@@ -36,6 +37,13 @@ def outcome(given: Mapping, *, core_before_0_19: bool) -> tuple[str, bool, list[
         said.append("W5")
     if given["mtp"] and not on:
         said.append("W6")
+    if given["own"] is not None:
+        said.append("W9")
+    elif given["objective"] == "gspo":
+        said += ["W3"] if resolved != "sample_mean" else []
+        said += ["W8"] if max(given["low"] or 0, given["high"] or 0) > 0.05 else []
+    if given["beta"] and given["estimator"] == "k1":
+        said.append("W7")
     return resolved, on, sorted(said)
 
 
@@ -84,8 +92,8 @@ def _path(given: Mapping) -> list[str]:
 def _own(given: Mapping) -> list[str]:
     low, high, temperature = (_number(given[name]) for name in ("low", "high", "temperature"))
     found = []
-    found += ["E24"] * (not 0 <= low <= 1)
-    found += ["E24"] * (not 0 <= high < math.inf)
+    found += ["E24"] * (given["low"] is not None and not 0 <= low <= 1)
+    found += ["E24"] * (given["high"] is not None and not 0 <= high < math.inf)
     found += ["E24"] * (not 0 < temperature < math.inf)
     found += ["E25"] * (given["metrics"] not in ("none", "basic", "with_entropy"))
     found += ["E25"] * (given["kernel"] not in ("torch", "triton"))
@@ -95,6 +103,87 @@ def _own(given: Mapping) -> list[str]:
 def _number(value: object) -> float:
     """NaN, which is in no range, for what is no number."""
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _terms(given: Mapping) -> list[str]:
+    """Choices and numbers that are wrong by themselves."""
+    choices = {
+        "objective": ("grpo", "gspo", "cispo", "two_sided", "reinforce"),
+        "correction": ("none", "tis", "icepop", "opsm", "token_k3"),
+        "denominator": ("scheduled", "live", "kept"),
+        "estimator": (None, "k1", "k3_weighted"),
+        "auxiliary": ("default", "policy"),
+    }
+    found = ["E25" for name, allowed in choices.items() if given[name] not in allowed]
+    ranges = {  # (smallest, whether it may be left out)
+        "cap": (1.0, True),
+        "delta": (1.0 + 1e-15, True),
+        "bottom": (-1e300, True),
+        "top": (-1e300, True),
+        "beta": (0.0, False),
+        "eta": (0.0, False),
+        "gradient": (1e-300, False),
+    }
+    for name, (least, optional) in ranges.items():
+        if not (optional and given[name] is None) and not least <= _number(given[name]) < math.inf:
+            found.append("E24")
+    return found
+
+
+def _objective(given: Mapping) -> list[str]:
+    found = []
+    if given["own"] is not None:
+        found += {"a.py": ["E13"], "user_nothing:f": ["E14"], "user_reducers:turn_mean": ["E15"]}.get(given["own"], [])
+        return found + ["E44"] * (given["objective"] != "grpo")
+    reads = {
+        "grpo": "low high",
+        "gspo": "low high",
+        "cispo": "low cap",
+        "two_sided": "low high delta",
+        "reinforce": "",
+    }.get(given["objective"])
+    if reads is None:
+        return []
+    found += [
+        "E40" for name in ("low", "high", "cap", "delta") if given[name] is not None and name not in reads.split()
+    ]
+    needed = {"cispo": "cap", "two_sided": "delta"}.get(given["objective"])
+    found += ["E41"] * (needed is not None and given[needed] is None)
+    if given["objective"] == "two_sided" and given["delta"] is not None:
+        high = 0.2 if given["high"] is None else _number(given["high"])
+        found += ["E42"] * (_number(given["delta"]) <= 1 + high)
+    return found
+
+
+def _correction(given: Mapping) -> list[str]:
+    name, bottom, top = given["correction"], given["bottom"], given["top"]
+    reads = {"none": "", "tis": "both", "icepop": "both", "opsm": "top", "token_k3": "top"}.get(name)
+    if reads is None:
+        return []
+    found = ["E40"] * (bottom is not None and reads != "both") + ["E40"] * (top is not None and reads == "")
+    found += ["E41"] * (reads == "top" and top is None)
+    if reads == "both":
+        usual = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0)}[name]
+        low, high = (_number(usual[i] if x is None else x) for i, x in enumerate((bottom, top)))
+        found += ["E42"] * (low >= high)
+    return found
+
+
+def _auxiliary(given: Mapping) -> list[str]:
+    has_kl, has_entropy = given["beta"] != 0, given["eta"] != 0
+    found = ["E41"] * (has_kl and given["estimator"] is None)
+    found += ["E40"] * (not has_kl and given["estimator"] is not None)
+    return found + ["E40"] * (given["auxiliary"] == "policy" and not has_kl and not has_entropy)
+
+
+def _denominator(given: Mapping) -> list[str]:
+    denominator = given["denominator"]
+    if denominator not in ("live", "kept"):
+        return []
+    on = given["mode"] == "token_mean" or (given["flag"] is True and given["mode"] == "sample_mean")
+    found = ["E43"] * (given["path"] is not None)
+    found += ["E43"] * (denominator == "live" and on)
+    return found + ["E43"] * (denominator == "kept" and given["correction"] not in ("icepop", "token_k3"))
 
 
 def _megatron(given: Mapping) -> list[str]:

@@ -15,9 +15,13 @@ from simulation import Layout
 import megatron_pg.kernels
 import megatron_pg.logprobs
 import megatron_pg.plan
+from megatron_pg import loss as loss_module
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
 from megatron_pg.loss import Contract
 from megatron_pg.metrics import Reduction
-from megatron_pg.objectives import grpo
+from megatron_pg.objectives.grpo import clipped_surrogate
+from megatron_pg.objectives.tokens import ratio
+from megatron_pg.sequences import Sequences
 
 LAYOUT = Layout(data=2, context=2, tensor=2, microbatches=2)
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
@@ -45,8 +49,8 @@ def slices_by(rule: Callable) -> Iterator[None]:
     """Replace this rank's slice: rule(whole batch, local batch, cp_rank, cp_size) -> changed fields."""
     original = simulation.slice_batch
 
-    def mutated(batch, weights, *, cp_rank, cp_size):
-        local = original(batch, weights, cp_rank=cp_rank, cp_size=cp_size)
+    def mutated(batch, weights, *, cp_rank, cp_size, **rest):
+        local = original(batch, weights, cp_rank=cp_rank, cp_size=cp_size, **rest)
         return dataclasses.replace(local, **rule(batch, local, cp_rank, cp_size))
 
     with mock.patch.object(simulation, "slice_batch", mutated):
@@ -55,7 +59,7 @@ def slices_by(rule: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reference_by(rule: Callable) -> Iterator[None]:
-    with mock.patch.object(megatron_pg.kernels, "reference_grpo_loss", rule):
+    with mock.patch.object(megatron_pg.kernels, "reference_loss", rule):
         yield
 
 
@@ -103,7 +107,7 @@ def every_context_rank_returns_the_count_of_the_whole_sample():
 @contextlib.contextmanager
 def loss_scaled_by(factor: float) -> Iterator[None]:
     original = Contract.outputs
-    with mock.patch.object(Contract, "outputs", lambda self, total, count: original(self, total * factor, count)):
+    with mock.patch.object(Contract, "outputs", lambda self, total, *rest: original(self, total * factor, *rest)):
         yield
 
 
@@ -212,34 +216,21 @@ def each_tensor_rank_uses_its_own_maximum():
         yield
 
 
-def reference(
-    logits,
-    targets,
-    old,
-    advantages,
-    weights,
-    *,
-    mask,
-    temperature,
-    tp_group,
-    vocab_size,
-    grad_divisor,
-    safe: bool,
-    **clip,
-):
+def reference(logits, targets, loss, *, temperature, tp_group, vocab_size, safe: bool):
     """The eager loss with its mask applied by multiplication, before (safe) or after the exp."""
-    keep = mask.to(logits.dtype)
+    keep = loss.mask.to(logits.dtype)
     logprobs, entropy = megatron_pg.logprobs.logprobs_and_entropy(
         logits * keep[:, None] if safe else logits,
-        torch.where(mask, targets, 0),
+        torch.where(loss.mask, targets, 0),
         temperature=temperature,
         tp_group=tp_group,
     )
-    ratios = logprobs - old
-    losses = grpo(ratios * keep if safe else ratios, advantages * keep if safe else advantages, **clip)
-    losses = losses * keep if safe else torch.where(mask, losses, 0)
-    loss = (losses * weights).sum()
-    return loss, losses.detach(), logprobs.detach(), ratios.detach(), entropy.detach()
+    ratios, advantages = logprobs - loss.old_logprobs, loss.advantages
+    ratios, advantages = (ratios * keep, advantages * keep) if safe else (ratios, advantages)
+    losses = clipped_surrogate(ratio(ratios), advantages, loss.terms.objective.parameters)
+    losses = losses * keep if safe else torch.where(loss.mask, losses, 0)
+    total = (losses * loss.weights).sum()
+    return PolicyGradientLoss(total, losses.detach(), logprobs.detach(), ratios.detach(), entropy.detach())
 
 
 @mutant
@@ -254,14 +245,27 @@ def mask_applied_after_exp_only():
         yield
 
 
+@contextlib.contextmanager
+def objective_by(rule: Callable) -> Iterator[None]:
+    """Replace the loss of a token: rule(tokens, parameters) -> arguments of the original."""
+
+    def mutated(self, logprobs, entropy=None):
+        objective = self.terms.objective
+        wrong = dataclasses.replace(objective, loss=lambda t, p: objective.loss(*rule(t, p)))
+        changed = dataclasses.replace(self, terms=dataclasses.replace(self.terms, objective=wrong))
+        return original(changed, logprobs, entropy)
+
+    original = PolicyLoss.__call__
+    with mock.patch.object(PolicyLoss, "__call__", mutated):
+        yield
+
+
 @mutant
 def clip_bounds_swapped():
-    original = megatron_pg.kernels.reference_grpo_loss
+    def rule(tokens, p):
+        return tokens, dataclasses.replace(p, clip_eps_low=p.clip_eps_high, clip_eps_high=p.clip_eps_low)
 
-    def mutated(*args, clip_eps_low, clip_eps_high, **rest):
-        return original(*args, clip_eps_low=clip_eps_high, clip_eps_high=clip_eps_low, **rest)
-
-    with reference_by(mutated):
+    with objective_by(rule):
         yield
 
 
@@ -282,10 +286,10 @@ def last_microbatch_dropped():
 def samples_counted_instead_of_rollouts():
     original = simulation.local_table_of
 
-    def mutated(samples, *rest):
-        table = original(samples, *rest)
+    def mutated(samples, aggregation, divisor, group, kept):
+        table = original(samples, aggregation, divisor, group, kept)
         rows = table.rows.clone()
-        rows[:, 1] = torch.arange(len(rows)) + (torch.distributed.get_rank(rest[-1]) << 32)
+        rows[:, 1] = torch.arange(len(rows)) + (torch.distributed.get_rank(group) << 32)
         return dataclasses.replace(table, rows=rows, has_rollout_ids=True)
 
     with mock.patch.object(simulation, "local_table_of", mutated):
@@ -326,4 +330,141 @@ def temperature_forgotten_in_the_gradient():
         return (grad * ctx.temperature, *rest)
 
     with mock.patch.object(megatron_pg.logprobs._LogprobsAndEntropy, "backward", staticmethod(mutated)):
+        yield
+
+
+# --- objectives: noticed by the cases of `objective_cases`, on LAYOUT ---
+
+OBJECTIVE_MUTANTS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager]]] = {}
+
+
+def objective_mutant(objective: str) -> Callable:
+    """Register a mistake together with the objective whose cases must notice it."""
+
+    def register(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        OBJECTIVE_MUTANTS[function.__name__] = objective, contextlib.contextmanager(function)
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def averages_by(rule: Callable) -> Iterator[None]:
+    """Replace the averages over sequences: rule(sequences, values, original)."""
+    original = Sequences.averages
+    with mock.patch.object(Sequences, "averages", lambda self, values: rule(self, values, original)):
+        yield
+
+
+@objective_mutant("gspo")
+def sequence_ratio_of_the_context_shard():
+    with averages_by(lambda own, values, original: original(dataclasses.replace(own, group=None), values)):
+        yield
+
+
+@objective_mutant("gspo")
+def sequence_average_divided_by_the_shards_own_tokens():
+    def rule(own, values, original):
+        return original(dataclasses.replace(own, counts=own.lengths[:-1].double().clamp(min=1)), values)
+
+    with averages_by(rule):
+        yield
+
+
+@objective_mutant("gspo")
+def gradient_through_the_sum_over_context_ranks():
+    original = PolicyLoss._tokens
+
+    def mutated(self, logprobs, select):
+        tokens, kept = original(self, logprobs, select)
+        group = None if self.sequences is None else self.sequences.group
+        if group is None or tokens.sequence_log_ratios is None:
+            return tokens, kept
+        ratios = tokens.sequence_log_ratios
+        scaled = ratios.detach() + group.size() * (ratios - ratios.detach())
+        return dataclasses.replace(tokens, sequence_log_ratios=scaled), kept
+
+    with mock.patch.object(PolicyLoss, "_tokens", mutated):
+        yield
+
+
+@objective_mutant("gspo_token")
+def advantages_averaged_over_the_sequence():
+    with objective_by(lambda tokens, p: (dataclasses.replace(tokens, advantages=tokens.sequence_advantages), p)):
+        yield
+
+
+@objective_mutant("cispo")
+def cap_taken_for_a_distance_from_one():
+    with objective_by(lambda tokens, p: (tokens, dataclasses.replace(p, cispo_cap=1 + p.cispo_cap))):
+        yield
+
+
+@objective_mutant("sapo")
+def temperatures_of_sapo_swapped():
+    def rule(tokens, p):
+        return tokens, dataclasses.replace(p, sapo_tau_pos=p.sapo_tau_neg, sapo_tau_neg=p.sapo_tau_pos)
+
+    with objective_by(rule):
+        yield
+
+
+@objective_mutant("grpo")
+def kl_and_entropy_with_the_weights_of_the_policy_term():
+    with mock.patch.object(simulation, "auxiliary_weights", return_value=None):
+        yield
+
+
+@objective_mutant("reinforce")
+def correction_multiplies_the_kl_term_too():
+    original = loss_module.policy_loss_of
+
+    def mutated(local, settings, cp_group=None):
+        made = original(local, settings, cp_group)
+        if local.corrections is None:
+            return made
+        return dataclasses.replace(made, auxiliary_weights=made.auxiliary_weights * local.corrections)
+
+    with mock.patch.object(loss_module, "policy_loss_of", mutated):
+        yield
+
+
+@objective_mutant("reinforce")
+def corrections_sliced_contiguously():
+    def rule(batch, local, rank, size):
+        if local.corrections is None:
+            return {}
+        return {"corrections": local.corrections.roll(1)}
+
+    with slices_by(rule):
+        yield
+
+
+@objective_mutant("reinforce_is")
+def rejected_tokens_counted_under_kept():
+    original = simulation.local_table_of
+    with mock.patch.object(simulation, "local_table_of", lambda *arguments: original(*arguments[:-1])):
+        yield
+
+
+@objective_mutant("dppo_tv")
+def fully_masked_units_counted_under_live():
+    original = megatron_pg.plan._count_units
+
+    def mutated(*arguments, denominator="scheduled", **rest):
+        return original(*arguments, denominator="scheduled" if denominator == "live" else denominator, **rest)
+
+    with mock.patch.object(megatron_pg.plan, "_count_units", mutated):
+        yield
+
+
+@objective_mutant("grpo")
+def divisor_applied_to_the_loss_too():
+    original = PolicyLoss.__call__
+
+    def mutated(self, logprobs, entropy=None):
+        found = original(self, logprobs, entropy)
+        return dataclasses.replace(found, loss=found.loss / self.terms.grad_divisor)
+
+    with mock.patch.object(PolicyLoss, "__call__", mutated):
         yield

@@ -13,7 +13,9 @@ from rank_model import VOCABULARY, WIDTH
 from support import make_sample
 
 from megatron_pg.batch import pack
+from megatron_pg.corrections import Correction
 from megatron_pg.loss import LossSettings
+from megatron_pg.objectives import objective_of
 from megatron_pg.rollouts import Sample
 
 
@@ -26,6 +28,13 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(loss, reducer=breaking_reducer)
     if fault == "flag":
         return dataclasses.replace(loss, per_token=False)
+    if fault == "noref":
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, kl_coef=0.1, kl_estimator="k3"))
+    if fault == "norollout":
+        return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
+    if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
+        gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, objective=gspo, entropy_coef=0.1))
     return loss
 
 
@@ -159,6 +168,7 @@ DATA_FAULTS = {
     "oldlength": lambda parts: rebuilt(parts, old_logprobs=lambda values: [*values, -1.0]),
     "fraction": lambda parts: rebuilt(parts, loss_mask=lambda values: [0.5] * len(values)),
     "noprompt": lambda parts: change_one(parts, prompt_id=None),
+    "norollout": lambda parts: change_one(parts, rollout_logprobs=None),
     "noids": lambda parts: change_all(parts, rollout_id=None),
     "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
 }
@@ -179,6 +189,24 @@ OWN = {
     "pg_temperature": (1.0, 0.9),
     "pg_metrics": ("basic", "with_entropy"),
     "pg_kernel": ("torch", "triton"),
+    "pg_objective": ("grpo", "reinforce_is"),
+    "pg_custom_objective_path": (None, "rank_reducer:reducer"),
+    "pg_dual_clip": (None, 3.0),
+    "pg_delta": (None, 3.0),
+    "pg_cispo_cap": (None, 3.0),
+    "pg_sapo_tau_pos": (None, 2.0),
+    "pg_sapo_tau_neg": (None, 2.0),
+    "pg_dppo_delta_low": (None, 0.1),
+    "pg_dppo_delta_high": (None, 0.1),
+    "pg_correction": ("none", "tis"),
+    "pg_correction_low": (None, 0.5),
+    "pg_correction_high": (None, 2.0),
+    "pg_denominator": ("scheduled", "live"),
+    "pg_kl_coef": (0.0, 0.1),
+    "pg_kl_estimator": (None, "k3"),
+    "pg_entropy_coef": (0.0, 0.1),
+    "pg_aux_aggregation": ("default", "policy"),
+    "pg_grad_divisor": (1.0, 64.0),
     "calculate_per_token_loss": (False, True),
 }
 

@@ -30,8 +30,10 @@ from support import random_step
 
 from megatron_pg.batch import pack
 from megatron_pg.forward_step import PolicyGradientStep
+from megatron_pg.kernels import LossTerms
 from megatron_pg.loss import LossSettings
 from megatron_pg.metrics import Reduction
+from megatron_pg.objectives import objective_of
 
 DIVISOR = 32.0
 
@@ -64,8 +66,7 @@ def settings(aggregation: str) -> LossSettings:
         divisor=DIVISOR if aggregation == "constant" else None,
         reducer=None,
         per_token=aggregation == "token_mean",
-        clip_eps_low=0.2,
-        clip_eps_high=0.28,
+        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)),
         temperature=1.0,
         kernel="torch",
         metrics=Reduction("with_entropy"),

@@ -19,8 +19,19 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch, pack, slice_batch
-from megatron_pg.loss import Contract, LossSettings, microbatch_loss, reducer_weights, response_weights
+from megatron_pg.corrections import NONE, Correction
+from megatron_pg.kernels import LossTerms
+from megatron_pg.loss import (
+    Contract,
+    LossSettings,
+    auxiliary_weights,
+    features_of,
+    microbatch_loss,
+    response_weights,
+    token_factors,
+)
 from megatron_pg.metrics import Reduction
+from megatron_pg.objectives import objective_of
 from megatron_pg.plan import local_table_of, plan_from_table
 from megatron_pg.rollouts import Sample
 
@@ -57,17 +68,31 @@ class Outcome:
     num_nonfinite: int  # trained tokens that the step's check would stop at
 
 
-def settings(aggregation: str, *, per_token: bool, divisor: float | None = None, reducer=None, temperature=1.0):
+GRPO = LossTerms(objective=objective_of("grpo", clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH))
+
+
+def settings(
+    aggregation: str,
+    *,
+    per_token: bool,
+    divisor: float | None = None,
+    reducer=None,
+    temperature: float = 1.0,
+    terms: LossTerms = GRPO,
+    correction: Correction = NONE,
+    **rest,
+) -> LossSettings:
     return LossSettings(
         aggregation=aggregation,
         divisor=divisor,
         reducer=reducer,
         per_token=per_token,
-        clip_eps_low=EPS_LOW,
-        clip_eps_high=EPS_HIGH,
+        terms=terms,
+        correction=correction,
         temperature=temperature,
         kernel="torch",
-        metrics=Reduction("with_entropy"),
+        metrics=Reduction("with_entropy", features_of(terms, correction)),
+        **rest,
     )
 
 
@@ -109,16 +134,19 @@ def run_steps(steps: Sequence[Step], layout: Layout) -> list[Outcome]:
 def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNamespace]:
     data_group = threads.subgroup(lambda r: layout.coordinates(r)[1:], layout.world_size, rank)
     tensor_group = threads.subgroup(lambda r: layout.coordinates(r)[:2], layout.world_size, rank)
-    return [_run_rank_step(rank, step, layout, data_group, tensor_group) for step in steps]
+    context_group = threads.subgroup(lambda r: layout.coordinates(r)[::2], layout.world_size, rank)
+    return [_run_rank_step(rank, step, layout, data_group, tensor_group, context_group) for step in steps]
 
 
-def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group) -> SimpleNamespace:
+def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group, context_group) -> SimpleNamespace:
     d, c, t = layout.coordinates(rank)
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
     mine = [sample for batch in batches for sample in batch.samples]
+    factors = [token_factors(batch, loss) for batch in batches]
+    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
     plan = plan_from_table(
-        local_table_of(mine, loss.plan_aggregation, loss.divisor, data_group),
+        local_table_of(mine, loss.plan_aggregation, loss.divisor, data_group, kept),
         error=None,
         aggregation=loss.plan_aggregation,
         divisor=loss.divisor,
@@ -126,12 +154,22 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         num_microbatches=len(batches),
         group=data_group,
         num_response_tokens=sum(sample.response_length for sample in mine),
+        denominator=loss.denominator,
+        auxiliary_aggregation=loss.plan_auxiliary_aggregation,
     )
     locals_, leaves, first = [], [], 0
-    for batch, cell in zip(batches, cells[d], strict=True):
-        weights = response_weights(batch, plan, first, custom=reducer_weights(batch, loss), per_token=loss.per_token)
+    for batch, own, cell in zip(batches, factors, cells[d], strict=True):
+        local = slice_batch(
+            batch,
+            response_weights(batch, plan, first, factors=own, settings=loss),
+            cp_rank=c,
+            cp_size=layout.context,
+            auxiliary_weights=auxiliary_weights(batch, plan, first),
+            corrections=own.corrections,
+            sequences=loss.terms.reads_sequences,
+        )
         first += len(cell)
-        locals_.append(slice_batch(batch, weights, cp_rank=c, cp_size=layout.context))
+        locals_.append(local)
         leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor, step.filling))
     contract = Contract(
         per_token=loss.per_token,
@@ -140,8 +178,9 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         context_parallel_size=layout.context,
         count=plan.num_tokens,
     )
-    tp_group = tensor_group if layout.tensor > 1 else None
-    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, tp_group)
+    groups = {"tp_group": tensor_group if layout.tensor > 1 else None}
+    groups["cp_group"] = context_group if layout.context > 1 else None
+    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, groups)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
     return SimpleNamespace(
         rank=rank,
@@ -154,16 +193,16 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     )
 
 
-def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
+def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, process_groups):
     """Megatron's schedule over this rank's micro-batches."""
     outputs, finalized = [], []
 
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
         with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
-            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, **process_groups)
         outputs.append(output)
-        return output, lambda out: contract.outputs(out.total, local.num_trained)
+        return output, lambda out: contract.outputs(out.total, local.num_trained, out.policy)
 
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token

@@ -19,6 +19,7 @@ from importlib import import_module, metadata
 import pytest
 
 import megatron_pg.args
+import megatron_pg.objective_flags
 from megatron_pg.args import (
     MEGATRON_ARGUMENTS,
     ArgumentError,
@@ -118,6 +119,10 @@ class Reducer:
         return sum
 
 
+def two(tokens, parameters):
+    return -tokens.advantages * tokens.logprobs
+
+
 short = lambda total_lengths, response_lengths, loss_masks, flag: sum
 instance = Reducer()
 partial = functools.partial(one_more_with_default, temperature=0.5)
@@ -200,6 +205,15 @@ def mode(name: object, **more: object) -> dict[str, object]:
 
 def path(name: object, **more: object) -> dict[str, object]:
     return {"custom_pg_loss_reducer_function_path": name, **more}
+
+
+def pg(objective: object, **more: object) -> dict[str, object]:
+    return {"pg_objective": objective, **{f"pg_{name}": value for name, value in more.items()}}
+
+
+def correction(name: object, *, low: object = None, high: object = None, **more: object) -> dict[str, object]:
+    bounds = {"pg_correction_low": low, "pg_correction_high": high}
+    return {"pg_correction": name, **bounds, **{f"pg_{key}": value for key, value in more.items()}}
 
 
 def row(rule: str, case: str, overrides: dict[str, object], *fragments: str):
@@ -398,7 +412,20 @@ BROKEN = [
     ),
     row("E21", "flag", {PER_TOKEN: True, "mtp_num_layers": 2}, "--mtp-num-layers cannot be combined with token_mean"),
     row("E24", "low string", {"pg_clip_eps_low": "0.2"}, "--pg-clip-eps-low must be a number, got '0.2'"),
-    row("E24", "low null", {"pg_clip_eps_low": None}, "--pg-clip-eps-low must be a number, got None"),
+    row("E24", "coefficient null", {"pg_kl_coef": None, "pg_kl_estimator": "k3"}, "--pg-kl-coef must be a number"),
+    row("E24", "entropy below", {"pg_entropy_coef": -0.1}, "--pg-entropy-coef must be finite and >= 0, got -0.1"),
+    row("E24", "divisor zero", {"pg_grad_divisor": 0.0}, "--pg-grad-divisor must be finite and > 0, got 0.0"),
+    row("E24", "divisor infinite", {"pg_grad_divisor": math.inf}, "--pg-grad-divisor must be finite and > 0, got inf"),
+    row("E24", "dual clip 1", pg("dual_clip", dual_clip=1.0), "--pg-dual-clip must be finite and > 1, got 1.0"),
+    row("E24", "cap 0.28", pg("cispo", cispo_cap=0.28), "--pg-cispo-cap must be finite and >= 1 (an absolute cap"),
+    row("E24", "tau zero", pg("sapo", sapo_tau_neg=0.0), "--pg-sapo-tau-neg must be finite and > 0, got 0.0"),
+    row(
+        "E24",
+        "trust region below",
+        pg("dppo_tv", dppo_delta_low=-0.1, dppo_delta_high=0.1),
+        "--pg-dppo-delta-low must be finite and > 0, got -0.1",
+    ),
+    row("E24", "bound string", correction("tis", high="2"), "--pg-correction-high must be a number, got '2'"),
     row("E24", "low negative", {"pg_clip_eps_low": -0.1}, "--pg-clip-eps-low must be between 0 and 1", "got -0.1"),
     row("E24", "low above one", {"pg_clip_eps_low": 1.01}, "--pg-clip-eps-low must be between 0 and 1", "got 1.01"),
     row("E24", "low NaN", {"pg_clip_eps_low": math.nan}, "--pg-clip-eps-low must be between 0 and 1", "got nan"),
@@ -414,8 +441,87 @@ BROKEN = [
     row("E25", "metrics", {"pg_metrics": "full"}, "--pg-metrics 'full' is not one of none, basic, with_entropy"),
     row("E25", "metrics null", {"pg_metrics": None}, "--pg-metrics None is not one of none, basic, with_entropy"),
     row("E25", "metrics false", {"pg_metrics": False}, "--pg-metrics False is not one of none, basic, with_entropy"),
+    row("E25", "objective", pg("dapo"), "--pg-objective 'dapo' is not one of grpo, dual_clip, two_sided, gspo"),
+    row("E25", "objective null", pg(None), "--pg-objective None is not one of"),
+    row("E25", "correction", correction("trunc"), "--pg-correction 'trunc' is not one of none, tis, seq_tis"),
+    row("E25", "correction list", correction(["tis"]), "--pg-correction ['tis'] is not one of none"),
+    row(
+        "E25",
+        "denominator",
+        {"pg_denominator": "alive"},
+        "--pg-denominator 'alive' is not one of scheduled, live, kept",
+    ),
+    row(
+        "E25", "auxiliary", {"pg_aux_aggregation": "mean"}, "--pg-aux-aggregation 'mean' is not one of default, policy"
+    ),
+    row(
+        "E25",
+        "unweighable estimator",
+        {"pg_kl_coef": 0.1, "pg_kl_estimator": "k2_weighted"},
+        "--pg-kl-estimator 'k2_weighted' is not one of k1, k2, k3, abs, k1_weighted, k3_weighted",
+    ),
     row("E25", "kernel", {"pg_kernel": "cuda"}, "--pg-kernel 'cuda' is not one of triton, torch"),
     row("E25", "kernel list", {"pg_kernel": ["torch"]}, "--pg-kernel ['torch'] is not one of triton, torch"),
+    row(
+        "E40",
+        "number of another objective",
+        {"pg_dual_clip": 3.0},
+        "--pg-dual-clip has no effect with --pg-objective grpo; remove it",
+    ),
+    row("E40", "eps of cispo", pg("cispo", cispo_cap=2.0, clip_eps_high=0.28), "--pg-clip-eps-high has no effect with"),
+    row("E40", "eps of reinforce", pg("reinforce", clip_eps_low=0.2), "--pg-clip-eps-low has no effect with"),
+    row(
+        "E40",
+        "bound of none",
+        {"pg_correction_high": 2.0},
+        "--pg-correction-high has no effect with --pg-correction none",
+    ),
+    row(
+        "E40", "lower bound of k3", correction("token_k3", high=1.0, low=0.0), "--pg-correction-low has no effect with"
+    ),
+    row("E40", "estimator alone", {"pg_kl_estimator": "k3"}, "--pg-kl-estimator has no effect without --pg-kl-coef"),
+    row(
+        "E40", "auxiliary alone", {"pg_aux_aggregation": "policy"}, "--pg-aux-aggregation policy has no effect without"
+    ),
+    row("E41", "dual clip", pg("dual_clip"), "--pg-objective dual_clip needs --pg-dual-clip; there is no default"),
+    row("E41", "delta", pg("two_sided"), "--pg-objective two_sided needs --pg-delta; there is no default"),
+    row("E41", "cap", pg("cispo"), "--pg-objective cispo needs --pg-cispo-cap; there is no default"),
+    row("E41", "trust region", pg("dppo_kl", dppo_delta_low=0.1), "dppo_kl needs --pg-dppo-delta-high"),
+    row("E41", "threshold", correction("opsm"), "--pg-correction opsm needs --pg-correction-high; there is no default"),
+    row("E41", "estimator", {"pg_kl_coef": 0.1}, "--pg-kl-coef needs --pg-kl-estimator; there is no default"),
+    row("E42", "delta inside", pg("two_sided", delta=1.2), "--pg-delta 1.2 must be > 1 + --pg-clip-eps-high = 1.2"),
+    row("E42", "bounds turned round", correction("icepop", low=3, high=2), "--pg-correction-low 3 is not below"),
+    row("E42", "default low", correction("seq_mask_tis", high=0.9), "--pg-correction-low 0.999 is not below"),
+    row("E42", "ratio below 0", correction("tis", low=-1.0), "--pg-correction-low -1 bounds a ratio"),
+    row("E42", "nothing left", correction("tis", low=-2.0 + 2, high=0.0), "is not below --pg-correction-high 0"),
+    row(
+        "E43", "kept, nothing rejects", {"pg_denominator": "kept"}, "with --pg-correction none, which rejects no token"
+    ),
+    row(
+        "E43", "kept, truncation", correction("tis", denominator="kept"), "--pg-correction tis, which rejects no token"
+    ),
+    row("E43", "kept, opsm", correction("opsm", high=0.1, denominator="kept"), "known only after the forward"),
+    row("E43", "live, token_mean", mode("token_mean", pg_denominator="live"), "has no effect with token_mean"),
+    row("E43", "live, reducer", path(REDUCER, pg_denominator="live"), "the reducer owns its denominator"),
+    row(
+        "E44",
+        "two objectives",
+        pg("reinforce", custom_objective_path="user_package.turns:two"),
+        "--pg-custom-objective-path replaces --pg-objective, which is reinforce; remove one of the two",
+    ),
+    row("E13", "objective", pg("grpo", custom_objective_path="a.py"), "--pg-custom-objective-path must be package"),
+    row(
+        "E14",
+        "objective",
+        pg("grpo", custom_objective_path="user_nothing:f"),
+        "--pg-custom-objective-path 'user_nothing:f'",
+    ),
+    row(
+        "E15",
+        "objective",
+        pg("grpo", custom_objective_path=REDUCER),
+        "must be a function that accepts (tokens, parameters)",
+    ),
     row(
         "E27",
         "overlap",
@@ -444,6 +550,23 @@ NEAR_MISSES = [
     row("E4", "true", {PER_TOKEN: True}),
     row("E4", "false", {PER_TOKEN: False}),
     row("E5", "constant with L", constant(4096)),
+    row("E24", "divisor tiny", {"pg_grad_divisor": 1e-30}),
+    row("E24", "no bound of their own", pg("grpo", clip_eps_low=None, clip_eps_high=None)),
+    row("E40", "gspo", pg("gspo", clip_eps_low=3e-4, clip_eps_high=4e-4)),
+    row("E40", "sapo", pg("sapo", sapo_tau_pos=1.0)),
+    row("E40", "k1 has two bounds", correction("seq_mean_k1", low=-0.1, high=0.1)),
+    row("E40", "entropy alone", {"pg_entropy_coef": 0.1, "pg_aux_aggregation": "policy"}),
+    row("E41", "dual clip", pg("dual_clip", dual_clip=3.0)),
+    row("E41", "cap of one", pg("cispo", cispo_cap=1.0)),
+    row("E41", "trust region", pg("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.1)),
+    row("E41", "estimator", {"pg_kl_coef": 0.1, "pg_kl_estimator": "k3_weighted"}),
+    row("E41", "truncation", correction("tis")),
+    row("E42", "delta outside", pg("two_sided", delta=1.25)),
+    row("E42", "bounds", correction("icepop", low=0.0, high=2)),
+    row("E43", "kept", correction("icepop", denominator="kept")),
+    row("E43", "live, opsm", correction("opsm", high=0.1, denominator="live")),
+    row("E43", "live, constant", constant(4096) | {"pg_denominator": "live"}),
+    row("E44", "custom objective", pg("grpo", custom_objective_path="user_package.turns:two", clip_eps_low=0.1)),
     row("E5", "constant with a reducer", path(REDUCER, **mode("constant"))),
     row("E6", "one", constant(1)),
     row("E7", "float", constant(4096.0)),
@@ -513,8 +636,11 @@ def test_a_near_miss_passes(overrides, rule, fragments):
     assert validate_args(args) is args
 
 
+SOURCES = inspect.getsource(megatron_pg.args) + inspect.getsource(megatron_pg.objective_flags)
+
+
 def test_every_rule_has_a_broken_example_and_a_near_miss():
-    rules = set(re.findall(r'"(E\d+)"', inspect.getsource(megatron_pg.args))) - {"E1", "E22"}  # tests of their own
+    rules = set(re.findall(r'"(E\d+)"', SOURCES)) - {"E1", "E22"}  # tests of their own
     assert {parameters.values[1] for parameters in BROKEN} == rules
     assert {parameters.values[1] for parameters in NEAR_MISSES} == rules
 
@@ -532,6 +658,10 @@ SAID = {
     "W4": "until finalize; the loss scale must absorb it",
     "W5": "this Megatron mis-scales MoE auxiliary losses",
     "W6": "MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation",
+    "W3": "is published with equal sequence weights",
+    "W7": "--pg-kl-estimator",
+    "W8": "clips the geometric mean",
+    "W9": "ℓ is the objective",
 }
 
 
@@ -741,7 +871,11 @@ def test_the_mark_of_validation_is_a_string_that_a_checkpoint_can_hold():
         ({}, {"loss_aggregation_divisor": 8}, "loss_aggregation_divisor was None when validated and is 8 now"),
         ({}, path(REDUCER), f"custom_pg_loss_reducer_function_path was None when validated and is {REDUCER!r} now"),
         ({}, {"pg_temperature": 0.6}, "pg_temperature was 1.0 when validated and is 0.6 now"),
-        ({}, {"pg_clip_eps_high": math.nan}, "pg_clip_eps_high was 0.2 when validated and is nan now"),
+        (
+            {"pg_clip_eps_high": 0.2},
+            {"pg_clip_eps_high": math.nan},
+            "pg_clip_eps_high was 0.2 when validated and is nan now",
+        ),
     ],
 )
 def test_a_value_that_changes_after_validation_is_refused(overrides, late, message):
@@ -913,9 +1047,27 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "loss_aggregation": "sample_mean",
         "loss_aggregation_divisor": None,
         "custom_pg_loss_reducer_function_path": None,
-        "pg_clip_eps_low": 0.2,
-        "pg_clip_eps_high": 0.2,
+        "pg_clip_eps_low": None,
+        "pg_clip_eps_high": None,
         "pg_temperature": 1.0,
+        "pg_objective": "grpo",
+        "pg_custom_objective_path": None,
+        "pg_dual_clip": None,
+        "pg_delta": None,
+        "pg_cispo_cap": None,
+        "pg_sapo_tau_pos": None,
+        "pg_sapo_tau_neg": None,
+        "pg_dppo_delta_low": None,
+        "pg_dppo_delta_high": None,
+        "pg_correction": "none",
+        "pg_correction_low": None,
+        "pg_correction_high": None,
+        "pg_denominator": "scheduled",
+        "pg_kl_coef": 0.0,
+        "pg_kl_estimator": None,
+        "pg_entropy_coef": 0.0,
+        "pg_aux_aggregation": "default",
+        "pg_grad_divisor": 1.0,
         "pg_metrics": "basic",
         "pg_kernel": None,
     }
@@ -926,7 +1078,7 @@ def test_the_flags_parse_as_documented():
         "--loss-aggregation constant --loss-aggregation-divisor 4096 --custom-pg-loss-reducer-function-path my_rl.turns:f "
         "--pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy --pg-kernel triton"
     )
-    assert vars(parse(*words.split())) == {
+    assert vars(parse(*words.split())) == vars(parse()) | {
         "loss_aggregation": "constant",
         "loss_aggregation_divisor": 4096.0,
         "custom_pg_loss_reducer_function_path": "my_rl.turns:f",
@@ -1115,6 +1267,79 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
     assert rows["kernel"] == "triton on CUDA, torch elsewhere  (--pg-kernel)"
     assert rows["metrics"].startswith("none, ")
     assert rows["layout"] == "D=2 C=4 TP=8 PP=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row", "text"),
+    [
+        (
+            pg("cispo", cispo_cap=5.0),
+            "clip",
+            "weight in [0, 5]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)",
+        ),
+        (pg("gspo"), "clip", "R in [0.9997, 1.0004]  (--pg-clip-eps-low/-high)"),
+        (pg("dual_clip", dual_clip=3.0), "dual clip", "c = 3  (--pg-dual-clip)"),
+        (pg("two_sided", delta=4.0), "cap", "δ = 4  (--pg-delta)"),
+        (pg("sapo"), "tau", "1 where A > 0, else 1.05  (--pg-sapo-tau-pos/-neg)"),
+        (
+            pg("dppo_tv", dppo_delta_low=0.1, dppo_delta_high=0.2),
+            "trust region",
+            "0.2 where A > 0, 0.1 where A < 0, probability  (--pg-dppo-delta-high/-low)",
+        ),
+        (
+            correction("icepop", high=4.0),
+            "correction",
+            "ℓ times ρ where lo <= ρ <= hi, else 0, lo = 0.5, hi = 4  (--pg-correction icepop)",
+        ),
+        (
+            correction("icepop", denominator="kept"),
+            "denominator",
+            "counts units and tokens that the correction does not reject  (--pg-denominator kept)",
+        ),
+        (
+            {"pg_kl_coef": 0.01, "pg_kl_estimator": "k3_weighted"},
+            "KL",
+            "+ 0.01 Σ u·KL(π‖π_ref) by k3_weighted  (--pg-kl-coef, --pg-kl-estimator)",
+        ),
+        ({"pg_entropy_coef": 0.01}, "u", "sample_mean over the step  (--pg-aux-aggregation default)"),
+        (
+            {"pg_entropy_coef": 0.01, "pg_aux_aggregation": "policy"},
+            "u",
+            "the weights of pg_loss  (--pg-aux-aggregation policy)",
+        ),
+        (
+            {"pg_grad_divisor": 1024.0},
+            "gradient",
+            "divided by 1024, the loss is not; with Adam the same without it: --clip-grad and --adam-eps times 1024  "
+            "(--pg-grad-divisor)",
+        ),
+    ],
+)
+def test_the_banner_says_which_terms_are_in_force(overrides, row, text):
+    plain = rows_of(banner(validate_args(arguments())))
+    rows = rows_of(banner(validate_args(arguments(**overrides))))
+    assert rows[row] == text
+    assert plain.get(row) != text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (pg("gspo") | mode("token_mean", calculate_per_token_loss=True), "token_mean weighs"),
+        (pg("gspo", clip_eps_high=0.2), "an eps of 0.2 hardly ever reaches (the paper: 3e-4 and 4e-4)"),
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k1"}, "--pg-kl-estimator k1: its expected gradient is 0"),
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k3"}, "--pg-kl-estimator k3: its gradient is that of KL(π_ref‖π)"),
+    ],
+)
+def test_a_term_with_a_consequence_is_said(overrides, fragment):
+    ((category, text),) = said(arguments(**overrides))
+    assert category is ArgumentWarning
+    assert fragment in text
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1_weighted", "k3_weighted"])
+def test_an_estimator_with_the_right_gradient_is_accepted_in_silence(estimator):
+    assert said(arguments(pg_kl_coef=0.1, pg_kl_estimator=estimator)) == []
 
 
 def test_the_banner_needs_no_megatron_attribute():

@@ -80,7 +80,7 @@ def partitioned_sum(step: DyadicStep, mode: str, rng: random.Random) -> Tensor:
     rng.shuffle(order)
     bounds = sorted(rng.randint(0, len(order)) for _ in range(rng.randint(0, 3)))
     cp_size, microbatches, pieces = rng.choice([1, 2, 3, 4]), rng.randint(1, 4), []
-    exchanged = step.table[order]
+    exchanged = step.table[order][:, [0, 1, 2, 0]]  # every trained token is kept
     for first, last in zip([0, *bounds], [*bounds, len(order)], strict=True):
         counts = _count_units(exchanged, slice(first, last), with_prompts=True, divisor=DIVISOR)
         weights = (1.0 / REDUCERS[mode](counts)).float()

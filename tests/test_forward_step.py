@@ -18,6 +18,7 @@ FAST = [
     *("tp2-constant", "tp2-token_mean", "tp2s-sample_mean", "tp2s-token_mean-tied"),
     *("pp2-prompt_mean", "pp2-token_mean", "pp2v-sample_mean-tied", "pp2v-token_mean"),
     *("cp2t-sample_mean", "cp2t-token_mean", "dp2t-constant"),
+    *("dp2-constant-gspo", "cp2-sample_mean-gspo", "cp2t-token_mean-gspo", "tp2-sample_mean-gspo"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 OPTIONS = ["", "-tied", "-dist", "-overlap", "-tied-dist-overlap"]
@@ -36,9 +37,14 @@ FOUR = [
     "tp2cp2",
     "pp2cp2",
 ]
-FULL = [*("-".join(parts) + option for parts in product(TWO, MODES) for option in OPTIONS), "dp2-token_mean-uneven"]
+GSPO = [f"{layout}-{mode}-gspo" for layout in ("dp2", "dp2t", "tp2", "pp2", "cp2", "cp2t") for mode in MODES]
+FULL = [
+    *GSPO,
+    *("-".join(parts) + option for parts in product(TWO, MODES) for option in OPTIONS),
+    "dp2-token_mean-uneven",
+]
 FULL_4 = ["-".join(parts) + option for parts in product(FOUR, MODES) for option in ("", "-tied-dist-overlap")]
-REFERENCES = [f"dp1-{mode}{tied}" for mode in MODES for tied in ("", "-tied")]
+REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo")]
 EVALUATION = "dp2-constant-evaluate"
 STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *(
@@ -47,7 +53,10 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "custom_pg_loss_reducer_function_path",
         "calculate_per_token_loss",
     ),
-    *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel"),
+    *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel", "pg_objective"),
+    *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
+    *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
+    *("pg_denominator", "pg_kl_coef", "pg_kl_estimator", "pg_entropy_coef", "pg_aux_aggregation", "pg_grad_divisor"),
     *("context_parallel_size", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "dataloader_type"),
     *("ddp_average_in_collective", "fp16", "gtp_weight_remat_size", "hybrid_context_parallel", "iterations_to_skip"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "overlap_moe_expert_parallel_comm"),
@@ -87,6 +96,8 @@ FAULTS = {
     "dp2-sample_mean-noids": "rank 0 has rollout_ids and rank 1 has none",
     "dp2-sample_mean-duplicate": "rollout with the string-id hash",
     "dp2-constant-more": "rank 0 has 2 micro-batches, rank 1 has 3",
+    "dp2-constant-noref": "rank 0: sample 0 has no ref_logprobs, which --pg-kl-coef 0.1 needs",
+    "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
 }
 
@@ -110,7 +121,8 @@ def results(tmp_path_factory, cases):
 
 
 def reference_of(case: str) -> str:
-    return f"dp1-{case.split('-')[1]}{'-tied' if 'tied' in case else ''}"
+    option = next((f"-{name}" for name in ("tied", "gspo") if name in case), "")
+    return f"dp1-{case.split('-')[1]}{option}"
 
 
 def compare(folder, references, cases: list[str]) -> float:

@@ -11,11 +11,13 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from megatron_pg.kernels import grpo_loss
 from megatron_pg.logprobs import logprobs_and_entropy
-from megatron_pg.objectives import grpo
-from megatron_pg.objectives.grpo import MAX_LOG_RATIO
+from megatron_pg.objectives import MAX_LOG_RATIO, Parameters
+from megatron_pg.objectives.grpo import clipped_surrogate
+from megatron_pg.objectives.tokens import ratio
 
 BOUNDS = {"eps": 1e-6, "atol": 1e-6, "rtol": 1e-5, "nondet_tol": 0.0}
 CLIP = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH}
+PARAMETERS = Parameters(**CLIP)
 KINKS = torch.tensor(
     [math.log(1 - EPS_LOW), math.log(1 + EPS_HIGH), MAX_LOG_RATIO, -MAX_LOG_RATIO], dtype=torch.float64
 )
@@ -39,7 +41,7 @@ def objective_point(rng: random.Random, tokens: int, vocabulary: int):
     generator = random_generator(rng)
     advantages = normal(tokens, generator=generator)
     log_ratios = off_the_kinks(rng.choice([0.1, 1.0, 3.0]) * normal(tokens, generator=generator)).requires_grad_()
-    return lambda d: grpo(d, advantages, **CLIP), log_ratios
+    return lambda d: clipped_surrogate(ratio(d), advantages, PARAMETERS), log_ratios
 
 
 def logprob_point(rng: random.Random, tokens: int, vocabulary: int):
@@ -106,9 +108,10 @@ def test_a_gradient_that_is_wrong_by_a_thousandth_would_be_seen(point, fast_mode
 def test_at_a_clip_bound_the_gradient_is_the_one_sided_difference_from_inside(bound, inwards):
     step, advantage = inwards * 1e-7, torch.tensor([-1.0 if inwards > 0 else 1.0], dtype=torch.float64)
     at = torch.tensor([math.log(bound) + inwards * 1e-12], dtype=torch.float64, requires_grad=True)
-    value = grpo(at, advantage, **CLIP)
+    loss = lambda d: clipped_surrogate(ratio(d), advantage, PARAMETERS)  # noqa: E731
+    value = loss(at)
     (gradient,) = torch.autograd.grad(value.sum(), at)
     with torch.no_grad():
-        inside, outside = (float((grpo(at + s, advantage, **CLIP) - value) / s) for s in (step, -step))
+        inside, outside = (float((loss(at + s) - value) / s) for s in (step, -step))
     assert float(gradient) == pytest.approx(inside, rel=1e-6)
     assert outside == pytest.approx(0.0, abs=1e-4)

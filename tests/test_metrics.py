@@ -1,5 +1,6 @@
 """Declarations, reduction, and that the page says what the code does. Values over layouts: test_partition_invariance."""
 
+import dataclasses
 import json
 import math
 import random
@@ -33,11 +34,12 @@ def tokens(mask, **changes) -> TokenValues:
     }
     fields["document_weights"] = trained / max(int(trained.sum()), 1)
     fields |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
-    return TokenValues(mask=trained, clip_eps_low=0.2, clip_eps_high=0.28, **fields)
+    ratios = fields["log_ratios"].clamp(-20, 20).exp()
+    return TokenValues(mask=trained, above=ratios > 1.28, below=ratios < 0.8, **fields)
 
 
-def value(name: str, *batches: TokenValues, plan=PLAN):
-    reduction = Reduction("with_entropy")
+def value(name: str, *batches: TokenValues, plan=PLAN, features=("clip",)):
+    reduction = Reduction("with_entropy", features)
     partials = torch.stack([reduction.partial(batch) for batch in batches])
     return reduction.finish(reduction.combine(partials).tolist(), plan).get(name)
 
@@ -79,6 +81,44 @@ def test_names_are_unique_and_levels_are_nested():
 )
 def test_hand_worked_values(name, batch, expected):
     assert value(name, batch) == pytest.approx(expected, rel=1e-14)
+
+
+ALL = ("clip", "kl", "entropy", "auxiliary", "sequence", "correction")
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [
+        ("kl_loss", tokens([1, 1, 0], kl=[2.0, 4.0, 9.0], auxiliary_weights=[0.5, 0.25, 9.0]), 2.0),
+        ("entropy_loss", tokens([1, 1, 0], entropy=[2.0, 4.0, 9.0], auxiliary_weights=[0.5, 0.25, 9.0]), 2.0),
+        ("segment_ratio_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 3.0),
+        ("segment_ratio_squared_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 9.0),
+        ("num_segments", tokens([1, 1, 0]), 1.0),
+        ("correction_factor", tokens([1, 1, 0], corrections=[0.5, 2.0, 9.0]), 1.25),
+        ("rejected_fraction", tokens([1, 1, 1, 1, 0], corrections=[0.0, 2.0, 1.0, 1.0, 0.0]), 0.25),
+    ],
+)
+def test_hand_worked_values_of_further_terms(name, batch, expected):
+    size = len(batch.mask)
+    fields = ("kl", "auxiliary_weights", "sequence_log_ratios", "corrections")
+    zeros = torch.zeros(size, dtype=torch.float64)
+    batch = dataclasses.replace(
+        batch, **{field: zeros if getattr(batch, field) is None else getattr(batch, field) for field in fields}
+    )
+    assert value(name, batch, features=ALL) == pytest.approx(expected, rel=1e-14)
+    assert value(name, batch) is None  # without the term
+
+
+def test_the_loss_is_the_sum_of_its_terms():
+    fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "kl": [1.0, 2.0], "entropy": [5.0, 6.0]}
+    batch = dataclasses.replace(tokens([1, 1], **fields, auxiliary_weights=[0.5, 0.25]), kl_coef=0.1, entropy_coef=0.01)
+    expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
+    assert value("loss", batch, features=("kl", "entropy", "auxiliary")) == pytest.approx(expected, rel=1e-14)
+
+
+def test_an_objective_without_bounds_has_no_clip_metrics():
+    names = {metric.name for metric in Reduction("with_entropy", ()).metrics}
+    assert not {name for name in names if name.startswith("clipped_")}
 
 
 def test_extrema_survive_batches_and_ranks_without_a_token():

@@ -4,11 +4,12 @@ import contextlib
 import random
 
 import mutants
+import objective_cases
 import pytest
 import simulation
 import torch
 from cases import BOUNDS, CONTRACTS, random_case
-from mutants import LAYOUT, MUTANTS
+from mutants import LAYOUT, MUTANTS, OBJECTIVE_MUTANTS
 
 CASES = 20  # two of each aggregation and contract: a mistake of one mode shows in one case of five
 
@@ -35,6 +36,30 @@ def test_a_seeded_mistake_is_noticed(name, evidence):
             evidence(cases=1)
             return
     pytest.fail(f"{name} went unnoticed in {CASES} cases")
+
+
+def is_noticed_by_objectives(objective: str, seed: int) -> bool:
+    """Whether loss, a term of it or the gradient of one random step of the objective differs from its oracle."""
+    rng = random.Random(seed)
+    case = objective_cases.random_case(rng, objective)
+    return not case.error(simulation.run_steps([case.step(LAYOUT, rng)], LAYOUT)[0]) <= BOUNDS[torch.float64].gradient
+
+
+@pytest.mark.proof("seeded bugs caught")
+@pytest.mark.parametrize("name", OBJECTIVE_MUTANTS)
+def test_a_seeded_mistake_of_the_objectives_is_noticed(name, evidence):
+    objective, enter = OBJECTIVE_MUTANTS[name]
+    assert not any(is_noticed_by_objectives(objective, seed) for seed in range(2))
+    for seed in range(40):
+        with enter():
+            try:
+                noticed = is_noticed_by_objectives(objective, seed)
+            except (RuntimeError, ValueError, AssertionError):
+                noticed = True
+        if noticed:
+            evidence(cases=1)
+            return
+    pytest.fail(f"{name} went unnoticed in 40 cases")
 
 
 @pytest.mark.proof("false alarms without a seeded bug")

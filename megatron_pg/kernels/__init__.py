@@ -4,26 +4,20 @@
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.args import KERNELS as IMPLEMENTATIONS
-from megatron_pg.kernels.reference import reference_grpo_loss
+from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss, PolicyLoss, plain_grpo
+from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.logprobs import check_logits
 
+__all__ = ["GRPOLoss", "LossTerms", "PolicyGradientLoss", "PolicyLoss", "grpo_loss", "policy_gradient_loss"]
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GRPOLoss:
-    """Loss of one micro-batch on one rank, and the per-token values behind it, all [T] detached, 0 where masked."""
-
-    loss: Tensor  # [] sum of w * loss_t, differentiable
-    token_losses: Tensor
-    logprobs: Tensor  # nats, of the model being trained
-    log_ratios: Tensor  # nats, new minus old, not clamped
-    entropy: Tensor | None  # nats; None unless asked for
+GRPOLoss = PolicyGradientLoss  # what `grpo_loss` returns
 
 
 def grpo_loss(
@@ -77,43 +71,104 @@ def grpo_loss(
     Raises:
         ValueError: shapes, dtypes or options cannot be.
     """
-    mask = weights != 0 if mask is None else mask
+    policy_loss = plain_grpo(
+        old_logprobs,
+        advantages,
+        weights,
+        mask=weights != 0 if mask is None else mask,
+        clip_eps_low=clip_eps_low,
+        clip_eps_high=clip_eps_high,
+        grad_divisor=grad_divisor,
+    )
+    return policy_gradient_loss(
+        logits,
+        targets,
+        policy_loss,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        grad_scale=grad_scale,
+        tp_group=tp_group,
+        entropy=entropy,
+        inplace=inplace,
+        impl=impl,
+    )
+
+
+def policy_gradient_loss(
+    logits: Tensor,
+    targets: Tensor,
+    policy_loss: PolicyLoss,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    grad_scale: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+    entropy: bool = False,
+    inplace: bool = False,
+    impl: str = "triton",
+) -> PolicyGradientLoss:
+    """Any objective with any further terms, from (vocabulary-parallel) logits; the general form of `grpo_loss`.
+
+        loss = policy_loss(log softmax(z / tau)[target], entropy of softmax(z / tau))
+
+    Args:
+        logits: as in `grpo_loss`, like every argument that is not named here.
+        targets: [T] int64 global token ids.
+        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
+        temperature: tau.
+        vocab_size: columns at or beyond it are padding.
+        grad_scale: the upstream gradient to expect.
+        tp_group: tensor-parallel group.
+        entropy: also return the entropies.
+        inplace: the gradient may overwrite the logits.
+        impl: "triton" or "torch".
+
+    Raises:
+        ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
+    """
     check_logits(logits, targets, temperature)
-    _check_fields(logits, targets, {"old_logprobs": old_logprobs, "advantages": advantages, "weights": weights}, mask)
-    _check_factors(grad_divisor, grad_scale)
+    _check_fields(logits, targets, policy_loss)
+    _check_factors(policy_loss.terms.grad_divisor, grad_scale)
     ranks = 1 if tp_group is None else tp_group.size()
-    vocab_size = checked_vocab_size(vocab_size, logits.shape[1] * ranks)
     options = {
-        "mask": mask,
-        "clip_eps_low": clip_eps_low,
-        "clip_eps_high": clip_eps_high,
         "temperature": temperature,
-        "vocab_size": vocab_size,
-        "grad_divisor": grad_divisor,
+        "vocab_size": checked_vocab_size(vocab_size, logits.shape[1] * ranks),
         "tp_group": tp_group,
     }
     if impl == "torch":
         if inplace:
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
-        found = reference_grpo_loss(logits, targets, old_logprobs, advantages, weights, **options)
+        found = reference_loss(logits, targets, policy_loss, **options)
     elif impl == "triton":
         _check_for_triton(logits, inplace)
-        from megatron_pg.kernels.triton_loss import triton_grpo_loss  # torch alone must not need Triton
+        from megatron_pg.kernels.triton_loss import triton_loss  # torch alone must not need Triton
 
-        options |= {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace, "mask": mask.contiguous()}
-        fields = (
-            values.contiguous() for values in (targets, old_logprobs, advantages, weights)
-        )  # kernels have no strides
+        options |= {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace}
         with torch.cuda.device_of(logits):
-            found = triton_grpo_loss(logits, *fields, **options)
+            found = triton_loss(logits, targets, policy_loss, **options)
     else:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
-    loss, token_losses, logprobs, log_ratios, entropies = found
-    return GRPOLoss(loss, token_losses, logprobs, log_ratios, entropies if entropy else None)
+    return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)
 
 
-def _check_fields(logits: Tensor, targets: Tensor, fields: dict[str, Tensor], mask: Tensor) -> None:
-    for name, values in (fields | {"mask": mask, "targets": targets}).items():
+_NEEDED = ("old_logprobs", "advantages", "weights", "mask")
+_OPTIONAL = ("auxiliary_weights", "ref_logprobs", "rollout_logprobs")
+
+
+def _check_fields(logits: Tensor, targets: Tensor, policy_loss: PolicyLoss) -> None:
+    terms, mask = policy_loss.terms, policy_loss.mask
+    needed = [
+        *_NEEDED,
+        *(["ref_logprobs"] if terms.kl_coef else []),
+        *([terms.opsm_anchor] if terms.opsm_anchor else []),
+    ]
+    for name in [*needed, *(["sequences"] if terms.reads_sequences else [])]:
+        if getattr(policy_loss, name) is None:
+            raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
+    found = {name: getattr(policy_loss, name) for name in (*_NEEDED, *_OPTIONAL)} | {"targets": targets}
+    for name, values in found.items():
+        if values is None:
+            continue
         if values.shape != targets.shape:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)} for {tuple(targets.shape)} targets, so tokens would not align. Give one value "

@@ -1,13 +1,154 @@
-"""From log-probabilities to the loss, in torch: what every implementation that ends in log-probabilities shares."""
+"""From log-probabilities to the loss, in torch: what every implementation that ends in log-probabilities ends in.
+
+    loss = sum_t w_t l_t + beta sum_t u_t kl_t - eta sum_t u_t H_t
+
+w: the policy loss's weights, with the data's correction in them; u: the auxiliary weights.
+"""
+
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives import grpo
+from megatron_pg.kl import ESTIMATORS
+from megatron_pg.objectives import Objective, Tokens, objective_of
+from megatron_pg.sequences import Sequences
 
 
-def policy_loss(
-    logprobs: Tensor,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """What the loss of a step is made of. The same on every rank."""
+
+    objective: Objective
+    opsm_anchor: str | None = None  # field of PolicyLoss that off-policy sequences are measured from; None: not done
+    opsm_threshold: float | None = None  # nats per token
+    kl_coef: float = 0.0  # beta
+    kl_estimator: str | None = None
+    entropy_coef: float = 0.0  # eta
+    grad_divisor: float = 1.0  # of the gradient, not the loss
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether a token's loss depends on its whole sequence."""
+        return self.objective.reads_sequences or self.opsm_anchor is not None
+
+    @property
+    def is_plain_grpo(self) -> bool:
+        """Whether the clipped surrogate of PPO is all there is."""
+        only = not (self.opsm_anchor or self.kl_coef or self.entropy_coef)
+        return only and self.objective.name == "grpo"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyGradientLoss:
+    """Loss of one micro-batch on one rank, and the per-token values behind it, all [T] detached, 0 where masked."""
+
+    loss: Tensor  # [] sum of all terms, differentiable
+    token_losses: Tensor  # of the policy term, before its weights; 0 where opsm rejects
+    logprobs: Tensor  # nats, of the model being trained
+    log_ratios: Tensor  # nats, new minus old, not clamped
+    entropy: Tensor | None = None  # nats; None unless asked for or in the loss
+    kl: Tensor | None = None  # the estimator's values; None without a KL term
+    kept: Tensor | None = None  # bool, not rejected by opsm; None without it
+    sequence_log_ratios: Tensor | None = None  # None unless the objective reads them
+    sequence_advantages: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyLoss:
+    """The loss of one micro-batch as a function of its log-probabilities, `loss(logprobs, entropy)`.
+
+    Args:
+        terms: what it is made of.
+        mask: [T] bool, trained tokens; the others are selected away before any exp.
+        old_logprobs: [T] nats, of the sampling policy.
+        advantages: [T].
+        weights: [T] of the policy term.
+        auxiliary_weights: [T] of the KL and entropy terms; None: `weights`.
+        ref_logprobs: [T] nats, of the reference; a KL term needs them.
+        rollout_logprobs: [T] nats, as the rollout engine reported them; `opsm_anchor` may name them.
+        sequences: which sequence each token belongs to; sequence-level terms need it.
+    """
+
+    terms: LossTerms
+    mask: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    auxiliary_weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    sequences: Sequences | None = None
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None = None) -> PolicyGradientLoss:
+        """Loss and per-token values, in the dtype of `logprobs`.
+
+        Args:
+            logprobs: [T] nats, differentiable.
+            entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
+        """
+        select = partial(_select, self.mask, logprobs.dtype)
+        tokens, kept = self._tokens(logprobs, select)
+        token_losses = self.terms.objective.loss(tokens, self.terms.objective.parameters)
+        token_losses = torch.where(self.mask if kept is None else self.mask & kept, token_losses, 0)
+        loss = (select(self.weights) * token_losses).sum()
+        auxiliary, kl = self._auxiliary(tokens, entropy, select)
+        loss = loss if auxiliary is None else loss + auxiliary
+        if self.terms.grad_divisor != 1.0:
+            loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
+        return PolicyGradientLoss(
+            loss,
+            token_losses.detach(),
+            select(logprobs.detach()),
+            tokens.log_ratios.detach(),
+            None if entropy is None else select(entropy.detach()),
+            kl,
+            kept,
+            None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
+            tokens.sequence_advantages,
+        )
+
+    def _tokens(self, logprobs: Tensor, select: partial) -> tuple[Tokens, Tensor | None]:
+        """What the objective sees, and what opsm keeps; whole-sequence averages in one exchange for both."""
+        old, advantages = select(self.old_logprobs), select(self.advantages)
+        log_ratios = torch.where(self.mask, logprobs - old, 0)
+        tokens = {"logprobs": select(logprobs), "old_logprobs": old, "advantages": advantages, "log_ratios": log_ratios}
+        rows = []
+        if self.terms.opsm_anchor:
+            rows.append(torch.where(self.mask, select(getattr(self, self.terms.opsm_anchor)) - logprobs, 0).detach())
+        if self.terms.objective.reads_sequences:
+            rows += [log_ratios.detach(), advantages]
+        averages = list(self.sequences.averages(torch.stack(rows))) if rows else []
+        kept = None
+        if self.terms.opsm_anchor:
+            kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold))
+        if averages:
+            # the value of the sequence, the gradient of the token
+            through = log_ratios - log_ratios.detach()
+            tokens |= {"sequence_log_ratios": averages[0] + through, "sequence_advantages": averages[1]}
+        return Tokens(**tokens), kept
+
+    def _auxiliary(
+        self, tokens: Tokens, entropy: Tensor | None, select: partial
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The KL and entropy terms together, and the values of the KL estimator."""
+        terms, kl, sums = self.terms, None, []
+        weights = self.weights if self.auxiliary_weights is None else self.auxiliary_weights
+        if terms.kl_coef:
+            x = torch.where(self.mask, tokens.logprobs - select(self.ref_logprobs), 0)
+            kl = ESTIMATORS[terms.kl_estimator](x, tokens.log_ratios)
+            sums.append(terms.kl_coef * (select(weights) * kl).sum())
+        if terms.entropy_coef:
+            sums.append(-terms.entropy_coef * (select(weights) * select(entropy)).sum())
+        return (sum(sums) if sums else None), (None if kl is None else kl.detach())
+
+
+def _select(mask: Tensor, dtype: torch.dtype, values: Tensor) -> Tensor:
+    return torch.where(mask, values.to(dtype), 0)
+
+
+def plain_grpo(
     old_logprobs: Tensor,
     advantages: Tensor,
     weights: Tensor,
@@ -16,15 +157,8 @@ def policy_loss(
     clip_eps_low: float,
     clip_eps_high: float,
     grad_divisor: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, token losses and log-ratios from [T] `logprobs`, whose dtype is computed in; masked tokens are selected away."""
-
-    def select(values: Tensor) -> Tensor:
-        return torch.where(mask, values.to(logprobs.dtype), 0)
-
-    log_ratios = torch.where(mask, logprobs - select(old_logprobs), 0)
-    token_losses = grpo(log_ratios, select(advantages), clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
-    loss = (select(weights) * token_losses).sum()
-    if grad_divisor != 1.0:
-        loss = loss.detach() + (loss - loss.detach()) / grad_divisor
-    return loss, token_losses.detach(), log_ratios.detach()
+) -> PolicyLoss:
+    """The clipped surrogate and nothing else."""
+    objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
+    terms = LossTerms(objective=objective, grad_divisor=grad_divisor)
+    return PolicyLoss(terms=terms, mask=mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)

@@ -8,43 +8,27 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.kernels.policy_loss import policy_loss
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.logprobs import logprobs_and_entropy
 
 
-def reference_grpo_loss(
+def reference_loss(
     logits: Tensor,
     targets: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
+    policy_loss: PolicyLoss,
     *,
-    mask: Tensor,
-    clip_eps_low: float,
-    clip_eps_high: float,
     temperature: float,
     vocab_size: int,
-    grad_divisor: float,
     tp_group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
+) -> PolicyGradientLoss:
+    """See `megatron_pg.kernels.policy_gradient_loss`."""
+    mask = policy_loss.mask
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
     safe_logits = _without_padding(logits.masked_fill(~mask[:, None], 0), vocab_size, tp_group)
     safe_targets = torch.where(mask, targets, 0)
     logprobs, entropy = logprobs_and_entropy(safe_logits, safe_targets, temperature=temperature, tp_group=tp_group)
     logprobs = torch.where((safe_targets >= 0) & (safe_targets < vocab_size), logprobs, torch.nan)
-    loss, token_losses, log_ratios = policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        weights,
-        mask=mask,
-        clip_eps_low=clip_eps_low,
-        clip_eps_high=clip_eps_high,
-        grad_divisor=grad_divisor,
-    )
-    shown_logprobs, shown_entropy = (torch.where(mask, values.detach(), 0) for values in (logprobs, entropy))
-    return loss, token_losses, shown_logprobs, log_ratios, shown_entropy
+    return policy_loss(logprobs, entropy)
 
 
 def _without_padding(logits: Tensor, vocab_size: int, tp_group: ProcessGroup | None) -> Tensor:

@@ -12,7 +12,7 @@ word is: one logit, or two bfloat16 logits in 32 bits.
 import triton
 import triton.language as tl
 
-from megatron_pg.objectives.grpo import MAX_LOG_RATIO
+from megatron_pg.objectives import MAX_LOG_RATIO
 
 FLOOR = tl.constexpr(-1.0e30)  # start of a running maximum: with -inf a row that begins with -inf would give NaN
 LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.kernels.policy_loss import policy_loss
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 
 ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
@@ -17,35 +17,37 @@ RESCALE_BLOCK = 8192
 ROUNDING = tl.constexpr(2.0**-21)
 
 
-def triton_grpo_loss(
+def triton_loss(
     logits: Tensor,
     targets: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
+    policy_loss: PolicyLoss,
     *,
-    mask: Tensor,
-    clip_eps_low: float,
-    clip_eps_high: float,
     temperature: float,
     vocab_size: int,
-    grad_divisor: float,
     grad_scale: float,
     tp_group: ProcessGroup | None,
     entropy: bool,
     inplace: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, token losses, log-probabilities, log-ratios and entropies; see `megatron_pg.kernels.grpo_loss`."""
-
-    clip = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high}
+) -> PolicyGradientLoss:
+    """See `megatron_pg.kernels.policy_gradient_loss`."""
+    targets, mask = targets.contiguous(), policy_loss.mask.contiguous()  # kernels have no strides
     whole_row = tp_group is None or tp_group.size() == 1
     trains = torch.is_grad_enabled() and logits.requires_grad
-    if whole_row and trains and _fits_one_launch(logits, vocab_size):
-        options = {**clip, "valid": vocab_size, "temperature": temperature, "entropy": entropy}
-        return _OneLaunch.apply(
-            logits, targets, old_logprobs, advantages, weights, mask, options, grad_divisor, grad_scale, inplace
+    if policy_loss.terms.is_plain_grpo and whole_row and trains and _fits_one_launch(logits, vocab_size):
+        fields = (policy_loss.old_logprobs, policy_loss.advantages, policy_loss.weights)
+        clip = policy_loss.terms.objective.parameters
+        options = {
+            "clip_eps_low": clip.clip_eps_low,
+            "clip_eps_high": clip.clip_eps_high,
+            "valid": vocab_size,
+            "temperature": temperature,
+            "entropy": entropy,
+        }
+        grad_divisor = policy_loss.terms.grad_divisor
+        found = _OneLaunch.apply(
+            logits, targets, *(f.contiguous() for f in fields), mask, options, grad_divisor, grad_scale, inplace
         )
-
+        return PolicyGradientLoss(*found)
     logprobs, entropies = logprobs_and_entropy(
         logits,
         targets,
@@ -55,10 +57,7 @@ def triton_grpo_loss(
         inplace=inplace,
         tp_group=tp_group,
     )
-    loss, token_losses, log_ratios = policy_loss(
-        logprobs, old_logprobs, advantages, weights, mask=mask, grad_divisor=grad_divisor, **clip
-    )
-    return loss, token_losses, logprobs.detach(), log_ratios, entropies.detach()
+    return policy_loss(logprobs, entropies)
 
 
 def _fits_one_launch(logits: Tensor, vocab_size: int) -> bool:

@@ -4,6 +4,14 @@ from megatron_pg.metrics.table import METRICS, Metric
 
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
 _FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
+_ONLY = {
+    "auxiliary": "with a KL or entropy term only",
+    "kl": "with a KL term only",
+    "entropy": "with an entropy term only",
+    "sequence": "with gspo and gspo_token only",
+    "correction": "with a correction only",
+    "clip": "not with objectives that have no bounds",
+}
 _NORMALISER = {
     "mean": "documents",
     "sum": "none",
@@ -38,7 +46,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _row(m: Metric) -> tuple[str, ...]:
-    needs = f"; needs `{m.needs}`" if m.needs else ""
+    needs = f"; needs `{m.needs}`" if m.needs else f"; {_ONLY[m.only_with]}" if m.only_with else ""
     return (
         f"`{m.name}`",
         f"`{m.level}`",

@@ -6,7 +6,7 @@ once, at the end, by the number of documents that contributed; a metric to which
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,15 @@ _FIELDS = (None, "ref_logprobs", "rollout_logprobs")  # what a document must hav
 
 
 class Reduction:
-    """The metrics of one level of `--pg-metrics`, in a fixed order.
+    """The metrics of one level of `--pg-metrics` for a loss with certain features, in a fixed order.
 
     A partial result holds the added metrics, the extrema (minima negated, so that all are maxima), and for every
     optional field the number of documents that have it.
     """
 
-    def __init__(self, level: str):
-        active = [metric for metric in METRICS if METRIC_LEVELS.index(metric.level) <= METRIC_LEVELS.index(level)]
+    def __init__(self, level: str, features: Collection[str] = ("clip",)):
+        levels = METRIC_LEVELS[: METRIC_LEVELS.index(level) + 1]
+        active = [m for m in METRICS if m.level in levels and (m.only_with is None or m.only_with in features)]
         self.level = level
         self.metrics: tuple[Metric, ...] = tuple(active)
         self._means = [metric for metric in active if metric.kind == "mean"]
@@ -37,6 +38,11 @@ class Reduction:
     def needs_entropy(self) -> bool:
         """Whether a metric reads the entropy."""
         return any(metric.name == "entropy" for metric in self.metrics)
+
+    @property
+    def needs_bounds(self) -> bool:
+        """Whether a metric reads which tokens are beyond the objective's bounds."""
+        return any(metric.only_with == "clip" for metric in self.metrics)
 
     @property
     def width(self) -> int:

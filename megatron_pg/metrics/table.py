@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.grpo import MAX_LOG_RATIO
+from megatron_pg.objectives.tokens import MAX_LOG_RATIO, ratio
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,23 +36,32 @@ class TokenValues:
     entropy: Tensor | None = None  # H
     ref_logprobs: Tensor | None = None  # f; NaN where the sample has none
     rollout_logprobs: Tensor | None = None  # b; NaN where the sample has none
-    clip_eps_low: float
-    clip_eps_high: float
+    above: Tensor | None = None  # bool, beyond the objective's upper bound; None: it has no bounds
+    below: Tensor | None = None  # bool, beyond its lower bound
+    auxiliary_weights: Tensor | None = None  # u, of the KL and entropy terms
+    kl: Tensor | None = None  # values of the KL term's estimator
+    corrections: Tensor | None = None  # factor on the policy term, 0 where rejected
+    sequence_log_ratios: Tensor | None = None  # mean of d over the token's sequence
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
 
     @cached_property
     def ratios(self) -> Tensor:
         """r = e^d, with d clamped as in the objective."""
-        return self.log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return ratio(self.log_ratios)
 
     @cached_property
-    def above(self) -> Tensor:
-        """r > 1 + eps_high."""
-        return self.ratios > 1 + self.clip_eps_high
+    def sequence_ratios(self) -> Tensor:
+        """R, the geometric mean of r over the token's sequence."""
+        return ratio(self.sequence_log_ratios)
 
     @cached_property
-    def below(self) -> Tensor:
-        """r < 1 - eps_low."""
-        return self.ratios < 1 - self.clip_eps_low
+    def total(self) -> Tensor:
+        """Each token's share of the loss."""
+        total = self.weights * self.token_losses
+        if self.kl_coef:
+            total = total + self.kl_coef * self.auxiliary_weights * self.kl
+        return total - self.entropy_coef * self.auxiliary_weights * self.entropy if self.entropy_coef else total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +78,7 @@ class Metric:
     healthy: str = "–"
     red_flag: str = "–"
     needs: str | None = None  # field of TokenValues without which the metric is absent
+    only_with: str | None = None  # feature of the loss (loss.features_of) without which the metric is absent
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # framework: what it is called there
 
 
@@ -85,7 +95,7 @@ METRICS = (
         formula=lambda t: t.weights * t.token_losses,
         equation="Σ w·ℓ",
         unit="objective",
-        meaning="the objective, with the weights of `--loss-aggregation`; no factor K, D or T in it",
+        meaning="the policy term, with the weights of `--loss-aggregation` and its correction; no factor K, D or T in it",
         healthy="near 0, either sign",
         red_flag="a jump; never compare its size across aggregations",
         elsewhere={
@@ -95,6 +105,41 @@ METRICS = (
             "NeMo-RL": "loss",
             "PipelineRL": "rl/loss",
         },
+    ),
+    Metric(
+        name="loss",
+        level="none",
+        kind="sum",
+        only_with="auxiliary",
+        formula=lambda t: t.total,
+        equation="Σ w·ℓ + β·Σ u·k - η·Σ u·H",
+        unit="objective",
+        meaning="all terms: what the gradient is of (before `--pg-grad-divisor`)",
+        elsewhere={"slime, miles": "loss"},
+    ),
+    Metric(
+        name="kl_loss",
+        level="none",
+        kind="sum",
+        only_with="kl",
+        formula=lambda t: t.auxiliary_weights * t.kl,
+        equation="Σ u·k, k of `--pg-kl-estimator`",
+        unit="nats",
+        meaning="the KL term before its coefficient, with the weights of `--pg-aux-aggregation`",
+        healthy="grows slowly",
+        red_flag="β·kl_loss near |pg_loss|: the reference decides",
+        elsewhere={"slime, miles": "kl_loss", "verl": "actor/kl_loss"},
+    ),
+    Metric(
+        name="entropy_loss",
+        level="none",
+        kind="sum",
+        only_with="entropy",
+        formula=lambda t: t.auxiliary_weights * t.entropy,
+        equation="Σ u·H",
+        unit="nats",
+        meaning="the entropy term before its coefficient (it is subtracted), with the weights of `--pg-aux-aggregation`",
+        elsewhere={"slime, miles": "entropy_loss", "verl": "actor/entropy_loss"},
     ),
     Metric(
         name="num_tokens",
@@ -237,10 +282,12 @@ METRICS = (
         name="clipped_ratio_fraction",
         level="basic",
         kind="mean",
+        only_with="clip",
         formula=lambda t: t.above | t.below,
         equation="1[r < 1 - ε_low or r > 1 + ε_high]",
         unit="fraction",
-        meaning="outside the clip interval whatever the sign of A: an upper bound of the tokens without gradient",
+        meaning="outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; dppo: "
+        "the trust region): an upper bound of the tokens without gradient",
         healthy="< 0.2",
         red_flag="> 0.5: learning rate, steps per rollout batch",
         elsewhere={
@@ -254,6 +301,7 @@ METRICS = (
         name="clipped_high_fraction",
         level="basic",
         kind="mean",
+        only_with="clip",
         formula=lambda t: t.above & (t.advantages > 0),
         equation="1[A > 0, r > 1 + ε_high]",
         unit="fraction",
@@ -266,6 +314,7 @@ METRICS = (
         name="clipped_low_fraction",
         level="basic",
         kind="mean",
+        only_with="clip",
         formula=lambda t: t.below & (t.advantages < 0),
         equation="1[A < 0, r < 1 - ε_low]",
         unit="fraction",
@@ -273,6 +322,64 @@ METRICS = (
         healthy="< 0.1",
         red_flag="rises over the run",
         elsewhere={"TRL": "clip_ratio/low_mean"},
+    ),
+    Metric(
+        name="segment_ratio_sum",
+        level="basic",
+        kind="sum",
+        only_with="sequence",
+        formula=lambda t: t.document_weights * t.sequence_ratios,
+        equation="Σ R over documents",
+        unit="documents",
+        meaning="sum of the sequence ratios R = exp(mean of l - o)",
+        elsewhere={"PipelineRL": "rl/ratio_new_old_sum (gspo)"},
+    ),
+    Metric(
+        name="segment_ratio_squared_sum",
+        level="basic",
+        kind="sum",
+        only_with="sequence",
+        formula=lambda t: t.document_weights * t.sequence_ratios.square(),
+        equation="Σ R² over documents",
+        unit="documents",
+        meaning="sum of the squared sequence ratios",
+        elsewhere={"PipelineRL": "rl/ratio_new_old_squared_sum (gspo)"},
+    ),
+    Metric(
+        name="num_segments",
+        level="basic",
+        kind="sum",
+        only_with="sequence",
+        formula=lambda t: t.document_weights,
+        equation="documents with a trained token",
+        unit="documents",
+        meaning="number of sequence ratios",
+    ),
+    Metric(
+        name="correction_factor",
+        level="basic",
+        kind="mean",
+        only_with="correction",
+        formula=lambda t: t.corrections,
+        equation="κ·γ",
+        unit="1",
+        meaning="factor of `--pg-correction` on the policy term",
+        healthy="near 1",
+        red_flag="far from 1: trainer and rollout engine are two policies",
+        elsewhere={"verl": "rollout_corr/rollout_is_mean", "TRL": "sampling/importance_sampling_ratio/mean"},
+    ),
+    Metric(
+        name="rejected_fraction",
+        level="basic",
+        kind="mean",
+        only_with="correction",
+        formula=lambda t: t.corrections == 0,
+        equation="1[κ·γ = 0]",
+        unit="fraction",
+        meaning="trained tokens that `--pg-correction` takes out of the policy term",
+        healthy="< 0.05",
+        red_flag="> 0.2: few tokens are left to learn from",
+        elsewhere={"verl": "rollout_corr/rollout_rs_masked_fraction"},
     ),
     Metric(
         name="clamped_log_ratio_fraction",

@@ -1,5 +1,9 @@
-"""Objectives: the loss of one token from its log-probability. No mean, no selection of tokens and no collective inside."""
+"""Objectives: the loss of one token. No average over tokens, no selection of tokens and no collective inside.
 
-from megatron_pg.objectives.grpo import grpo
+A user's own has the same signature as ours, `fn(tokens, parameters) -> [T]`; docs/adding.md shows one.
+"""
 
-__all__ = ["grpo"]
+from megatron_pg.objectives.table import OBJECTIVES, Objective, objective_of
+from megatron_pg.objectives.tokens import MAX_LOG_RATIO, Parameters, Tokens
+
+__all__ = ["MAX_LOG_RATIO", "OBJECTIVES", "Objective", "Parameters", "Tokens", "objective_of"]

@@ -11,7 +11,7 @@ class StepCounts:
     """Trained tokens of the units that this process's S samples belong to, counted over the whole step.
 
     A unit's count includes its samples on other data-parallel ranks and in other micro-batches. Fully masked units
-    count in `num_rollouts` and `num_prompts`.
+    count in `num_rollouts` and `num_prompts`, unless `live_only`.
     """
 
     tokens_per_rollout: Tensor  # [S] int64, M of the sample's rollout
@@ -20,6 +20,7 @@ class StepCounts:
     num_prompts: int | None  # P
     num_tokens: int  # T
     divisor: float | None  # L
+    live_only: bool = False  # units without a counted token are in neither number
 
 
 Reducer = Callable[[StepCounts], Tensor]

@@ -1,0 +1,56 @@
+"""REINFORCE inside a trust region: a token is dropped when its probability itself, not the ratio, has moved too far."""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.objectives.tokens import Parameters, Tokens
+
+
+def dppo_tv(tokens: Tokens, parameters: Parameters) -> Tensor:
+    """Loss of each token, with the total variation of the sampled token against the rest as distance.
+
+        loss = -sg[r] A log π,   0 where A > 0 and π - π_old > dppo_delta_high, or A < 0 and π_old - π > dppo_delta_low
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
+    """
+    return _kept_reinforce(tokens, *outside_tv(tokens, parameters))
+
+
+def dppo_kl(tokens: Tokens, parameters: Parameters) -> Tensor:
+    """Loss of each token, with the KL divergence of the sampled token against the rest as distance.
+
+        D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π))
+        loss = -sg[r] A log π,   0 where A > 0, π > π_old and D > dppo_delta_high, or A < 0, π < π_old and D > dppo_delta_low
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
+    """
+    return _kept_reinforce(tokens, *outside_kl(tokens, parameters))
+
+
+def outside_tv(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
+    """[T] bool each: π above and below its trust region."""
+    moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
+    return moved > parameters.dppo_delta_high, moved < -parameters.dppo_delta_low
+
+
+def outside_kl(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
+    """[T] bool each: π above and below its trust region."""
+    new, old = tokens.logprobs.detach().clamp(max=0), tokens.old_logprobs  # rounding may lift log π above 0
+    rest = -torch.expm1(old)  # 1 - π_old
+    # a rest of 0 contributes 0, although its logarithm is infinite
+    divergence = old.exp() * (old - new) + torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
+    return (
+        (new > old) & (divergence > parameters.dppo_delta_high),
+        (new < old) & (divergence > parameters.dppo_delta_low),
+    )
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) for x <= 0, to full precision near 0 and far below."""
+    return torch.where(x > -0.6931471805599453, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+def _kept_reinforce(tokens: Tokens, above: Tensor, below: Tensor) -> Tensor:
+    dropped = above & (tokens.advantages > 0) | below & (tokens.advantages < 0)
+    loss = -tokens.ratios.detach() * tokens.advantages * tokens.weighable_logprobs
+    return torch.where(dropped, 0, loss)

@@ -1,0 +1,64 @@
+"""What an objective sees: values per token, and the numbers that its flags set."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value clamped, gradient 0, counted as a metric
+
+
+def ratio(log_ratios: Tensor) -> Tensor:
+    """e^d, with d clamped to ±MAX_LOG_RATIO: finite, and without gradient beyond."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def unclamped(values: Tensor, log_ratios: Tensor) -> Tensor:
+    """The values, without their gradient where `ratio` clamps."""
+    return torch.where(log_ratios.abs() > MAX_LOG_RATIO, values.detach(), values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The numbers of an objective, from the flags of the same names (`--pg-` before them); None: not given or not read.
+
+    The same on every rank.
+    """
+
+    clip_eps_low: float | None = None  # distance of the lower clip bound from 1, in [0, 1]
+    clip_eps_high: float | None = None  # distance of the upper clip bound from 1, >= 0
+    dual_clip: float | None = None  # c > 1
+    delta: float | None = None  # > 1 + clip_eps_high
+    cispo_cap: float | None = None  # >= 1
+    sapo_tau_pos: float | None = None  # > 0, where A > 0
+    sapo_tau_neg: float | None = None  # > 0, elsewhere
+    dppo_delta_low: float | None = None  # > 0, probability (dppo_tv) or nats (dppo_kl), where A < 0
+    dppo_delta_high: float | None = None  # > 0, likewise, where A > 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """[T] of one dtype (float32 or float64) each. Tokens that are not trained hold 0, but for the averages."""
+
+    logprobs: Tensor  # log π, nats, differentiable
+    old_logprobs: Tensor  # log π_old, nats
+    advantages: Tensor  # A, never differentiated
+    log_ratios: Tensor  # log π - log π_old, differentiable
+    sequence_log_ratios: Tensor | None = None  # its average over the whole sequence; its gradient is the token's own
+    sequence_advantages: Tensor | None = None  # average of A over the whole sequence
+
+    @cached_property
+    def ratios(self) -> Tensor:
+        """r = π / π_old, differentiable."""
+        return ratio(self.log_ratios)
+
+    @cached_property
+    def weighable_logprobs(self) -> Tensor:
+        """log π for a loss that multiplies it by a ratio without gradient: it has none either where the ratio is clamped."""
+        return unclamped(self.logprobs, self.log_ratios)
+
+    @cached_property
+    def sequence_ratios(self) -> Tensor:
+        """R, the geometric mean of r over the whole sequence; its gradient is the token's own."""
+        return ratio(self.sequence_log_ratios)
