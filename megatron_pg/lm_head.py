@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg import logprobs as eager
-from megatron_pg.args import HEAD_BACKWARDS, HEAD_MODES, KERNELS
+from megatron_pg.args import KERNELS
+from megatron_pg.head_flags import HEAD_BACKWARDS, HEAD_MODES
 from megatron_pg.kernels import (
     GRPOLoss,
     PolicyGradientLoss,
