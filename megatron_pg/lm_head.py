@@ -312,8 +312,9 @@ class _GradientInForward(torch.autograd.Function):
                 gradients.take(chunk, z)
         else:
             for chunk, z, rows in chunks.with_rows():
-                found, slopes = _loss_and_slopes(job, rows, chunk)
+                found, *slopes = job.vocabulary.loss_and_slopes(job.policy_loss.at(chunk), rows)
                 job.found.append(found)
+                slopes = (slope * job.grad_scale for slope in slopes)
                 job.vocabulary.write_gradient(z, gradients.buffer(chunk, z), job.targets[chunk], rows, *slopes)
                 gradients.take(chunk, z)
         ctx.gradients, ctx.grad_scale = gradients, job.grad_scale
@@ -329,15 +330,6 @@ class _GradientInForward(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.finish(factor=grad_loss / ctx.grad_scale), None
-
-
-def _loss_and_slopes(job: _Job, rows: Rows, chunk: slice) -> tuple[PolicyGradientLoss, tuple[Tensor, ...]]:
-    """The loss of a chunk, and its derivatives by each log-probability and entropy, times `grad_scale`."""
-    with torch.enable_grad():
-        logprobs, entropy = (values.detach().requires_grad_() for values in (rows.logprobs, rows.entropy))
-        found = job.policy_loss.at(chunk)(logprobs, entropy)
-        slopes = torch.autograd.grad(found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True)
-    return replace(found, loss=found.loss.detach()), tuple(slope * job.grad_scale for slope in slopes)
 
 
 def _spread(parts: list[PolicyGradientLoss], rows: Tensor, size: int) -> dict[str, Tensor | None]:
@@ -414,6 +406,14 @@ class _Vocabulary:
         """What makes loss and gradient of a chunk in one pass over its logits, where there is such a kernel."""
         return None
 
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Tensor, Tensor]:
+        """The loss of a chunk, and its derivatives by each log-probability and entropy."""
+        with torch.enable_grad():
+            logprobs, entropy = (values.detach().requires_grad_() for values in (rows.logprobs, rows.entropy))
+            found = policy_loss(logprobs, entropy)
+            slopes = torch.autograd.grad(found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True)
+        return replace(found, loss=found.loss.detach()), *slopes
+
 
 class _Eager(_Vocabulary):
     def _shard(self) -> eager.Shard:
@@ -461,6 +461,14 @@ class _Triton(_Vocabulary):
 
         like = torch.empty(1, self.columns, dtype=torch.float32, device=targets.device)
         return self._launch if triton_loss.fits_one_launch(like, self.vocab_size) else None
+
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Tensor, Tensor]:
+        if not policy_loss.terms.is_plain_grpo:
+            return super().loss_and_slopes(policy_loss, rows)
+        from megatron_pg.kernels.surrogate import surrogate_and_slope
+
+        found, slope = surrogate_and_slope(policy_loss, rows.logprobs, rows.entropy)
+        return found, slope, torch.zeros_like(slope)
 
     def _launch(self, z: Tensor, out: Tensor, chunk: slice, job: "_Job") -> PolicyGradientLoss:
         from megatron_pg.kernels import ring

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.surrogate import surrogate_loss
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 
 ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
@@ -57,6 +58,8 @@ def triton_loss(
         inplace=inplace,
         tp_group=tp_group,
     )
+    if policy_loss.terms.is_plain_grpo and len(logits):
+        return surrogate_loss(policy_loss, logprobs, entropies)
     return policy_loss(logprobs, entropies)
 
 
