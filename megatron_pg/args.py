@@ -14,6 +14,7 @@ import os
 import warnings
 from importlib import metadata
 
+from megatron_pg.head_flags import add_head_arguments, head_violations
 from megatron_pg.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
 from megatron_pg.objective_flags import (
     OBJECTIVE_PARAMETERS,
@@ -27,8 +28,6 @@ from megatron_pg.objective_flags import (
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 KERNELS = ("triton", "torch")
-HEAD_MODES = ("forward", "recompute")
-HEAD_BACKWARDS = ("bf16", "split")
 REDUCER_PARAMETERS = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss=False")
 
 # What other frameworks call the four modes, for the "did you mean" of an unknown one. Never an alias.
@@ -47,24 +46,30 @@ ELSEWHERE = {
 MEGATRON_ARGUMENTS = (
     "calculate_per_token_loss",
     "context_parallel_size",
+    "cross_entropy_loss_fusion",
     "cuda_graph_impl",
     "cuda_graph_modules",
     "cuda_graph_scope",
     "dataloader_type",
     "ddp_average_in_collective",
+    "defer_embedding_wgrad_compute",
     "fp16",
     "gtp_weight_remat_size",
     "hybrid_context_parallel",
     "iterations_to_skip",
+    "loss_scale",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "mtp_num_layers",
     "num_experts",
+    "output_logit_dtype",
     "overlap_moe_expert_parallel_comm",
+    "padded_vocab_size",
     "perform_rl_step",
     "sft",
     "tensor_model_parallel_size",
     "use_megatron_fsdp",
+    "use_mup",
     "use_torch_fsdp2",
 )
 
@@ -131,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Implementation of log-probabilities and loss. Default: triton on CUDA, torch elsewhere; none falls back.",
     )
     add_objective_arguments(group)
+    add_head_arguments(group)
     return parser
 
 
@@ -219,6 +225,7 @@ def _violations(facts: _Facts) -> list[tuple[str, str]]:
         _path_rules,
         _number_rules,
         _objective_rules,
+        _head_rules,
         _choice_rules,
         _data_rules,
         _megatron_rules,
@@ -320,6 +327,10 @@ def _number_rules(facts: _Facts):
 
 def _objective_rules(facts: _Facts):
     yield from objective_violations(facts.args, facts.resolved_mode == "token_mean")
+
+
+def _head_rules(facts: _Facts):
+    yield from head_violations(facts.args, facts.megatron)
 
 
 def _choice_rules(facts: _Facts):

@@ -103,6 +103,7 @@ class LocalBatch:
     sequences: Sequences | None  # the samples as sequences, without their process group; None: not asked for
     whole: PackedBatch
     row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
+    trained: Tensor  # [num_trained] int64, where the mask is True
     num_trained: int  # trained tokens here, known on the host
 
     @property
@@ -201,6 +202,7 @@ def slice_batch(
         "position_ids": batch.position_ids[:, index],
         "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
         "targets": labels.t().reshape(-1),
+        "trained": mask.nonzero()[:, 0],
     }
     if batch.qkv_format == "thd":
         model_inputs["boundaries"] = torch.tensor([0, *batch.documents]).cumsum(0).int()

@@ -37,6 +37,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ),
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
+        *_head_rows(args),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
         ("metrics", f"{args.pg_metrics}, means over documents whatever the aggregation  (--pg-metrics)"),
     ]
@@ -139,6 +140,18 @@ def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("pg_loss", f"{_FORMULA[mode]}  ({flag})"),
         ("weight", f"1/δ, δ = {_DENOMINATOR[mode].format(divisor=args.loss_aggregation_divisor or 0)}"),
     ]
+
+
+def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    backward = f"backward {args.fp32_lm_head_backward or 'bf16'}"
+    rows = []
+    if args.pg_fused_head is not None:
+        rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))
+    elif args.fp32_lm_head:
+        rows.append(("head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"))
+    if args.pg_vocab_size is not None:
+        rows.append(("vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"))
+    return rows
 
 
 def _contract(args: argparse.Namespace) -> str:

@@ -28,10 +28,12 @@ from megatron_pg.loss import (
     MicrobatchLoss,
     TokenFactors,
     auxiliary_weights,
+    microbatch_head_loss,
     microbatch_loss,
     response_weights,
     token_factors,
 )
+from megatron_pg.output_layer import DeferredHead, compute_in_float32
 from megatron_pg.plan import StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
 
 
@@ -80,20 +82,29 @@ class PolicyGradientStep:
     def attach(self, model: nn.Module) -> nn.Module:
         """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
         self._attached = True
+        if self.settings.float32_logits:
+            compute_in_float32(model.output_layer, backward=self.settings.head_backward)
+        deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.fused_head else None
         language_model_loss = model.compute_language_model_loss
 
         def compute_language_model_loss(labels: Tensor, logits: Tensor):
             if self._local is None or labels is not self._local.labels:  # multi-token prediction brings its own labels
                 return language_model_loss(labels, logits)
-            rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
-            groups = {
-                "tp_group": _group_of_several(parallel_state.get_tensor_model_parallel_group()),
+            options = {
                 "cp_group": _group_of_several(parallel_state.get_context_parallel_group()),
+                "upstream": self._contract.upstream,
             }
-            return microbatch_loss(rows, self._local, self.settings, **groups, upstream=self._contract.upstream)
+            if deferred:
+                return microbatch_head_loss(deferred.take(), self._local, self.settings, **options)
+            rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
+            tp_group = _group_of_several(parallel_state.get_tensor_model_parallel_group())
+            return microbatch_loss(rows, self._local, self.settings, tp_group, **options)
 
         model.compute_language_model_loss = compute_language_model_loss
         return model
+
+    def _computes_loss(self) -> bool:
+        return self._local is not None
 
     def forward_step(self, data_iterator: Iterator[LocalBatch], model: nn.Module) -> tuple[object, Callable]:
         """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned."""
@@ -199,7 +210,7 @@ class PolicyGradientStep:
         try:
             self._check_model(chunks, forward_only=bool(arguments.get("forward_only")))
             batches = _take(arguments["data_iterator"], arguments["num_microbatches"])
-            _check_batches(batches, chunks[0], arguments)
+            _check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
             factors = [token_factors(batch, self.settings) for batch in batches]
             samples = [sample for batch in batches for sample in batch.samples]
             kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
@@ -371,9 +382,11 @@ def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
     return batches
 
 
-def _check_batches(batches: Sequence[PackedBatch], model: nn.Module, arguments: dict) -> None:
+def _check_batches(
+    batches: Sequence[PackedBatch], model: nn.Module, arguments: dict, vocab_size: int | None = None
+) -> None:
     """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
-    vocabulary = get_attr_wrapped_model(model, "vocab_size")
+    vocabulary = vocab_size or get_attr_wrapped_model(model, "vocab_size")
     learned = get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute"
     positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
     cp_size = parallel_state.get_context_parallel_world_size()

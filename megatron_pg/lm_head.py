@@ -13,15 +13,23 @@ Tokens that are not trained are left out before the products. Weight gradients a
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg import logprobs as eager
-from megatron_pg.args import HEAD_BACKWARDS, HEAD_MODES, KERNELS
-from megatron_pg.kernels import GRPOLoss, checked_vocab_size
+from megatron_pg.args import KERNELS
+from megatron_pg.head_flags import HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.kernels import (
+    GRPOLoss,
+    PolicyGradientLoss,
+    PolicyLoss,
+    check_factors,
+    check_fields,
+    checked_vocab_size,
+)
 from megatron_pg.kernels.policy_loss import plain_grpo
 from megatron_pg.logprobs import Rows
 
@@ -136,7 +144,7 @@ def logprobs_and_entropy(
     _check_choice("backward", backward, HEAD_BACKWARDS)
     hidden = _enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     vocabulary = _vocabulary(weight, temperature, vocab_size, tp_group, impl)
-    targets = _selected(targets, rows)
+    targets = targets if rows is None else targets.index_select(0, rows)
     return _LogprobsAndEntropy.apply(hidden, weight, targets, rows, vocabulary, main_grad, backward == "split")
 
 
@@ -178,26 +186,14 @@ def grpo_head_loss(
     weights: Tensor,
     *,
     mask: Tensor | None = None,
-    rows: Tensor | None = None,
     clip_eps_low: float,
     clip_eps_high: float,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
     grad_divisor: float = 1.0,
-    grad_scale: float = 1.0,
-    tp_group: ProcessGroup | None = None,
-    entropy: bool = False,
-    sequence_parallel: bool = False,
-    main_grad: Tensor | None = None,
-    mode: str = "forward",
-    backward: str = "bf16",
-    impl: str = "triton",
+    **options: object,
 ) -> GRPOLoss:
     """Clipped policy-gradient loss of one micro-batch from hidden states, without ever holding its logits.
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t),   logits h W^T
-
-    The arguments that `megatron_pg.kernels.grpo_loss` has too mean the same here.
 
     Args:
         hidden: [..., H] as in `fp32_logits`, T rows in all once gathered.
@@ -207,12 +203,48 @@ def grpo_head_loss(
         advantages: [T].
         weights: [T].
         mask: [T] bool, trained tokens. Default: weights != 0.
-        rows: [n] int64, increasing: where `mask` is True. Default: found from `mask`, for which the host waits for the device.
         clip_eps_low: distance of the lower clip bound from 1.
         clip_eps_high: distance of the upper clip bound from 1.
-        temperature: tau.
-        vocab_size: columns at or beyond it are padding.
         grad_divisor: the gradient, not the loss, is divided by it.
+        options: further keywords of `policy_gradient_head_loss`.
+
+    Raises:
+        ValueError: shapes, dtypes or options cannot be.
+    """
+    mask = weights != 0 if mask is None else mask
+    clip = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high}
+    policy_loss = plain_grpo(old_logprobs, advantages, weights, mask=mask, grad_divisor=grad_divisor, **clip)
+    return policy_gradient_head_loss(hidden, weight, targets, policy_loss, **options)
+
+
+def policy_gradient_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    policy_loss: PolicyLoss,
+    *,
+    rows: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    grad_scale: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+    entropy: bool = False,
+    sequence_parallel: bool = False,
+    main_grad: Tensor | None = None,
+    mode: str = "forward",
+    backward: str = "bf16",
+    impl: str = "triton",
+) -> PolicyGradientLoss:
+    """Any objective with any further terms, from hidden states; the general form of `grpo_head_loss`.
+
+    Args:
+        hidden: as in `grpo_head_loss`, like every argument that is not named here.
+        weight: [V / tp, H].
+        targets: [T] int64.
+        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
+        rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
+        temperature: tau.
+        vocab_size: columns at or beyond it, counted over all ranks, are padding.
         grad_scale: the upstream gradient that the backward will bring. Mode "forward" adds the weight gradient, made for it,
             to `main_grad` in the forward; another upstream gradient is then an error in the backward.
         tp_group: tensor-parallel group.
@@ -220,59 +252,47 @@ def grpo_head_loss(
         sequence_parallel: as in `fp32_logits`.
         main_grad: as in `fp32_logits`.
         mode: "forward": the gradient is made in the forward, 6 N V H operations; "recompute": in the backward, from
-            logits that are made again, 8 N V H, for any upstream gradient.
+            logits that are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences.
         backward: as in `fp32_logits`.
         impl: "triton" or "torch".
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be.
+        ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
     """
     _check_choice("mode", mode, HEAD_MODES)
-    mask = weights != 0 if mask is None else mask
-    rows = mask.nonzero()[:, 0] if rows is None else rows
-    old_logprobs, advantages, weights = (_selected(values, rows) for values in (old_logprobs, advantages, weights))
-    clip = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high}
-
-    def tail(logprobs: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, token losses and log-ratios of a part of the trained rows."""
-        trained = torch.ones_like(logprobs, dtype=torch.bool)
-        fields = old_logprobs[part], advantages[part], weights[part]
-        found = plain_grpo(*fields, mask=trained, grad_divisor=grad_divisor, **clip)(logprobs)
-        return found.loss, found.token_losses, found.log_ratios
-
-    where = {"tp_group": tp_group, "sequence_parallel": sequence_parallel}
-    what = {"temperature": temperature, "vocab_size": vocab_size, "impl": impl}
-    how = {"main_grad": main_grad, "backward": backward}
-    if mode == "recompute" or not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
-        logprobs, entropies = logprobs_and_entropy(hidden, weight, targets, rows=rows, **where, **what, **how)
-        loss, token_losses, log_ratios = tail(logprobs)
+    _check_choice("backward", backward, HEAD_BACKWARDS)
+    _check_head(hidden, weight)
+    _check_sequences(mode, policy_loss)
+    check_fields(hidden, targets, policy_loss)
+    check_factors(policy_loss.terms.grad_divisor, grad_scale)
+    vocabulary = _vocabulary(weight, temperature, vocab_size, tp_group, impl)
+    rows = policy_loss.mask.nonzero()[:, 0] if rows is None else rows
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    hidden = _enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
+    targets, split = targets.index_select(0, rows), backward == "split"
+    if mode == "forward" and trains and len(rows):
+        job = _Job(targets, rows, vocabulary, policy_loss.at(rows), main_grad, split, grad_scale, entropy, [])
+        loss = _GradientInForward.apply(hidden, weight, job)
+        found = PolicyGradientLoss(loss, **_spread(job.found, rows, len(policy_loss.mask)))
     else:
-        _check_head(hidden, weight)
-        _check_choice("backward", backward, HEAD_BACKWARDS)
-        hidden = _enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
-        vocabulary = _vocabulary(weight, temperature, vocab_size, tp_group, impl)
-        targets = _selected(targets, rows)
-        launch = {**clip, "grad_scale": grad_scale / grad_divisor, "entropy": entropy}
-        one_launch = vocabulary.one_launch(hidden.dtype, (targets, old_logprobs, advantages, weights), launch)
-        job = _Job(targets, rows, vocabulary, tail, one_launch, main_grad, backward == "split", grad_scale)
-        loss, token_losses, logprobs, log_ratios, entropies = _GradientInForward.apply(hidden, weight, job)
-    shown = (_spread(v.detach(), rows, mask) for v in (token_losses, logprobs, log_ratios, entropies))
-    token_losses, logprobs, log_ratios, entropies = shown
-    return GRPOLoss(loss, token_losses, logprobs, log_ratios, entropies if entropy else None)
+        values = _LogprobsAndEntropy.apply(hidden, weight, targets, rows, vocabulary, main_grad, split)
+        found = policy_loss(*(v.new_zeros(policy_loss.mask.shape).index_copy(0, rows, v) for v in values))
+    return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """What the gradient in the forward needs beside hidden states and weight."""
+    """What the gradient in the forward needs beside hidden states and weight, and what it finds beside the loss."""
 
     targets: Tensor  # [n]
-    rows: Tensor | None
+    rows: Tensor
     vocabulary: "_Vocabulary"
-    tail: Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
-    one_launch: Callable[[Tensor, Tensor, slice], Tensor] | None
+    policy_loss: PolicyLoss  # of the n rows
     main_grad: Tensor | None
     split: bool
     grad_scale: float
+    entropy: bool
+    found: list[PolicyGradientLoss]  # of every chunk
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -280,47 +300,46 @@ class _GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, job):
-        count = len(job.targets)
-        values = torch.zeros(5, count, dtype=_logits_dtype(hidden), device=hidden.device)
         chunks, needed = _Chunks(hidden, weight, job.targets, job.rows, job.vocabulary), ctx.needs_input_grad
-        gradients = _Gradients(hidden, weight, job.rows, count, chunks.rows, job.main_grad, job.split, needed)
-        if job.one_launch:
+        gradients = _Gradients(
+            hidden, weight, job.rows, len(job.targets), chunks.rows, job.main_grad, job.split, needed
+        )
+        one_launch = job.vocabulary.one_launch(job.policy_loss, job.targets)
+        if one_launch:
             for chunk in chunks.slices():
                 z = chunks.logits(chunk)
-                values[:, chunk] = job.one_launch(z, gradients.buffer(chunk, z), chunk)
+                job.found.append(one_launch(z, gradients.buffer(chunk, z), chunk, job))
                 gradients.take(chunk, z)
         else:
             for chunk, z, rows in chunks.with_rows():
-                values[:, chunk], slope = _loss_and_slope(job, rows, chunk)
-                out = gradients.buffer(chunk, z)
-                job.vocabulary.write_gradient(z, out, job.targets[chunk], rows, slope, torch.zeros_like(slope))
+                found, *slopes = job.vocabulary.loss_and_slopes(job.policy_loss.at(chunk), rows)
+                job.found.append(found)
+                slopes = (slope * job.grad_scale for slope in slopes)
+                job.vocabulary.write_gradient(z, gradients.buffer(chunk, z), job.targets[chunk], rows, *slopes)
                 gradients.take(chunk, z)
         ctx.gradients, ctx.grad_scale = gradients, job.grad_scale
-        token_losses, weighted, logprobs, log_ratios, entropies = values.unbind()
-        ctx.mark_non_differentiable(token_losses, logprobs, log_ratios, entropies)
-        return weighted.sum(), token_losses, logprobs, log_ratios, entropies
+        return sum((found.loss for found in job.found), start=hidden.new_zeros((), dtype=_logits_dtype(hidden)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss):
         if ctx.gradients is None:
             raise RuntimeError(
-                "backward ran a second time through one grpo_head_loss, whose gradient was made once and handed over. "
+                "backward ran a second time through one fused head, whose gradient was made once and handed over. "
                 'Call it again, or use mode="recompute".'
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.finish(factor=grad_loss / ctx.grad_scale), None
 
 
-def _loss_and_slope(job: _Job, rows: Rows, chunk: slice) -> tuple[Tensor, Tensor]:
-    """[5, c] values of a chunk, and [c] the derivative of the loss by each log-probability, times `grad_scale`."""
-    with torch.enable_grad():
-        logprobs = rows.logprobs.detach().requires_grad_()
-        loss, token_losses, log_ratios = job.tail(logprobs, chunk)
-        (slope,) = torch.autograd.grad(loss, logprobs)
-    weighted = torch.zeros_like(token_losses)
-    weighted[0] = loss.detach()
-    return torch.stack([token_losses, weighted, rows.logprobs, log_ratios, rows.entropy]), slope * job.grad_scale
+def _spread(parts: list[PolicyGradientLoss], rows: Tensor, size: int) -> dict[str, Tensor | None]:
+    """The per-token values of all chunks, [T] each, 0 where nothing is trained."""
+    found = {}
+    for name in (field.name for field in fields(PolicyGradientLoss) if field.name != "loss"):
+        values = [getattr(part, name) for part in parts]
+        known = None if values[0] is None else torch.cat(values)
+        found[name] = None if known is None else known.new_zeros(size).index_copy_(0, rows, known)
+    return found
 
 
 # --- chunks of logits ---
@@ -383,9 +402,17 @@ class _Vocabulary:
     vocab_size: int
     tp_group: ProcessGroup | None
 
-    def one_launch(self, dtype: torch.dtype, fields: tuple, options: dict) -> Callable | None:
+    def one_launch(self, policy_loss: PolicyLoss, targets: Tensor) -> Callable | None:
         """What makes loss and gradient of a chunk in one pass over its logits, where there is such a kernel."""
         return None
+
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Tensor, Tensor]:
+        """The loss of a chunk, and its derivatives by each log-probability and entropy."""
+        with torch.enable_grad():
+            logprobs, entropy = (values.detach().requires_grad_() for values in (rows.logprobs, rows.entropy))
+            found = policy_loss(logprobs, entropy)
+            slopes = torch.autograd.grad(found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True)
+        return replace(found, loss=found.loss.detach()), *slopes
 
 
 class _Eager(_Vocabulary):
@@ -426,24 +453,41 @@ class _Triton(_Vocabulary):
         kernels, shard = self._shard()
         kernels.write_gradient(z, out, targets, _trained(targets), rows, *slopes, shard, self.temperature)
 
-    def one_launch(self, dtype: torch.dtype, fields: tuple, options: dict) -> Callable | None:
+    def one_launch(self, policy_loss: PolicyLoss, targets: Tensor) -> Callable | None:
         whole = self.tp_group is None or self.tp_group.size() == 1
-        if not whole or not fields[0].is_cuda:
+        if not (whole and targets.is_cuda and policy_loss.terms.is_plain_grpo):
             return None
+        from megatron_pg.kernels import triton_loss
+
+        like = torch.empty(1, self.columns, dtype=torch.float32, device=targets.device)
+        return self._launch if triton_loss.fits_one_launch(like, self.vocab_size) else None
+
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Tensor, Tensor]:
+        if not policy_loss.terms.is_plain_grpo:
+            return super().loss_and_slopes(policy_loss, rows)
+        from megatron_pg.kernels.surrogate import surrogate_and_slope
+
+        found, slope = surrogate_and_slope(policy_loss, rows.logprobs, rows.entropy)
+        return found, slope, torch.zeros_like(slope)
+
+    def _launch(self, z: Tensor, out: Tensor, chunk: slice, job: "_Job") -> PolicyGradientLoss:
         from megatron_pg.kernels import ring
 
-        if not ring.supports(
-            torch.empty(0, self.columns, dtype=torch.float32, device=fields[0].device), self.vocab_size
-        ):
-            return None
-
-        def launch(z: Tensor, out: Tensor, part: slice) -> Tensor:
-            here = (values[part].contiguous() for values in fields)
-            mask = torch.ones(len(z), dtype=torch.bool, device=z.device)
-            options_here = {**options, "valid": self.vocab_size, "temperature": self.temperature}
-            return ring.grpo_loss_and_gradient(z, out, *here, mask, **options_here)
-
-        return launch
+        here = job.policy_loss.at(chunk)
+        clip = here.terms.objective.parameters
+        token_losses, weighted, logprobs, log_ratios, entropy = ring.grpo_loss_and_gradient(
+            z,
+            out,
+            job.targets[chunk],
+            *(values.contiguous() for values in (here.old_logprobs, here.advantages, here.weights, here.mask)),
+            valid=self.vocab_size,
+            clip_eps_low=clip.clip_eps_low,
+            clip_eps_high=clip.clip_eps_high,
+            temperature=self.temperature,
+            grad_scale=job.grad_scale / here.terms.grad_divisor,
+            entropy=job.entropy,
+        )
+        return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropy)
 
 
 def _trained(targets: Tensor) -> Tensor:
@@ -662,15 +706,6 @@ class _GatherSequence(torch.autograd.Function):
 # --- checks ---
 
 
-def _selected(values: Tensor, rows: Tensor | None) -> Tensor:
-    return values if rows is None else values.index_select(0, rows)
-
-
-def _spread(values: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """[T] from [n]: 0 where masked."""
-    return values.new_zeros(mask.shape).index_copy_(0, rows, values)
-
-
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
@@ -686,4 +721,12 @@ def _check_head(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
             "be what this function avoids. Upgrade torch."
+        )
+
+
+def _check_sequences(mode: str, policy_loss: PolicyLoss) -> None:
+    if mode == "forward" and policy_loss.terms.reads_sequences:
+        raise ValueError(
+            "mode='forward' makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
+            "gradient would be wrong. Use mode='recompute'."
         )

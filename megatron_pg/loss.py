@@ -23,10 +23,12 @@ from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.corrections import NONE as NO_CORRECTION
 from megatron_pg.corrections import Correction, correction_factors
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss, PolicyLoss, policy_gradient_loss
+from megatron_pg.lm_head import policy_gradient_head_loss
 from megatron_pg.metrics import Reduction, TokenValues
 from megatron_pg.objective_flags import REJECTS_BY_DATA, correction_numbers, objective_numbers
 from megatron_pg.objectives import Objective, Tokens, objective_of
 from megatron_pg.objectives.custom import load_custom_objective
+from megatron_pg.output_layer import HeadCall
 from megatron_pg.plan import StepPlan
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer, token_weights
 
@@ -44,7 +46,11 @@ class LossSettings:
     denominator: str = "scheduled"  # what the policy term's denominators count
     aux_aggregation: str = "default"  # or "policy": the KL and entropy terms take the policy term's
     temperature: float
+    vocab_size: int | None = None  # columns beyond it are padding
     kernel: str
+    float32_logits: bool = False
+    fused_head: str | None = None  # a mode of `lm_head`; None: the model makes its logits
+    head_backward: str = "bf16"
     metrics: Reduction
 
     @classmethod
@@ -66,6 +72,10 @@ class LossSettings:
             denominator=args.pg_denominator,
             aux_aggregation=args.pg_aux_aggregation,
             temperature=args.pg_temperature,
+            vocab_size=args.pg_vocab_size,
+            float32_logits=args.fp32_lm_head,
+            fused_head=args.pg_fused_head,
+            head_backward=args.fp32_lm_head_backward or "bf16",
             kernel=_available_kernel(args.pg_kernel),
             metrics=Reduction(args.pg_metrics, features_of(terms, correction)),
         )
@@ -294,12 +304,53 @@ def microbatch_loss(
         local.targets,
         policy_loss_of(local, settings, cp_group),
         temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
         tp_group=tp_group,
         grad_scale=upstream,
         entropy=settings.metrics.needs_entropy,
         inplace=settings.kernel == "triton" and logits.requires_grad and not logits.is_leaf,
         impl=settings.kernel,
     )
+    return _with_diagnostics(out, local, settings)
+
+
+def microbatch_head_loss(
+    head: HeadCall,
+    local: LocalBatch,
+    settings: LossSettings,
+    *,
+    cp_group: ProcessGroup | None = None,
+    upstream: float = 1.0,
+) -> MicrobatchLoss:
+    """The same from what the output layer was called with, by the fused head.
+
+    Args:
+        head: hidden states and weight.
+        local: this rank's slice of the micro-batch.
+        settings: the loss settings.
+        cp_group: context-parallel group.
+        upstream: the contract's; the mode "forward" makes the weight gradient for it.
+    """
+    out = policy_gradient_head_loss(
+        head.hidden,
+        head.weight,
+        local.targets,
+        policy_loss_of(local, settings, cp_group),
+        rows=local.trained,
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        grad_scale=upstream,
+        tp_group=head.tp_group,
+        entropy=settings.metrics.needs_entropy,
+        sequence_parallel=head.sequence_parallel,
+        mode=settings.fused_head,
+        backward=settings.head_backward,
+        impl=settings.kernel,
+    )
+    return _with_diagnostics(out, local, settings)
+
+
+def _with_diagnostics(out: PolicyGradientLoss, local: LocalBatch, settings: LossSettings) -> MicrobatchLoss:
     with torch.no_grad():
         tokens = _token_values(out, local, settings)
         is_whole = tokens.kl is None and not settings.terms.entropy_coef

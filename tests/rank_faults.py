@@ -208,6 +208,10 @@ OWN = {
     "pg_aux_aggregation": ("default", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
     "calculate_per_token_loss": (False, True),
+    "fp32_lm_head": (False, True),
+    "fp32_lm_head_backward": (None, "bf16"),
+    "pg_fused_head": (None, "recompute"),
+    "pg_vocab_size": (None, 100),
 }
 
 
@@ -248,15 +252,18 @@ def _change(args: argparse.Namespace, name: str) -> None:
 # Values that Megatron's own validation leaves, and another value that the rules accept where there is one.
 MEGATRON_VALUES = {
     "context_parallel_size": (1, 2),
+    "cross_entropy_loss_fusion": (False, True),
     "cuda_graph_impl": ("none", "local"),
     "cuda_graph_modules": ([], ["attn"]),
     "cuda_graph_scope": ([], ["attn"]),
     "dataloader_type": ("external", "single"),
     "ddp_average_in_collective": (False, True),
+    "defer_embedding_wgrad_compute": (False, True),
     "fp16": (False, True),
     "gtp_weight_remat_size": (1, 2),
     "hybrid_context_parallel": (False, True),
     "iterations_to_skip": ([], [3]),
+    "loss_scale": (None, 2.0),
     "moe_aux_loss_coeff": (0.0, 0.01),
     "moe_z_loss_coeff": (None, 0.001),
     "mtp_num_layers": (None, 1),
@@ -267,6 +274,9 @@ MEGATRON_VALUES = {
     "tensor_model_parallel_size": (1, 2),
     "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
+    "output_logit_dtype": (None, "fp32"),
+    "padded_vocab_size": (128, 256),
+    "use_mup": (False, True),
 }
 MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {
     name: values[0] for name, values in MEGATRON_VALUES.items()

@@ -16,14 +16,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 WIDTH, VOCABULARY, LAYERS = 24, 16, 4
-OPTIONS = ("tied", "dist", "overlap")
+OPTIONS = ("tied", "dist", "overlap", "fp32", "fused", "recompute")
 
 
 @dataclass(frozen=True)
 class Layout:
     """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and options.
 
-    Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction).
+    Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction),
+    fp32 (float32 logits), fused and recompute (the fused head, in its two modes).
     """
 
     name: str

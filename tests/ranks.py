@@ -60,7 +60,7 @@ def samples():
     return random_step(random.Random(11), vocabulary=VOCABULARY, poison=True)
 
 
-def settings(aggregation: str) -> LossSettings:
+def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
     return LossSettings(
         aggregation=aggregation,
         divisor=DIVISOR if aggregation == "constant" else None,
@@ -69,6 +69,8 @@ def settings(aggregation: str) -> LossSettings:
         terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)),
         temperature=1.0,
         kernel="torch",
+        float32_logits="fp32" in options,
+        fused_head="forward" if "fused" in options else "recompute" if "recompute" in options else None,
         metrics=Reduction("with_entropy"),
     )
 
@@ -97,7 +99,8 @@ def pack_parts(layout: Layout, parts: list[list]) -> list:
 def run_case(case: Case, out: Path) -> None:
     model_parallel_cuda_manual_seed(1)
     reports = []
-    step = PolicyGradientStep(rank_faults.settings(case.fault, settings(case.aggregation)), reports.append)
+    loss_settings = settings(case.aggregation, case.layout.options)
+    step = PolicyGradientStep(rank_faults.settings(case.fault, loss_settings), reports.append)
     chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
     rank_faults.change_model(case.fault, chunks[-1])
     for chunk in chunks:

@@ -19,6 +19,7 @@ from importlib import import_module, metadata
 import pytest
 
 import megatron_pg.args
+import megatron_pg.head_flags
 import megatron_pg.objective_flags
 from megatron_pg.args import (
     MEGATRON_ARGUMENTS,
@@ -35,28 +36,34 @@ from megatron_pg.import_path import ImportPathError, load_function, source_of, s
 MEGATRON_DEFAULTS = {
     "calculate_per_token_loss": False,
     "context_parallel_size": 1,
+    "cross_entropy_loss_fusion": False,
     "cuda_graph_impl": "none",
     "cuda_graph_modules": [],
     "cuda_graph_scope": [],
     "data_parallel_size": 2,
     "dataloader_type": "external",
     "ddp_average_in_collective": False,
+    "defer_embedding_wgrad_compute": False,
     "fp16": False,
     "global_batch_size": 64,
     "gtp_weight_remat_size": 1,
     "hybrid_context_parallel": False,
     "iterations_to_skip": [],
+    "loss_scale": None,
     "lr": 1e-6,
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
     "mtp_num_layers": None,
     "num_experts": None,
+    "output_logit_dtype": None,
     "overlap_moe_expert_parallel_comm": False,
+    "padded_vocab_size": 151936,
     "perform_rl_step": False,
     "pipeline_model_parallel_size": 1,
     "sft": False,
     "tensor_model_parallel_size": 1,
     "use_megatron_fsdp": False,
+    "use_mup": False,
     "use_torch_fsdp2": False,
 }
 
@@ -214,6 +221,10 @@ def pg(objective: object, **more: object) -> dict[str, object]:
 def correction(name: object, *, low: object = None, high: object = None, **more: object) -> dict[str, object]:
     bounds = {"pg_correction_low": low, "pg_correction_high": high}
     return {"pg_correction": name, **bounds, **{f"pg_{key}": value for key, value in more.items()}}
+
+
+def head(**more: object) -> dict[str, object]:
+    return {"pg_fused_head": "forward", **more}
 
 
 def row(rule: str, case: str, overrides: dict[str, object], *fragments: str):
@@ -540,6 +551,33 @@ BROKEN = [
     row("E30", "rl", {"perform_rl_step": True}, "--perform-rl-step reads its own kind of batches"),
     row("E30", "sft", {"sft": True}, "--sft reads its own kind of batches"),
     row("E30", "skip", {"iterations_to_skip": [3]}, "--iterations-to-skip reads its own kind of batches"),
+    row("E50", "float32", {"fp32_lm_head": "yes"}, "--fp32-lm-head must be true or false, got 'yes'"),
+    row("E50", "fused", {"pg_fused_head": "both"}, "--pg-fused-head 'both' is not one of forward, recompute"),
+    row(
+        "E50",
+        "backward",
+        head(fp32_lm_head_backward="exact"),
+        "--fp32-lm-head-backward 'exact' is not one of bf16, split",
+    ),
+    row("E51", "no head", {"fp32_lm_head_backward": "split"}, "--fp32-lm-head-backward split has no effect without"),
+    row("E52", "zero", {"pg_vocab_size": 0}, "--pg-vocab-size must be a whole number >= 1, got 0"),
+    row("E52", "float", {"pg_vocab_size": 8.0}, "--pg-vocab-size must be a whole number >= 1, got 8.0"),
+    row("E52", "bool", {"pg_vocab_size": True}, "--pg-vocab-size must be a whole number >= 1, got True"),
+    row("E52", "more", {"pg_vocab_size": 151937}, "--pg-vocab-size 151937 is more than the 151936 columns"),
+    row("E53", "deferred", head(defer_embedding_wgrad_compute=True), "--defer-embedding-wgrad-compute computes"),
+    row(
+        "E53",
+        "dtype",
+        {"fp32_lm_head": True, "output_logit_dtype": "fp32"},
+        "--output-logit-dtype fp32 is Megatron's own",
+    ),
+    row("E54", "mtp", head(mtp_num_layers=1), "--mtp-num-layers computes further losses from logits"),
+    row("E54", "mup", head(use_mup=True), "--use-mup scales the logits"),
+    row("E54", "fusion", head(cross_entropy_loss_fusion=True), "--cross-entropy-loss-fusion is a loss over logits"),
+    row("E55", "fp16", head(fp16=True), "--fp16 brings a loss scale", "use --pg-fused-head recompute"),
+    row("E55", "loss scale", head(loss_scale=128.0), "--loss-scale brings a loss scale"),
+    row("E55", "gspo", head(**pg("gspo")), "--pg-objective gspo reads whole sequences"),
+    row("E55", "opsm", head(**correction("opsm", high=0.1)), "--pg-correction opsm reads whole sequences"),
 ]
 
 # Each is one step away from breaking the rule that it is named after.
@@ -610,6 +648,16 @@ NEAR_MISSES = [
     row("E27", "off", {"overlap_moe_expert_parallel_comm": False}),
     row("E29", "external", {"dataloader_type": "external"}),
     row("E30", "nothing to skip", {"iterations_to_skip": []}),
+    row("E50", "both heads", head(fp32_lm_head=True)),
+    row("E50", "recompute", {"pg_fused_head": "recompute", "fp32_lm_head_backward": "split"}),
+    row("E51", "float32 logits", {"fp32_lm_head": True, "fp32_lm_head_backward": "bf16"}),
+    row("E52", "all columns", {"pg_vocab_size": 151936}),
+    row("E52", "not known yet", {"pg_vocab_size": 151937, "padded_vocab_size": None}),
+    row("E53", "no head", {"defer_embedding_wgrad_compute": True, "output_logit_dtype": "fp32"}),
+    row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
+    row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
+    row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),
+    row("E55", "custom objective", head(**pg("grpo", custom_objective_path="user_package.turns:two"))),
     row("E30", "null", {"sft": None}),
     row("E28", "one shard", {"gtp_weight_remat_size": 1}),
     row("E28", "null", {"gtp_weight_remat_size": None}),
@@ -637,6 +685,7 @@ def test_a_near_miss_passes(overrides, rule, fragments):
 
 
 SOURCES = inspect.getsource(megatron_pg.args) + inspect.getsource(megatron_pg.objective_flags)
+SOURCES += inspect.getsource(megatron_pg.head_flags)
 
 
 def test_every_rule_has_a_broken_example_and_a_near_miss():
@@ -1070,6 +1119,10 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_grad_divisor": 1.0,
         "pg_metrics": "basic",
         "pg_kernel": None,
+        "fp32_lm_head": False,
+        "fp32_lm_head_backward": None,
+        "pg_fused_head": None,
+        "pg_vocab_size": None,
     }
 
 
@@ -1384,3 +1437,8 @@ def test_an_argument_error_survives_the_way_between_processes():
     error = copy.copy(ArgumentError([("E1", "a"), ("E5", "b")]))
     assert error.violations == [("E1", "a"), ("E5", "b")]
     assert "[E5] b" in str(error)
+
+
+def test_the_fused_head_has_a_mode_without_being_given_one():
+    assert parse("--pg-fused-head").pg_fused_head == "forward"
+    assert parse("--pg-fused-head", "recompute").pg_fused_head == "recompute"

@@ -12,16 +12,28 @@ from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
-# optimizer, overlap: overlapped gradient reduction, uneven: all samples on one data-parallel rank.
+# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused and recompute: the fused head, uneven: all samples on one data-parallel rank.
 FAST = [
     *(f"{layout}-{mode}" for layout in ("dp2", "cp2") for mode in MODES),
     *("tp2-constant", "tp2-token_mean", "tp2s-sample_mean", "tp2s-token_mean-tied"),
     *("pp2-prompt_mean", "pp2-token_mean", "pp2v-sample_mean-tied", "pp2v-token_mean"),
     *("cp2t-sample_mean", "cp2t-token_mean", "dp2t-constant"),
     *("dp2-constant-gspo", "cp2-sample_mean-gspo", "cp2t-token_mean-gspo", "tp2-sample_mean-gspo"),
+    *("tp2s-constant-fused", "tp2-sample_mean-fused-tied", "tp2s-token_mean-recompute-tied", "tp2s-constant-fp32-tied"),
+    *(
+        "pp2-prompt_mean-fused-tied",
+        "pp2v-token_mean-fused",
+        "cp2t-sample_mean-fused",
+        "dp2-constant-fused-dist-overlap",
+    ),
+    *("tp2-constant-fp32-dist-overlap", "dp2-sample_mean-recompute-tied-dist-overlap"),
+    *("cp2t-sample_mean-gspo-recompute", "tp2s-constant-gspo-recompute"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 OPTIONS = ["", "-tied", "-dist", "-overlap", "-tied-dist-overlap"]
+HEADS = [
+    *("-fused", "-fused-tied-dist-overlap", "-recompute", "-recompute-tied-dist-overlap", "-fp32-tied-dist-overlap"),
+]
 TWO = ["dp2", "dp2t", "tp2", "tp2s", "tp2t", "pp2", "pp2v", "cp2", "cp2t"]
 FOUR = [
     "dp4",
@@ -37,13 +49,22 @@ FOUR = [
     "tp2cp2",
     "pp2cp2",
 ]
-GSPO = [f"{layout}-{mode}-gspo" for layout in ("dp2", "dp2t", "tp2", "pp2", "cp2", "cp2t") for mode in MODES]
+GSPO = [
+    f"{layout}-{mode}-gspo{head}"
+    for layout in ("dp2", "dp2t", "tp2", "pp2", "cp2", "cp2t")
+    for mode in MODES
+    for head in ("", "-recompute")
+]
 FULL = [
     *GSPO,
-    *("-".join(parts) + option for parts in product(TWO, MODES) for option in OPTIONS),
+    *("-".join(parts) + option for parts in product(TWO, MODES) for option in [*OPTIONS, *HEADS]),
     "dp2-token_mean-uneven",
 ]
-FULL_4 = ["-".join(parts) + option for parts in product(FOUR, MODES) for option in ("", "-tied-dist-overlap")]
+FULL_4 = [
+    "-".join(parts) + option
+    for parts in product(FOUR, MODES)
+    for option in ("", "-tied-dist-overlap", "-fused-tied-dist-overlap")
+]
 REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo")]
 EVALUATION = "dp2-constant-evaluate"
 STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
@@ -61,6 +82,8 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *("ddp_average_in_collective", "fp16", "gtp_weight_remat_size", "hybrid_context_parallel", "iterations_to_skip"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "overlap_moe_expert_parallel_comm"),
     *("perform_rl_step", "sft", "tensor_model_parallel_size", "use_megatron_fsdp", "use_torch_fsdp2"),
+    *("fp32_lm_head", "fp32_lm_head_backward", "pg_fused_head", "pg_vocab_size", "cross_entropy_loss_fusion"),
+    *("defer_embedding_wgrad_compute", "loss_scale", "output_logit_dtype", "padded_vocab_size", "use_mup"),
 ]
 # case: what every rank's message says, in order of the ranks (one text: the same on both)
 FAULTS = {

@@ -3,13 +3,19 @@
 import math
 import random
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from itertools import product
 
 import pytest
 import threads
 import torch
 
 from megatron_pg import lm_head
-from megatron_pg.lm_head import fp32_logits, grpo_head_loss, logprobs_and_entropy
+from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
+from megatron_pg.lm_head import fp32_logits, grpo_head_loss, logprobs_and_entropy, policy_gradient_head_loss
+from megatron_pg.objective_flags import OBJECTIVES as OBJECTIVE_FLAGS
+from megatron_pg.objectives import OBJECTIVES, objective_of
+from megatron_pg.sequences import Sequences
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -398,3 +404,64 @@ def test_chunks_fill_the_memory_that_they_may_take():
         chunk = REAL_SIZES[0](weight, buffers)
         sizes[columns] = chunk, REAL_SIZES[1](weight, chunk)
     assert sizes == {151936: (1024, 4096), 75968: (1024, 8192), 37984: (2048, 16384), 50_000_000: (128, 128)}
+
+
+NUMBERS = {
+    "clip_eps_low": 0.2,
+    "clip_eps_high": 0.28,
+    "dual_clip": 1.5,
+    "delta": 1.5,
+    "cispo_cap": 1.3,
+    "sapo_tau_pos": 1.0,
+    "sapo_tau_neg": 1.05,
+    "dppo_delta_low": 0.1,
+    "dppo_delta_high": 0.1,
+}
+TERMS = [*product(OBJECTIVES, ("forward", "recompute"), (False, True))]
+
+
+def sequences_of(lengths: list[int], mask: torch.Tensor) -> Sequences:
+    slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    trained = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, slots, mask.double()).clamp(min=1)
+    return Sequences(slots=slots, order=torch.arange(len(slots)), lengths=torch.tensor([*lengths, 0]), counts=trained)
+
+
+@pytest.mark.skipif(CUDA, reason="float64, on a CPU")
+@pytest.mark.parametrize(("name", "mode", "penalised"), TERMS)
+def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised):
+    """Loss, gradients and per-token values, with and without KL and entropy terms."""
+    fields = make(Case())
+    numbers = {n: NUMBERS[n] for n in OBJECTIVE_FLAGS[name].numbers}
+    terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
+    if penalised:
+        terms = replace(terms, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01)
+    policy_loss = PolicyLoss(
+        terms=terms,
+        **{n: fields[n] for n in ("mask", "old_logprobs", "advantages", "weights")},
+        ref_logprobs=fields["old_logprobs"] + 0.1,
+        sequences=sequences_of([5, 7, 9], fields["mask"]),
+    )
+    if mode == "forward" and terms.reads_sequences:
+        with pytest.raises(ValueError, match="reads whole sequences"):
+            policy_gradient_head_loss(fields["hidden"], fields["weight"], fields["targets"], policy_loss, impl="torch")
+        return
+    found, gradients = [], []
+    for head in (True, False):
+        hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
+        if head:
+            options = {"mode": mode, "grad_scale": 3.0, "entropy": True, "impl": "torch"}
+            out = policy_gradient_head_loss(hidden, weight, fields["targets"], policy_loss, **options)
+        else:
+            kept = torch.where(fields["mask"][:, None], hidden, 0)
+            out = policy_gradient_loss(kept @ weight.t(), fields["targets"], policy_loss, entropy=True, impl="torch")
+        (out.loss * 3).backward()
+        found.append(out)
+        gradients.append((hidden.grad, weight.grad))
+    for ours, wanted in zip(*gradients, strict=True):
+        assert worst(ours, wanted) <= 1e-12
+    for field in dataclass_fields(found[0]):
+        ours, wanted = (getattr(out, field.name) for out in found)
+        assert (ours is None) == (wanted is None), field.name
+        if ours is not None:
+            ours, wanted = (torch.where(fields["mask"], v, 0) if v.dim() else v for v in (ours, wanted))
+            assert worst(ours.detach().double(), wanted.detach().double()) <= 1e-12, field.name

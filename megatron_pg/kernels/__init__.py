@@ -127,8 +127,8 @@ def policy_gradient_loss(
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
     """
     check_logits(logits, targets, temperature)
-    _check_fields(logits, targets, policy_loss)
-    _check_factors(policy_loss.terms.grad_divisor, grad_scale)
+    check_fields(logits, targets, policy_loss)
+    check_factors(policy_loss.terms.grad_divisor, grad_scale)
     ranks = 1 if tp_group is None else tp_group.size()
     options = {
         "temperature": temperature,
@@ -155,7 +155,8 @@ _NEEDED = ("old_logprobs", "advantages", "weights", "mask")
 _OPTIONAL = ("auxiliary_weights", "ref_logprobs", "rollout_logprobs")
 
 
-def _check_fields(logits: Tensor, targets: Tensor, policy_loss: PolicyLoss) -> None:
+def check_fields(logits: Tensor, targets: Tensor, policy_loss: PolicyLoss) -> None:
+    """Refuse fields that are missing, misshapen or elsewhere."""
     terms, mask = policy_loss.terms, policy_loss.mask
     needed = [
         *_NEEDED,
@@ -180,7 +181,8 @@ def _check_fields(logits: Tensor, targets: Tensor, policy_loss: PolicyLoss) -> N
         raise ValueError(f"mask has dtype {mask.dtype}, not bool: it says which tokens are trained. Use mask.bool().")
 
 
-def _check_factors(grad_divisor: float, grad_scale: float) -> None:
+def check_factors(grad_divisor: float, grad_scale: float) -> None:
+    """Refuse factors of the gradient that are not > 0."""
     for name, value in (("grad_divisor", grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")

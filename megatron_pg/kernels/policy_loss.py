@@ -5,7 +5,7 @@
 w: the policy loss's weights, with the data's correction in them; u: the auxiliary weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -80,6 +80,11 @@ class PolicyLoss:
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     sequences: Sequences | None = None
+
+    def at(self, rows: Tensor | slice) -> "PolicyLoss":
+        """The loss of some of the rows, for a loss that reads no sequences."""
+        per_token = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
+        return replace(self, **{name: getattr(self, name)[rows] for name in per_token})
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None = None) -> PolicyGradientLoss:
         """Loss and per-token values, in the dtype of `logprobs`.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.surrogate import surrogate_loss
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 
 ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
@@ -33,7 +34,7 @@ def triton_loss(
     targets, mask = targets.contiguous(), policy_loss.mask.contiguous()  # kernels have no strides
     whole_row = tp_group is None or tp_group.size() == 1
     trains = torch.is_grad_enabled() and logits.requires_grad
-    if policy_loss.terms.is_plain_grpo and whole_row and trains and _fits_one_launch(logits, vocab_size):
+    if policy_loss.terms.is_plain_grpo and whole_row and trains and fits_one_launch(logits, vocab_size):
         fields = (policy_loss.old_logprobs, policy_loss.advantages, policy_loss.weights)
         clip = policy_loss.terms.objective.parameters
         options = {
@@ -57,10 +58,13 @@ def triton_loss(
         inplace=inplace,
         tp_group=tp_group,
     )
+    if policy_loss.terms.is_plain_grpo and len(logits):
+        return surrogate_loss(policy_loss, logprobs, entropies)
     return policy_loss(logprobs, entropies)
 
 
-def _fits_one_launch(logits: Tensor, vocab_size: int) -> bool:
+def fits_one_launch(logits: Tensor, vocab_size: int) -> bool:
+    """Whether the one-launch kernel runs on this device, with these rows, and with this Triton, of which it warns."""
     if not logits.is_cuda or not len(logits):
         return False
     if not triton.__version__.startswith(ONE_LAUNCH_TRITON):

@@ -1,0 +1,91 @@
+"""Megatron's output layer with another head in it: `lm_head` on the instance, and what it refuses.
+
+The layer's matrix product is its `_forward_impl`, which every supported release calls with the same keywords. Here it is
+replaced on one instance: by float32 logits, or, while a policy-gradient loss is being computed, by nothing, so that
+the fused head takes hidden states and weight to the loss.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_pg.lm_head import fp32_logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadCall:
+    """What the output layer was called with."""
+
+    hidden: Tensor  # [s, b, H], or this rank's part of the sequence
+    weight: nn.Parameter  # [V / tp, H]
+    tp_group: ProcessGroup | None
+    sequence_parallel: bool
+
+
+def compute_in_float32(layer: nn.Module, *, backward: str) -> None:
+    """Make `layer`, a ColumnParallelLinear, return float32 logits.
+
+    Args:
+        layer: the model's output layer.
+        backward: "bf16" or "split", as in `lm_head.fp32_logits`.
+    """
+
+    def forward_impl(**arguments: object) -> Tensor:
+        call = _call(arguments)
+        groups = {"tp_group": call.tp_group, "sequence_parallel": call.sequence_parallel}
+        return fp32_logits(call.hidden, call.weight, backward=backward, **groups)
+
+    layer._forward_impl = forward_impl
+
+
+class DeferredHead:
+    """Lets an output layer pass its hidden states on, and keeps what it was called with.
+
+    Args:
+        layer: the model's output layer.
+        is_wanted: whether a loss is being computed that takes hidden states; else the layer makes its logits.
+    """
+
+    def __init__(self, layer: nn.Module, is_wanted: Callable[[], bool]):
+        self._call: HeadCall | None = None
+        make_logits = layer._forward_impl
+
+        def forward_impl(**arguments: object) -> Tensor:
+            if not is_wanted():
+                return make_logits(**arguments)
+            self._call = _call(arguments)
+            return self._call.hidden
+
+        layer._forward_impl = forward_impl
+
+    def take(self) -> HeadCall:
+        """The latest call, once."""
+        call, self._call = self._call, None
+        return call
+
+
+def _call(arguments: dict[str, object]) -> HeadCall:
+    group = arguments["tp_group"]
+    several = group is not None and group.size() > 1
+    if arguments["bias"] is not None:
+        raise ValueError(
+            "the output layer has a bias, which the float32 head would leave out. Build the model without it."
+        )
+    if arguments["grad_output_buffer"] is not None:
+        raise ValueError(
+            "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head adds at "
+            "once. Remove that flag."
+        )
+    if several and not (arguments["sequence_parallel"] or arguments["allreduce_dgrad"]):
+        raise ValueError(
+            "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the float32 head "
+            "makes itself, so it would count twice. Build the model without it."
+        )
+    return HeadCall(
+        hidden=arguments["input"],
+        weight=arguments["weight"],
+        tp_group=group if several else None,
+        sequence_parallel=bool(arguments["sequence_parallel"]),
+    )
