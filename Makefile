@@ -58,7 +58,7 @@ fix: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python -m megatron_pg.metrics docs/metrics.md
-	@for name in $(PICTURES); do $(BIN)/python docs/pictures/$$name.py || exit 1; done
+	@for name in $(PICTURES); do PYTHONPATH=papers $(BIN)/python docs/pictures/$$name.py || exit 1; done
 
 clean:
 	rm -rf .venv build *.egg-info runs
