@@ -23,7 +23,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MegatronModule, TransformerConfig
-from megatron.training import get_args
 from megatron_rl import ExactLoss
 from torch import Tensor
 
@@ -112,7 +111,10 @@ def train_rl_forward_step():
 def pack_bins(mine: list[Tensor]) -> list[tuple[Tensor]]:
     """The rows of a rank as bins of four rows, two rows, and none, in train_rl.py's packing context."""
     from megatron.rl.rl_utils import get_rl_runtime_state
+    from megatron.training import get_args
 
+    get_args().rl_use_sequence_packing = True
+    get_args().rl_sequence_packing_max_sequences_per_bin = 4
     tokens, advantages, old, mask, position_ids, reference, _ = mine
     bins = [[0, 1, 2, 3], [4, 5], []]  # rows; train_rl.py fills up with empty bins
     size = 4 * LENGTH + 2
@@ -138,8 +140,6 @@ def pack_bins(mine: list[Tensor]) -> list[tuple[Tensor]]:
         bin_advantages=[advantages[members] for members in bins],
         cached_packed_seq_params=[None] * len(bins),
     )
-    get_args().rl_use_sequence_packing = True
-    get_args().rl_sequence_packing_max_sequences_per_bin = 4
     return [(torch.tensor(index),) for index in range(len(bins))]
 
 
@@ -198,15 +198,18 @@ def main() -> None:
     )
     forward_step = train_rl_forward_step() if "MEGATRON_LM" in os.environ else stand_in
     errors = {"as it is": error(gradient(forward_step, per_token=False), oracle("token_mean"))}
-    for aggregation in ("sample_mean", "constant", "token_mean"):
-        exact = ExactLoss(aggregation, DIVISOR if aggregation == "constant" else None)(forward_step)
+    wrapped = {
+        aggregation: ExactLoss(aggregation, DIVISOR if aggregation == "constant" else None)(forward_step)
+        for aggregation in ("sample_mean", "constant", "token_mean")
+    }
+    for aggregation, exact in wrapped.items():
         for per_token in (False, True):
             found = gradient(exact, per_token=per_token)
             errors[f"{aggregation}, flag {'on' if per_token else 'off'}"] = error(found, oracle(aggregation))
-        if "MEGATRON_LM" in os.environ:
+    if "MEGATRON_LM" in os.environ:
+        for aggregation, exact in wrapped.items():
             found = gradient(exact, per_token=False, bins=True)
             errors[f"{aggregation}, packed"] = error(found, oracle(aggregation))
-            get_args().rl_use_sequence_packing = False
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(errors, indent=1))
     torch.distributed.destroy_process_group()

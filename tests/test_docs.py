@@ -9,11 +9,15 @@ from pathlib import Path
 
 import dataflow
 import faq_messages
+import group_size
+import kl_gradients
+import length_bias
 import pytest
 import weights
 import zigzag
 
 from megatron_pg import add_arguments, validate_args
+from megatron_pg.explain import banner
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,6 +100,25 @@ def test_every_link_of_a_page_leads_somewhere(page):
         where = page.parent / path if path else page
         assert where.exists(), target
         assert not anchor or anchor in headings(where), target
+
+
+def test_the_quickstart_shows_the_banner_as_it_is():
+    args = validate_args(parser().parse_args(["--loss-aggregation", "constant", "--loss-aggregation-divisor", "6"]))
+    (shown,) = (code for _, code in blocks(ROOT / "docs" / "quickstart.md", "text"))
+    assert set(shown.splitlines()) <= set(banner(args).splitlines())
+
+
+def test_the_papers_page_shows_what_the_scripts_compute():
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").replace("−", "-")
+    for row in length_bias.measure((0.06, 0.08, 0.1, 0.125, 0.16, 0.2)):
+        figures = " | ".join(f"{value:+.4f}" for value in (row.truth, row.constant, row.sample_mean))
+        assert f"| {row.p:g} | {figures} |" in page
+    for size in group_size.GROUP_SIZES:
+        assert re.search(rf"^\| {size} \|.*\| {group_size.prompt_mean_exact(size):.4f} \|", page, re.MULTILINE)
+    for row in kl_gradients.measure():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {row.kind} "))
+        errors = (row.plain, row.weighted, row.plain_off_policy, row.weighted_off_policy)
+        assert re.findall(r"[\d.]+", line.split("|", 4)[4]) == ["0" if e < 1e-9 else f"{e:.4f}" for e in errors]
 
 
 def test_the_index_names_every_page():

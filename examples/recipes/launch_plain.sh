@@ -20,7 +20,7 @@ MODEL_ARGS=(
     --attention-dropout 0
     --hidden-dropout 0
     --tokenizer-type NullTokenizer
-    --vocab-size 11
+    --vocab-size 12
     --make-vocab-size-divisible-by 1
 )
 

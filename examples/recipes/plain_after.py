@@ -22,6 +22,7 @@ from megatron_pg import pack, read_rollouts
 from megatron_pg.pretrain import pretrain
 
 DOCUMENTS = Path(__file__).with_name("rollouts.jsonl")
+VOCABULARY = 12  # releases differ in what NullTokenizer adds
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
@@ -30,7 +31,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     return GPTModel(
         config=config or core_transformer_config_from_args(args),
         transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
+        vocab_size=VOCABULARY,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
