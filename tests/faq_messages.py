@@ -1,10 +1,16 @@
 """Every error and warning message of the package, read from its source, for the page that explains them (docs/faq.md).
 
+    python tests/faq_messages.py
+
+brings the page's lists up to date: new messages go into the group that takes those of their room (its comment says so), or into
+a new group that needs an explanation; lines that no code has any more go.
+
 A message is what a `raise`, a rule of args.py (`yield "E…", message`), a warning, or a function that returns a message as
 `str` or `str | None` is written with. Its pattern is the constant text with … for each value.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +33,24 @@ def collect() -> dict[str, str]:
 def on_page(text: str) -> list[str]:
     """The patterns that a page lists: its lines - `pattern`."""
     return [line[3:-1] for line in text.splitlines() if line.startswith("- `") and line.endswith("`")]
+
+
+def fill(text: str, found: dict[str, str]) -> str:
+    """The page with the lines that it lacks, and without those that no code has."""
+    lines = [line for line in text.splitlines() if not on_page(line) or on_page(line)[0] in found]
+    missing = [(pattern, room) for pattern, room in found.items() if pattern not in on_page(text)]
+    for pattern, room in reversed(missing):
+        takes = [i for i, line in enumerate(lines) if room in _rooms(line)]
+        if not takes:
+            lines += ["", f"### New messages of {room}", f"<!-- takes: {room} -->", ""]
+            takes = [len(lines) - 2]
+        lines.insert(takes[0] + 2, f"- `{pattern}`")
+    return "\n".join(lines) + "\n"
+
+
+def _rooms(line: str) -> list[str]:
+    match = re.fullmatch(r"<!-- takes: (.*) -->", line)
+    return match[1].split(", ") if match else []
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -96,3 +120,7 @@ class _Texts:
         if isinstance(part, ast.FormattedValue):
             return self._pattern(part.value) or "…"
         return part.value
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collect()), encoding="utf-8")

@@ -131,15 +131,25 @@ def test_every_message_of_the_code_is_on_its_page():
     listed = faq_messages.on_page(page)
     missing = [f"- `{pattern}`" for pattern in found if pattern not in listed]
     stale = [f"- `{pattern}`" for pattern in listed if pattern not in found]
-    wanted = ["Paste each line into a group of docs/faq.md that explains it, or make one:", *missing]
-    assert not missing + stale, "\n".join([*wanted, "Delete these lines there:", *stale])
+    wanted = ["Paste into a group of docs/faq.md that explains it, or run python tests/faq_messages.py:", *missing]
+    assert not missing + stale, "\n".join([*wanted, "Delete there:", *stale])
     assert len(listed) == len(set(listed))
 
 
 def test_every_group_of_messages_is_explained():
     for section in faq_messages.PAGE.read_text(encoding="utf-8").split("\n### ")[1:]:
-        prose = [line for line in section.split("\n## ")[0].splitlines()[1:] if line and not line.startswith("- `")]
-        assert len(" ".join(prose)) > 60, section.splitlines()[0]
+        prose = [line for line in section.split("\n## ")[0].splitlines()[1:] if not line.startswith(("- `", "<!--"))]
+        assert len(" ".join(prose)) > 60, f"explain the messages under {section.splitlines()[0]!r}"
+
+
+def test_the_lists_of_messages_are_brought_up_to_date():
+    page = "### Old\n<!-- takes: a, b -->\n\n- `one of a`\n- `gone`\n\nProse.\n"
+    filled = faq_messages.fill(page, {"one of a": "a", "two of b": "b", "three of c": "c"})
+    assert filled == (
+        "### Old\n<!-- takes: a, b -->\n\n- `two of b`\n- `one of a`\n\nProse.\n"
+        "\n### New messages of c\n<!-- takes: c -->\n\n- `three of c`\n"
+    )
+    assert faq_messages.fill(filled, {"one of a": "a", "two of b": "b", "three of c": "c"}) == filled
 
 
 def test_a_message_is_read_with_its_constants_and_its_values_apart(tmp_path, monkeypatch):
