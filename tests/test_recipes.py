@@ -66,6 +66,20 @@ def test_the_plain_script_trains_before_and_after(constant):
     assert [line.split(" | ")[1][:10] for line in steps_of(constant)] == ["pg_loss -0"] * 2
 
 
+def test_a_forward_step_that_would_never_be_called_is_refused():
+    code = (
+        "import cpu_megatron; cpu_megatron.enable()\n"
+        "from megatron_pg.pretrain import pretrain\n"
+        "def f(*arguments): pass\n"
+        "f.is_distributed = True\n"
+        "given = dict(train_valid_test_dataset_provider=f, model_provider=f, model_type=None)\n"
+        "pretrain(**given, forward_step_func=f)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ValueError: forward_step_func has no effect here" in done.stderr
+
+
 # --- their reducer file as ours ---
 
 THEIRS = """
