@@ -2,6 +2,7 @@
 #   PYTHON       interpreter that .venv is made of
 #   CONSTRAINTS  pins; empty on a machine whose torch must stay as it is
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
+# `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES
 # (0.18.2 and 0.19.2 need Python 3.12: make prove PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2").
 PYTHON ?= python3
@@ -14,7 +15,10 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: demo test prove lint check fix docs clean
+PAPERS := length_bias group_size head_precision kl_gradients
+PICTURES := weights zigzag dataflow
+
+.PHONY: demo test prove papers lint check fix docs clean
 
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
@@ -24,6 +28,9 @@ test: .venv/ready
 
 prove: .venv/ready $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
 	$(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
+
+papers: .venv/ready
+	@for name in $(PAPERS); do $(BIN)/python papers/$$name.py || exit 1; done
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -51,6 +58,7 @@ fix: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python -m megatron_pg.metrics docs/metrics.md
+	@for name in $(PICTURES); do PYTHONPATH=papers $(BIN)/python docs/pictures/$$name.py || exit 1; done
 
 clean:
 	rm -rf .venv build *.egg-info runs

@@ -376,7 +376,7 @@ def main() -> None:
     try:
         with megatron_output(early.megatron_log):
             pretrain(
-                train_valid_test_datasets_provider=datasets,
+                train_valid_test_dataset_provider=datasets,
                 model_provider=example.model_provider,
                 model_type=ModelType.encoder_or_decoder,
                 extra_args_provider=add_example_arguments,

@@ -69,7 +69,7 @@ def chain_args_providers(*providers: Callable | None) -> Callable[[ArgumentParse
 
 def pretrain(
     *,
-    train_valid_test_datasets_provider: Callable,
+    train_valid_test_dataset_provider: Callable,
     model_provider: Callable,
     model_type: object,
     extra_args_provider: Callable | None = None,
@@ -82,7 +82,7 @@ def pretrain(
     """`megatron.training.pretrain` on the policy-gradient loss.
 
     Args:
-        train_valid_test_datasets_provider: Megatron's, with `is_distributed = True`; its iterators yield
+        train_valid_test_dataset_provider: Megatron's, with `is_distributed = True`; its iterators yield
             `PackedBatch`es on every rank (`--dataloader-type external`).
         model_provider: Megatron's; returns a GPTModel.
         model_type: Megatron's ModelType.
@@ -95,16 +95,22 @@ def pretrain(
 
     Raises:
         ArgumentError: on every rank, before the model is built.
+        ValueError: the provider is not distributed, or a forward step is given.
     """
-    if not getattr(train_valid_test_datasets_provider, "is_distributed", False):
+    if not getattr(train_valid_test_dataset_provider, "is_distributed", False):
         raise ValueError(
             "the dataset provider is not marked as distributed, so under tensor parallelism Megatron would give most ranks no data; "
-            "set train_valid_test_datasets_provider.is_distributed = True"
+            "set train_valid_test_dataset_provider.is_distributed = True"
+        )
+    if "forward_step_func" in rest:
+        raise ValueError(
+            "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
+            "called. Leave it out."
         )
     session = _Session(on_step, say or _print, metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
-        "train_valid_test_dataset_provider": train_valid_test_datasets_provider,
+        "train_valid_test_dataset_provider": train_valid_test_dataset_provider,
         "model_provider": session.model_provider(model_provider),
         "model_type": model_type,
         "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),

@@ -1,0 +1,85 @@
+"""A Megatron-LM pretrain script on recorded documents. plain_before.py trains by cross-entropy, plain_after.py by RL."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+if not torch.cuda.is_available():
+    import cpu_megatron
+
+    cpu_megatron.enable()
+
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.training import get_args, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from torch.nn.utils.rnn import pad_sequence
+
+DOCUMENTS = Path(__file__).with_name("rollouts.jsonl")
+VOCABULARY = 12  # releases differ in what NullTokenizer adds
+END = 11  # of a document
+dataset_utils.compile_helpers = lambda: None  # a wheel has them built and ships no Makefile
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    """A small GPT model."""
+    args = get_args()
+    return GPTModel(
+        config=config or core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def micro_batches():
+    """This rank's documents, one per row, for ever."""
+    args = get_args()
+    documents = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()[1:]]
+    mine = documents[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+    rows = args.micro_batch_size
+    while True:
+        for start in range(0, len(mine), rows):
+            tokens = [torch.tensor(document["tokens"]) for document in mine[start : start + rows]]
+            yield pad_sequence(tokens, batch_first=True, padding_value=END)
+
+
+def datasets_provider(num_samples, vp_stage=None):
+    """The training data of this rank."""
+    return micro_batches(), None, None
+
+
+def loss_func(mask, losses):
+    """Mean over the tokens of a micro-batch."""
+    total, count = (losses * mask).sum(), mask.sum()
+    return total / count, {"lm loss": torch.stack([total.detach(), count])}
+
+
+def forward_step(data_iterator, model):
+    """Cross-entropy of every token of a document but its first."""
+    tokens = next(data_iterator)
+    labels = tokens[:, 1:].contiguous()
+    losses = model(tokens[:, :-1], torch.arange(labels.shape[1]).expand_as(labels), None, labels=labels)
+    return losses, partial(loss_func, (tokens[:, :-1] != END).float())
+
+
+if __name__ == "__main__":
+    datasets_provider.is_distributed = True
+    pretrain(
+        train_valid_test_dataset_provider=datasets_provider,
+        model_provider=model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+    )
+    torch.distributed.destroy_process_group()
