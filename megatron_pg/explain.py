@@ -35,6 +35,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
             "counted over",
             "all micro-batches and data-parallel ranks of one optimizer step; context-parallel copies once",
         ),
+        *_documents_rows(args),
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
@@ -139,6 +140,15 @@ def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("pg_loss", f"{_FORMULA[mode]}  ({flag})"),
         ("weight", f"1/δ, δ = {_DENOMINATOR[mode].format(divisor=args.loss_aggregation_divisor or 0)}"),
     ]
+
+
+def _documents_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if not args.docs_per_step:
+        return []
+    policy, end = args.docs_per_step_policy or "exact", args.docs_per_step_end or "partial"
+    amount = f"{args.docs_per_step} documents" if policy == "exact" else f"at least {args.docs_per_step} documents"
+    last = "the last step may have fewer" if end == "partial" else "too few for a last step are left"
+    return [("step", f"{amount}, {last}  (--docs-per-step, -policy {policy}, -end {end})")]
 
 
 def _contract(args: argparse.Namespace) -> str:

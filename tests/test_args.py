@@ -41,6 +41,7 @@ MEGATRON_DEFAULTS = {
     "data_parallel_size": 2,
     "dataloader_type": "external",
     "ddp_average_in_collective": False,
+    "decrease_batch_size_if_needed": False,
     "fp16": False,
     "global_batch_size": 64,
     "gtp_weight_remat_size": 1,
@@ -54,8 +55,10 @@ MEGATRON_DEFAULTS = {
     "overlap_moe_expert_parallel_comm": False,
     "perform_rl_step": False,
     "pipeline_model_parallel_size": 1,
+    "rampup_batch_size": None,
     "sft": False,
     "tensor_model_parallel_size": 1,
+    "train_samples": None,
     "use_megatron_fsdp": False,
     "use_torch_fsdp2": False,
 }
@@ -214,6 +217,10 @@ def pg(objective: object, **more: object) -> dict[str, object]:
 def correction(name: object, *, low: object = None, high: object = None, **more: object) -> dict[str, object]:
     bounds = {"pg_correction_low": low, "pg_correction_high": high}
     return {"pg_correction": name, **bounds, **{f"pg_{key}": value for key, value in more.items()}}
+
+
+def docs(number: object, **more: object) -> dict[str, object]:
+    return {"docs_per_step": number, **more}
 
 
 def row(rule: str, case: str, overrides: dict[str, object], *fragments: str):
@@ -540,10 +547,50 @@ BROKEN = [
     row("E30", "rl", {"perform_rl_step": True}, "--perform-rl-step reads its own kind of batches"),
     row("E30", "sft", {"sft": True}, "--sft reads its own kind of batches"),
     row("E30", "skip", {"iterations_to_skip": [3]}, "--iterations-to-skip reads its own kind of batches"),
+    row("E50", "negative", docs(-1), "--docs-per-step must be a whole number of documents, or 0 for off, got -1"),
+    row("E50", "true in YAML", docs(True), "got True"),
+    row("E50", "string", docs("256"), "got '256'"),
+    row("E50", "float", docs(2.0), "got 2.0"),
+    row("E50", "null", docs(None), "got None"),
+    row(
+        "E25",
+        "policy",
+        docs(8, docs_per_step_policy="at least"),
+        "--docs-per-step-policy 'at least' is not one of exact, at_least",
+    ),
+    row("E25", "end", docs(8, docs_per_step_end=False), "--docs-per-step-end False is not one of partial, stop"),
+    row(
+        "E51",
+        "policy",
+        {"docs_per_step_policy": "exact"},
+        "--docs-per-step-policy exact has no effect without --docs-per-step",
+    ),
+    row("E51", "end", {"docs_per_step_end": "stop"}, "--docs-per-step-end stop has no effect without --docs-per-step"),
+    row(
+        "E52",
+        "ramp-up",
+        docs(8, rampup_batch_size=[8, 8, 100]),
+        "--rampup-batch-size sets the number of micro-batches by",
+    ),
+    row("E52", "decrease", docs(8, decrease_batch_size_if_needed=True), "--decrease-batch-size-if-needed changes"),
+    row("E52", "samples", docs(8, train_samples=1000), "--train-samples is divided", "use --train-iters"),
+    row("E52", "graphs", docs(8, cuda_graph_impl="local"), "--cuda-graph-impl captures a number of micro-batches"),
+    row(
+        "E52",
+        "hybrid",
+        docs(8, hybrid_context_parallel=True, calculate_per_token_loss=True),
+        "--hybrid-context-parallel distributes samples over micro-batches itself",
+    ),
 ]
 
 # Each is one step away from breaking the rule that it is named after.
 NEAR_MISSES = [
+    row("E50", "off", docs(0)),
+    row("E50", "one", docs(1)),
+    row("E51", "with a number", docs(256, docs_per_step_policy="at_least", docs_per_step_end="stop")),
+    row("E51", "defaults", docs(0, docs_per_step_policy=None, docs_per_step_end=None)),
+    row("E52", "off", docs(0, rampup_batch_size=[8, 8, 100], train_samples=1000, cuda_graph_impl="local")),
+    row("E52", "iterations", docs(256, train_samples=None, rampup_batch_size=None, cuda_graph_impl="none")),
     row("E2", "string", mode("sample_mean")),
     row("E3", "prompt_mean", mode("prompt_mean")),
     row("E3", "token_mean", mode("token_mean")),
@@ -1070,13 +1117,17 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_grad_divisor": 1.0,
         "pg_metrics": "basic",
         "pg_kernel": None,
+        "docs_per_step": 0,
+        "docs_per_step_policy": None,
+        "docs_per_step_end": None,
     }
 
 
 def test_the_flags_parse_as_documented():
     words = (
         "--loss-aggregation constant --loss-aggregation-divisor 4096 --custom-pg-loss-reducer-function-path my_rl.turns:f "
-        "--pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy --pg-kernel triton"
+        "--pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy --pg-kernel triton "
+        "--docs-per-step 256 --docs-per-step-policy at_least --docs-per-step-end stop"
     )
     assert vars(parse(*words.split())) == vars(parse()) | {
         "loss_aggregation": "constant",
@@ -1087,6 +1138,9 @@ def test_the_flags_parse_as_documented():
         "pg_temperature": 0.6,
         "pg_metrics": "with_entropy",
         "pg_kernel": "triton",
+        "docs_per_step": 256,
+        "docs_per_step_policy": "at_least",
+        "docs_per_step_end": "stop",
     }
 
 
@@ -1108,6 +1162,8 @@ def test_a_divisor_that_parses_as_a_number_is_still_checked(word):
         ("--loss-aggregation-divisor long", "argument --loss-aggregation-divisor: invalid float value: 'long'"),
         ("--pg-metrics all", "argument --pg-metrics: invalid choice: 'all'"),
         ("--pg-kernel cuda", "argument --pg-kernel: invalid choice: 'cuda'"),
+        ("--docs-per-step 2.5", "argument --docs-per-step: invalid int value: '2.5'"),
+        ("--docs-per-step-policy about", "argument --docs-per-step-policy: invalid choice: 'about'"),
         ("--loss-agg token_mean", "unrecognized arguments: --loss-agg token_mean"),
     ],
 )
@@ -1122,6 +1178,8 @@ def test_the_help_names_every_flag():
     for flag in ("--loss-aggregation {sample_mean,prompt_mean,token_mean,constant}", DIVISOR_FLAG, PATH_FLAG):
         assert flag in text
     for flag in ("--pg-clip-eps-low", "--pg-clip-eps-high", "--pg-temperature", "--pg-metrics", "--pg-kernel"):
+        assert flag in text
+    for flag in ("--docs-per-step N", "--docs-per-step-policy {exact,at_least}", "--docs-per-step-end {partial,stop}"):
         assert flag in text
 
 
@@ -1340,6 +1398,21 @@ def test_a_term_with_a_consequence_is_said(overrides, fragment):
 @pytest.mark.parametrize("estimator", ["k2", "k1_weighted", "k3_weighted"])
 def test_an_estimator_with_the_right_gradient_is_accepted_in_silence(estimator):
     assert said(arguments(pg_kl_coef=0.1, pg_kl_estimator=estimator)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step"),
+    [
+        (docs(256), "256 documents, the last step may have fewer  (--docs-per-step, -policy exact, -end partial)"),
+        (
+            docs(9, docs_per_step_policy="at_least", docs_per_step_end="stop"),
+            "at least 9 documents, too few for a last step are left  (--docs-per-step, -policy at_least, -end stop)",
+        ),
+    ],
+)
+def test_the_banner_says_what_a_step_is(overrides, step):
+    assert rows_of(banner(validate_args(arguments(**overrides))))["step"] == step
+    assert "step" not in rows_of(banner(validate_args(arguments())))
 
 
 def test_the_banner_needs_no_megatron_attribute():

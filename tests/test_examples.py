@@ -41,7 +41,7 @@ def test_every_launch_script_is_valid_bash_with_flags_that_validate(script):
 def test_every_flag_of_ours_that_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     known = set(re.findall(r"--[a-z0-9-]+", add_arguments(ArgumentParser()).format_help()))
-    named = set(re.findall(r"--(?:pg|loss-aggregation|custom-pg)[a-z0-9-]*", text))
+    named = set(re.findall(r"--(?:pg|loss-aggregation|custom-pg|docs)[a-z0-9-]*", text))
     assert named <= known
 
 

@@ -33,9 +33,10 @@ ALLOWED = {
     "metrics": {"args", "metrics", "objectives"},
     "lm_head": {"args", "kernels", "logprobs"},
     "loss": {"batch", "corrections", "kernels", "metrics", "objective_flags", "objectives", "plan", "reducers"},
-    "forward_step": {"batch", "collectives", "cp_utils", "loss", "plan"},
+    "accumulation": {"batch", "collectives", "cp_utils", "rollouts"},
+    "forward_step": {"accumulation", "batch", "collectives", "cp_utils", "loss", "plan"},
     "reporting": {"printable"},
-    "pretrain": {"args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
+    "pretrain": {"accumulation", "args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
 }
 
 
