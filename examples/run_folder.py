@@ -18,14 +18,15 @@ class RunFolder:
         path: the folder.
         train_iters: for the progress line.
         after: optimizer steps that a resumed run has done; its files go on behind them. 0 starts anew.
-        sampled: optimizer steps that the run had samples for then: those of an open rollout batch are kept.
+        sampled: optimizer steps that the run had samples for then: those of an open rollout batch are kept. None: no
+            rollouts.jsonl; every rank writes its own file (`rollout_documents`).
     """
 
-    def __init__(self, path: str, *, train_iters: int, after: int = 0, sampled: int = 0):
+    def __init__(self, path: str, *, train_iters: int, after: int = 0, sampled: int | None = 0):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(self.path / "metrics.jsonl", after=after)
-        self.rollouts = _continue_rollouts(self.path / "rollouts.jsonl", sampled)
+        self.rollouts = None if sampled is None else continue_rollouts(self.path / "rollouts.jsonl", sampled)
         self._train_iters = train_iters
         self._first: tuple[int, float] | None = None
         self._exact_match: float | None = None  # the last one: it is not measured at every step
@@ -52,14 +53,21 @@ class RunFolder:
                 parts.append(f"{name} {record[name]:{style}}")
         say(" | ".join([*parts, f"{_clock(left)} left"]))
 
+    @property
+    def files(self) -> str:
+        """The files' names."""
+        lines = sorted(path.name for path in self.path.glob("*.jsonl"))
+        return ", ".join([*lines, "arguments.json", "curves.png"])
+
     def close(self) -> None:
         """Close the files and draw the curves."""
         self.metrics.close()
-        self.rollouts.close()
+        if self.rollouts is not None:
+            self.rollouts.close()
         draw(self.path)
 
 
-def _continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
+def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
     """A writer of `path` behind the samples of the first `sampled` steps; later ones will be sampled again."""
     scratch, kept = path.with_suffix(".part"), []
     if sampled and path.exists():

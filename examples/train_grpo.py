@@ -9,6 +9,9 @@ runs over gloo through cpu_megatron.py, on GPUs over NCCL without any patch.
 A run resumed with --load is the run that was not stopped, bit for bit, from a checkpoint at any step: prompts and draws
 follow from the seed and the first step of the rollout batch, and what is left of a batch that was open is read back from
 rollouts.jsonl, because the weights that sampled it are gone. Resume with the same flags and --run-dir.
+
+With --docs-per-step 256 a step is 256 documents, packed into rows of up to --micro-batch-size x --seq-length tokens, and
+every rank samples when it has used up its own rollouts (rollout_documents.py).
 """
 
 import contextlib
@@ -35,11 +38,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
+from rollout_documents import SampledDocuments, behind, groups_of
 from run_folder import RunFolder, say
 from sampling import Policy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_pg import PackedBatch, RolloutFileError, Sample, cut_steps, pack, read_rollouts
+from megatron_pg import Documents, PackedBatch, RolloutFileError, Sample, cut_steps, pack, read_rollouts
 from megatron_pg.batch import check_boundaries
 from megatron_pg.collectives import all_gather_rows
 from megatron_pg.pretrain import StepLog, pretrain, step_record
@@ -69,6 +73,7 @@ class Example:
         self.chunks: list[GPTModel] = []
         self.task_metrics: dict[str, float] = {}  # of the step that is being trained
         self.folder: RunFolder | None = None
+        self.documents: SampledDocuments | None = None  # under --docs-per-step
 
     # --- callbacks of pretrain() ---
 
@@ -76,9 +81,10 @@ class Example:
         """A GPT model with Megatron's local layers."""
         args = get_args()
         spec = get_gpt_layer_local_spec(normalization=args.normalization)
+        needs_own_attention = args.context_parallel_size > 1 or args.docs_per_step  # packed rows, without TE
         model = GPTModel(
             config=config or core_transformer_config_from_args(args),
-            transformer_layer_spec=all_gather_attention.use_in(spec) if args.context_parallel_size > 1 else spec,
+            transformer_layer_spec=all_gather_attention.use_in(spec) if needs_own_attention else spec,
             vocab_size=task.VOCABULARY,  # releases differ in what NullTokenizer adds
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -92,22 +98,25 @@ class Example:
         return model
 
     def datasets(self, num_samples, vp_stage=None):
-        """The training data: an endless iterator of this rank's micro-batches."""
+        """The training data: an endless iterator of this rank's micro-batches, or its documents."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
-            self.folder = RunFolder(
-                args.run_dir, train_iters=args.train_iters, after=args.iteration, sampled=_sampled_steps(args)
-            )
+            sampled = None if args.docs_per_step else _sampled_steps(args)
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, after=args.iteration, sampled=sampled)
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
+        if args.docs_per_step:
+            return self.recorded_documents(args) if args.rollouts else self.sampled_documents(args), None, None
         steps = self.recorded_steps(args) if args.rollouts else self.sampled_steps(args)
         return microbatches(steps, args), None, None
 
     def on_step(self, log: StepLog) -> None:
         """Write and show what the step did."""
+        args = get_args()
+        if self.documents is not None:
+            self.task_metrics = self._document_metrics(log.iteration, args)
         if self.folder is None:
             return
-        args = get_args()
         line = {
             "phase": "warm-up" if not args.rollouts and log.iteration <= args.warm_up_iters else "grpo",
             **step_record(log),
@@ -117,6 +126,49 @@ class Example:
         self.folder.show(line, every=args.progress_interval)
 
     # --- data ---
+
+    def recorded_documents(self, args) -> Documents:
+        """This rank's groups of a rollout file, in the order of the file, whatever its steps."""
+        samples = read_rollouts(args.rollouts)
+        for sample in samples:
+            _check_fits(sample, args)
+        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        groups = groups_of(samples, _group_field(args))[rank::size]
+        return Documents(begin=lambda position: behind(groups, position))
+
+    def sampled_documents(self, args) -> Documents:
+        """Right answers first, then rollouts of the policy at the time when this rank needs them."""
+        if self.documents is None:
+            self.policy = Policy(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
+            self.documents = SampledDocuments(
+                Path(args.run_dir) / f"rollouts.{mpu.get_data_parallel_rank()}.jsonl",
+                lambda number: self._document_batch(number, args),
+                iteration=args.iteration,
+                is_writer=mpu.get_model_parallel_src_rank() == torch.distributed.get_rank()
+                and mpu.get_context_parallel_rank() == 0,
+                group_by=_group_field(args),
+            )
+            torch.distributed.barrier()  # peers read what the writer has left of the file
+        return Documents(begin=self.documents.begin)
+
+    def _document_batch(self, number: int, args) -> list[Sample]:
+        generator = torch.Generator().manual_seed(hash((args.seed, number, mpu.get_data_parallel_rank())) % 2**63)
+        if number < args.warm_up_iters:
+            count = -(-args.docs_per_step // mpu.get_data_parallel_world_size())
+            samples = imitation(self.policy, number, count, generator)
+        else:
+            samples = rollout(self.policy, number, args, generator)
+        return [_with_step(sample, args.curr_iteration) for sample in samples]
+
+    def _document_metrics(self, iteration: int, args) -> dict[str, float]:
+        values = {
+            "reward": mean_over_ranks([sample.reward for sample in self.documents.batch]),
+            "response_length": mean_over_ranks([sample.response_length for sample in self.documents.batch]),
+        }
+        behind_warm_up = iteration - args.warm_up_iters
+        if (behind_warm_up > 0 and behind_warm_up % args.exact_match_interval == 0) or iteration == args.train_iters:
+            values["exact_match"] = exact_match(self.policy, args)
+        return values
 
     def recorded_steps(self, args) -> Iterator[list[Sample]]:
         """This rank's samples of each step of a rollout file, which is read and checked whole before training."""
@@ -147,7 +199,8 @@ class Example:
         while True:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
-                batches, self.task_metrics = [imitation(policy, step, args, generator)], {}
+                count = args.global_batch_size // mpu.get_data_parallel_world_size()
+                batches, self.task_metrics = [imitation(policy, step, count, generator)], {}
             elif step == args.iteration < _sampled_steps(args):
                 batches = open_batch(step, args)
             else:
@@ -196,9 +249,9 @@ def microbatches(steps: Iterator[list[Sample]], args) -> Iterator[PackedBatch]:
             yield pack(part, qkv_format="bshd", cp_size=cp_size, max_seq_len=args.seq_length, rows=rows)
 
 
-def imitation(policy: Policy, step: int, args, generator: torch.Generator) -> list[Sample]:
+def imitation(policy: Policy, step: int, count: int, generator: torch.Generator) -> list[Sample]:
     """Right answers with advantage 1: on-policy, the loss then has the gradient of cross-entropy."""
-    prompts = task.prompts(args.global_batch_size // mpu.get_data_parallel_world_size(), generator)
+    prompts = task.prompts(count, generator)
     answers = [task.answer(prompt) for prompt in prompts]
     logprobs = policy.score(prompts, answers)
     first = mpu.get_data_parallel_rank() * len(prompts)
@@ -209,8 +262,8 @@ def imitation(policy: Policy, step: int, args, generator: torch.Generator) -> li
             loss_mask=[1] * len(response),
             old_logprobs=old,
             advantage=1.0,
-            prompt_id=first + i,
-            rollout_id=first + i,
+            prompt_id=f"{step}-{first + i}",
+            rollout_id=f"{step}-{first + i}",
             sample_id=f"warm-up {step}/{first + i}",
             step=step,
             reward=1.0,
@@ -244,6 +297,11 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
             )
         )
     return samples
+
+
+def _group_field(args) -> str:
+    """What a step must not cut."""
+    return "prompt_id" if args.loss_aggregation == "prompt_mean" else "rollout_id"
 
 
 def _steps_per_batch(args) -> int:
@@ -338,6 +396,8 @@ def _check_fits(sample: Sample, args) -> None:
 def check_example(args) -> None:
     """Refuse sizes of the example that do not divide."""
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
+    if args.docs_per_step:
+        samples = 0  # whose steps need not divide a rollout batch
     if args.prompts_per_rollout % size or samples % args.global_batch_size or args.exact_match_prompts % size:
         raise ValueError(
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
@@ -384,9 +444,11 @@ def main() -> None:
                 say=say,
             )
     finally:
+        if example.documents is not None:
+            example.documents.close()
         if example.folder is not None:
             example.folder.close()
-            say(f"run folder: {example.folder.path}  (metrics.jsonl, rollouts.jsonl, arguments.json, curves.png)")
+            say(f"run folder: {example.folder.path}  ({example.folder.files})")
     torch.distributed.destroy_process_group()
 
 

@@ -9,6 +9,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Documents": "accumulation",
+    "EndOfDocuments": "accumulation",
     "ArgumentError": "args",
     "ArgumentNotice": "args",
     "ArgumentWarning": "args",

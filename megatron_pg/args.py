@@ -28,6 +28,8 @@ from megatron_pg.objective_flags import (
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 KERNELS = ("triton", "torch")
+DOCS_POLICIES = ("exact", "at_least")
+DOCS_ENDS = ("partial", "stop")
 REDUCER_PARAMETERS = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss=False")
 
 # What other frameworks call the four modes, for the "did you mean" of an unknown one. Never an alias.
@@ -53,6 +55,7 @@ MEGATRON_ARGUMENTS = (
     "dataloader_type",
     "ddp_average_in_collective",
     "defer_embedding_wgrad_compute",
+    "decrease_batch_size_if_needed",
     "fp16",
     "gtp_weight_remat_size",
     "hybrid_context_parallel",
@@ -66,8 +69,10 @@ MEGATRON_ARGUMENTS = (
     "overlap_moe_expert_parallel_comm",
     "padded_vocab_size",
     "perform_rl_step",
+    "rampup_batch_size",
     "sft",
     "tensor_model_parallel_size",
+    "train_samples",
     "use_megatron_fsdp",
     "use_mup",
     "use_torch_fsdp2",
@@ -137,7 +142,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add_objective_arguments(group)
     add_head_arguments(group)
+    _add_documents_arguments(parser.add_argument_group("documents per step (megatron_pg)"))
     return parser
+
+
+def _add_documents_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--docs-per-step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="An optimizer step is N documents (samples), over all data-parallel ranks, in as many micro-batches as they "
+        "take; the dataset provider returns megatron_pg.Documents. Default 0: a step is --global-batch-size rows.",
+    )
+    group.add_argument(
+        "--docs-per-step-policy",
+        choices=DOCS_POLICIES,
+        help="exact (default): a step has exactly N documents, further ones wait for the next step. at_least: ranks fill whole "
+        "micro-batches until there are N, and surplus documents stay in the step. Rollouts, and with prompt_mean prompt "
+        "groups, are never cut.",
+    )
+    group.add_argument(
+        "--docs-per-step-end",
+        choices=DOCS_ENDS,
+        help="When all documents have ended: partial (default) trains those that are too few for a step in a last one; stop "
+        "leaves them. Either way every rank then leaves the loop, with a checkpoint where --save is given.",
+    )
 
 
 def own_arguments() -> tuple[str, ...]:
@@ -227,6 +257,7 @@ def _violations(facts: _Facts) -> list[tuple[str, str]]:
         _objective_rules,
         _head_rules,
         _choice_rules,
+        _documents_rules,
         _data_rules,
         _megatron_rules,
     )
@@ -339,6 +370,34 @@ def _choice_rules(facts: _Facts):
         yield "E25", f"--pg-metrics {args.pg_metrics!r} is not one of {', '.join(METRIC_LEVELS)}"
     if args.pg_kernel is not None and args.pg_kernel not in KERNELS:
         yield "E25", f"--pg-kernel {args.pg_kernel!r} is not one of {', '.join(KERNELS)}"
+
+
+def _documents_rules(facts: _Facts):
+    args, documents = facts.args, facts.args.docs_per_step
+    is_count = isinstance(documents, int) and not isinstance(documents, bool) and documents >= 0
+    if not is_count:
+        yield "E60", f"--docs-per-step must be a whole number of documents, or 0 for off, got {documents!r}"
+    for name, choices in (("policy", DOCS_POLICIES), ("end", DOCS_ENDS)):
+        flag, value = f"--docs-per-step-{name}", vars(args)[f"docs_per_step_{name}"]
+        if value is not None and value not in choices:
+            yield "E25", f"{flag} {value!r} is not one of {', '.join(choices)}"
+        elif value is not None and is_count and documents == 0:
+            yield "E61", f"{flag} {value} has no effect without --docs-per-step; remove it"
+    for name, what in _FIXED_STEPS.items():
+        if is_count and documents > 0 and facts.megatron(name) not in (None, False, "none"):
+            yield (
+                "E62",
+                f"--{name.replace('_', '-')} {what}, and with --docs-per-step every step has its own number of micro-batches; remove it",
+            )
+
+
+_FIXED_STEPS = {  # what counts on a number of micro-batches, and how
+    "rampup_batch_size": "sets the number of micro-batches by a schedule",
+    "decrease_batch_size_if_needed": "changes the number of micro-batches",
+    "train_samples": "is divided by --global-batch-size into steps (use --train-iters)",
+    "cuda_graph_impl": "captures a number of micro-batches of one shape",
+    "hybrid_context_parallel": "distributes samples over micro-batches itself",
+}
 
 
 def _megatron_rules(facts: _Facts):

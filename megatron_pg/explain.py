@@ -35,6 +35,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
             "counted over",
             "all micro-batches and data-parallel ranks of one optimizer step; context-parallel copies once",
         ),
+        *_documents_rows(args),
         ("Megatron", _contract(args)),
         ("layout", _layout(args)),
         *_head_rows(args),
@@ -152,6 +153,15 @@ def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.pg_vocab_size is not None:
         rows.append(("vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"))
     return rows
+
+
+def _documents_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if not args.docs_per_step:
+        return []
+    policy, end = args.docs_per_step_policy or "exact", args.docs_per_step_end or "partial"
+    amount = f"{args.docs_per_step} documents" if policy == "exact" else f"at least {args.docs_per_step} documents"
+    last = "the last step may have fewer" if end == "partial" else "too few for a last step are left"
+    return [("step", f"{amount}, {last}  (--docs-per-step, -policy {policy}, -end {end})")]
 
 
 def _contract(args: argparse.Namespace) -> str:

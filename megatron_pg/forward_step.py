@@ -1,6 +1,7 @@
 """One optimizer step through Megatron's schedule: plan, run, check.
 
-    1. take this step's K micro-batches and plan them: one exchange over the data-parallel group
+    1. take this step's K micro-batches and plan them: one exchange over the data-parallel group; under --docs-per-step K is
+       found first (`megatron_pg.accumulation`)
     2. run Megatron's forward-backward function over them, with the weights that came out
     3. one all-gather for the checks and all metrics, one host read, before the optimizer moves
 
@@ -10,7 +11,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
+from megatron_pg.accumulation import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
 from megatron_pg.collectives import all_gather_rows, broadcast_text, device_of
 from megatron_pg.cp_utils import zigzag_index
@@ -57,6 +59,7 @@ class StepReport:
     metrics: dict[str, float]  # by name, in the order of docs/metrics.md; one without a contribution is absent
     nonfinite: dict[str, list[int]]  # metric: the ranks whose contribution is NaN or inf
     forward_only: bool  # an evaluation step
+    documents: StepDocuments | None = None  # what the step took; None without --docs-per-step
 
 
 class PolicyGradientStep:
@@ -65,10 +68,17 @@ class PolicyGradientStep:
     Args:
         settings: from `LossSettings.from_args`, after `validate_args`.
         on_report: called with a `StepReport` after every forward-backward, on every rank.
+        documents: takes the steps under `--docs-per-step`; None: a step is what the schedule asks for.
     """
 
-    def __init__(self, settings: LossSettings, on_report: Callable[[StepReport], None] | None = None):
+    def __init__(
+        self,
+        settings: LossSettings,
+        on_report: Callable[[StepReport], None] | None = None,
+        documents: DocumentAccumulator | None = None,
+    ):
         self.settings = settings
+        self.documents = documents
         self._on_report = on_report or (lambda report: None)
         self._attached = False
         self._contract: Contract | None = None  # of the step in progress
@@ -152,10 +162,12 @@ class PolicyGradientStep:
 
         Args:
             forward_backward_func: what `get_forward_backward_func()` returned.
-            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es, on every rank, the same on
-                tensor-, context- and pipeline-parallel peers; `forward_step_func` is `self.forward_step`.
+            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es (documents, where the step takes
+                them: `num_microbatches` is then its own), on every rank, the same on tensor-, context- and
+                pipeline-parallel peers; `forward_step_func` is `self.forward_step`.
 
         Raises:
+            EndOfDocuments: on every rank, before the schedule runs.
             StepPlanError, ContractError, NonFiniteLossError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
@@ -167,7 +179,7 @@ class PolicyGradientStep:
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
-        plan, local = self._plan(chunks, arguments)
+        plan, local, documents = self._plan(chunks, arguments)
         self._contract = self._contract_of(plan)
         self._results = []
         # every virtual pipeline chunk runs over the same micro-batches
@@ -180,9 +192,10 @@ class PolicyGradientStep:
         metrics = self.settings.metrics
         report = StepReport(
             plan=plan,
-            metrics=metrics.finish(metrics.combine(rows).tolist(), plan),
+            metrics=metrics.finish(metrics.combine(rows).tolist(), plan) | (asdict(documents) if documents else {}),
             nonfinite=metrics.nonfinite(rows.tolist()),
             forward_only=bool(arguments.get("forward_only")),
+            documents=documents,
         )
         self._on_report(report)
         return losses
@@ -203,13 +216,20 @@ class PolicyGradientStep:
         finally:
             config.finalize_model_grads_func = finalize
 
-    def _plan(self, chunks: list[nn.Module], arguments: dict) -> tuple[StepPlan, list[LocalBatch]]:
+    def _plan(
+        self, chunks: list[nn.Module], arguments: dict
+    ) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
         """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
         group = parallel_state.get_data_parallel_group()
-        batches, table, factors, error = [], None, [], None
         try:
-            self._check_model(chunks, forward_only=bool(arguments.get("forward_only")))
-            batches = _take(arguments["data_iterator"], arguments["num_microbatches"])
+            batches, documents, error = self._fetch(chunks, arguments)
+        except EndOfDocuments:
+            _agree([], None, None)  # unless a peer goes on
+            raise
+        table, factors = None, []
+        try:
+            if error is not None:
+                raise error
             _check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
             factors = [token_factors(batch, self.settings) for batch in batches]
             samples = [sample for batch in batches for sample in batch.samples]
@@ -230,11 +250,48 @@ class PolicyGradientStep:
                 num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
                 denominator=self.settings.denominator,
                 auxiliary_aggregation=self.settings.plan_auxiliary_aggregation,
+                undivided=() if documents is None else self._units,
             )
         except StepPlanError as raised:
             failure = raised
         _agree(batches, plan, failure)
-        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device)
+        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
+
+    def _fetch(
+        self, chunks: list[nn.Module], arguments: dict
+    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
+        """This rank's micro-batches, the documents that they were taken from, and this rank's error."""
+        forward_only = bool(arguments.get("forward_only"))
+        takes_documents = self.documents is not None and not forward_only
+        batches, source, error = [], None, None
+        try:
+            self._check_model(chunks, forward_only=forward_only)
+            source = _source_of(arguments["data_iterator"])
+            if not takes_documents:
+                batches = _take(source, arguments["num_microbatches"])
+        except Exception as failure:  # travels to the other ranks, so that all of them stop
+            error = failure
+        if not takes_documents:
+            return batches, None, error
+        virtual = chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None
+        batches, documents, error = self.documents.take(
+            source,
+            group=parallel_state.get_data_parallel_group(),
+            error=error,
+            undivided=self._units,
+            schedulable=partial(
+                schedulable_count,
+                num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+                group_size=virtual,
+            ),
+        )
+        arguments["num_microbatches"] = len(batches)
+        return batches, documents, error
+
+    @property
+    def _units(self) -> tuple[str, ...]:
+        """What a step of documents must hold whole, because a denominator counts it."""
+        return ("rollout_id", "prompt_id") if self.settings.plan_aggregation == "prompt_mean" else ("rollout_id",)
 
     def _check_model(self, chunks: list[nn.Module], *, forward_only: bool) -> None:
         config = chunks[0].config
@@ -359,13 +416,17 @@ def _first_line(text: str) -> str:
     return text.strip().split("\n")[0][:300]
 
 
-def _take(data_iterator: object, num_microbatches: int) -> list[PackedBatch]:
+def _source_of(data_iterator: object) -> Iterator:
     source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     if source is None:
         raise ContractError(
             "this rank has no data iterator, so it cannot know the step; every rank needs one: set is_distributed = True on "
             "the dataset provider"
         )
+    return source
+
+
+def _take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
     batches = []
     for _ in range(num_microbatches):
         batch = next(source, None)

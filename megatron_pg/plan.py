@@ -144,11 +144,13 @@ def plan_from_table(
     num_response_tokens: int | None = None,
     denominator: str = "scheduled",
     auxiliary_aggregation: str | None = None,
+    undivided: Sequence[str] = (),
 ) -> StepPlan:
     """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
 
     `denominator` says what denominators count; the auxiliary terms, which no correction touches, count trained tokens
-    under `kept` too. The plan's totals count all rollouts and trained tokens.
+    under `kept` too. The plan's totals count all rollouts and trained tokens. `undivided`: the kinds of units
+    ("rollout_id", "prompt_id") that may not lie on two ranks.
     """
     rows = torch.zeros(0, 4, dtype=torch.int64) if local is None else local.rows
     flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
@@ -159,6 +161,7 @@ def plan_from_table(
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(extras_per_rank)
+    _check_undivided(tables, undivided)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
     count = partial(
@@ -288,10 +291,11 @@ def _exchange(
     gathered = _all_gather(torch.cat([head, _fill(rows, SLOTS)]), group)
     heads, bodies = gathered[:, : len(head)], gathered[:, len(head) :]
     extras_per_rank = heads[:, :_EXTRAS].tolist()
-    for rank, values in enumerate(extras_per_rank):
-        if values[1]:
-            message = decode(heads[rank, _EXTRAS:])
-            raise StepPlanError(f"data-parallel rank {rank}: {message}" if len(heads) > 1 else message)
+    if failed := [rank for rank, values in enumerate(extras_per_rank) if values[1]]:
+        messages = {decode(heads[rank, _EXTRAS:]) for rank in failed}
+        is_everyones = len(failed) == len(heads) and len(messages) == 1
+        where = "" if is_everyones else f"data-parallel rank {failed[0]}: "
+        raise StepPlanError(where + decode(heads[failed[0], _EXTRAS:]))
     largest = max(values[0] for values in extras_per_rank)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
@@ -323,6 +327,21 @@ def _check_agreement(extras_per_rank: list[list[int]]) -> None:
             raise StepPlanError(
                 f"rank 0 has {extras_per_rank[0][5]} micro-batches, rank {rank} has {extras[5]}; Megatron's schedule needs the "
                 "same number everywhere. Fill up with empty micro-batches."
+            )
+
+
+def _check_undivided(tables: Sequence[Tensor], kinds: Sequence[str]) -> None:
+    """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
+    ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
+    for kind in kinds:
+        keys = torch.cat(tables)[:, 1 if kind == "rollout_id" else 2]
+        units, inverse = torch.unique(keys, return_inverse=True)
+        first = torch.full((len(units),), len(tables)).scatter_reduce(0, inverse, ranks, "amin")
+        if len(stray := (ranks != first[inverse]).nonzero()):
+            i = int(stray[0])
+            raise StepPlanError(
+                f"{kind} {_show(keys[i])} has samples on data-parallel ranks {int(first[inverse[i]])} and {int(ranks[i])}, so steps "
+                "of a number of documents could cut it. Give all its samples to one rank."
             )
 
 

@@ -1,10 +1,13 @@
 """Megatron's own `pretrain()` with the policy-gradient step in it: the one module that imports megatron.training.
 
-It calls Megatron by keyword, because the positional order changed between releases, and replaces three names for the
+It calls Megatron by keyword, because the positional order changed between releases, and replaces a few names for the
 length of the call: the forward-backward function that the loop fetches, the logging function, behind which the step's
-metrics are written, and the build of the data-set helpers where a wheel has them built.
+metrics are written, and the build of the data-set helpers where a wheel has them built. Under --docs-per-step it also
+reads the position of the documents from a checkpoint's arguments, where it writes it after every step, and corrects
+what Megatron's loop counts by its own number of micro-batches.
 """
 
+import functools
 import inspect
 import json
 import sys
@@ -17,10 +20,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
-from megatron.training import arguments, training
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
+from megatron_pg.accumulation import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.args import ArgumentError, add_arguments, disagreement, rank_snapshot, validate_args
 from megatron_pg.collectives import all_gather_rows, decode, encode
 from megatron_pg.explain import banner
@@ -29,6 +35,7 @@ from megatron_pg.import_path import source_of
 from megatron_pg.loss import LossSettings
 from megatron_pg.reporting import MetricsFile, check_metrics_file, console_line, nonfinite_entries
 
+_POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
 
 
@@ -83,7 +90,8 @@ def pretrain(
 
     Args:
         train_valid_test_dataset_provider: Megatron's, with `is_distributed = True`; its iterators yield
-            `PackedBatch`es on every rank (`--dataloader-type external`).
+            `PackedBatch`es on every rank (`--dataloader-type external`). Under `--docs-per-step` its first result is
+            `Documents`.
         model_provider: Megatron's; returns a GPTModel.
         model_type: Megatron's ModelType.
         extra_args_provider: the script's own flags; megatron_pg's are added.
@@ -110,7 +118,7 @@ def pretrain(
     session = _Session(on_step, say or _print, metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
-        "train_valid_test_dataset_provider": train_valid_test_dataset_provider,
+        "train_valid_test_dataset_provider": session.datasets_provider(train_valid_test_dataset_provider),
         "model_provider": session.model_provider(model_provider),
         "model_type": model_type,
         "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
@@ -123,7 +131,10 @@ def pretrain(
     with (
         _replaced(training, "get_forward_backward_func", session.forward_backward_getter),
         _replaced(training, "training_log", session.logger),
+        _replaced(training, "num_floating_point_operations", session.flops),
+        _replaced(checkpointing, "check_checkpoint_args", session.checkpoint_reader),
         _replaced(dataset_utils, "compile_helpers", _unless_built),
+        session.until_documents_end(),
     ):
         training.pretrain(**keywords)
 
@@ -147,6 +158,10 @@ class _Session:
         self._writer: MetricsFile | None = None
         self._report: StepReport | None = None
         self._has_logged = False
+        self._saved_position: str | None = None  # in the checkpoint that was loaded
+        self._documents_have_ended = False
+        self._num_positions: list[int] = []  # that the model processed, in each step since Megatron's last line
+        self._counted_positions: float | None = None  # what Megatron counts operations for
 
     def model_provider(self, provider: Callable) -> Callable:
         """`provider`, with our validation before it and our loss in its model."""
@@ -159,19 +174,99 @@ class _Session:
 
         return build
 
+    def datasets_provider(self, provider: Callable) -> Callable:
+        """`provider`; its documents begin where the checkpoint that was loaded ends."""
+
+        @functools.wraps(provider)  # Megatron looks for a parameter and an attribute
+        def build(*positional: object, **keywords: object) -> tuple:
+            train, *others = provider(*positional, **keywords)
+            if get_args().docs_per_step:
+                train = self._begin(train, get_args())
+            elif isinstance(train, Documents):
+                raise ValueError(
+                    "the dataset provider returned Documents and --docs-per-step is 0, so nothing says how many make a step; set it, "
+                    "or return an iterator of PackedBatch"
+                )
+            return train, *others
+
+        return build
+
+    def _begin(self, documents: object, args: Namespace) -> Iterator:
+        if not isinstance(documents, Documents):
+            raise ValueError(
+                f"--docs-per-step {args.docs_per_step}, and the dataset provider returned a {type(documents).__name__} for training, so "
+                "steps cannot be cut; return megatron_pg.Documents"
+            )
+        if self.step.documents is not None:  # a further virtual pipeline stage: the first one's documents serve all
+            return iter(())
+        if args.iteration > 0 and self._saved_position is None and torch.distributed.get_rank() == 0:
+            self._say(
+                "the checkpoint holds no position of documents: they begin with the first, and documents_seen with 0"
+            )
+        self.step.documents = _accumulator(args, documents.qkv_format, self._saved_position)
+        position = self.step.documents.position.per_rank[parallel_state.get_data_parallel_rank()]
+        return iter(documents.begin(position))
+
+    def checkpoint_reader(self, original: Callable) -> Callable:
+        def check_checkpoint_args(checkpoint_args: Namespace, *rest: object, **keywords: object):
+            self._saved_position = vars(checkpoint_args).get(_POSITION)
+            return original(checkpoint_args, *rest, **keywords)
+
+        return check_checkpoint_args
+
     def forward_backward_getter(self, original: Callable) -> Callable:
         def get_forward_backward_func(*positional: object, **keywords: object) -> Callable:
             function = original(*positional, **keywords)
-            return lambda **arguments: self.step.forward_backward(function, **arguments)
+
+            def forward_backward(**arguments: object) -> list:
+                try:
+                    return self.step.forward_backward(function, **arguments)
+                except EndOfDocuments as end:
+                    self._end(str(end), get_args())
+                    return []
+
+            return forward_backward
 
         return get_forward_backward_func
+
+    def _end(self, farewell: str, args: Namespace) -> None:
+        """Have Megatron leave its loop before the optimizer, with a checkpoint, as its rerun machinery does."""
+        if torch.distributed.get_rank() == 0:
+            self._say(farewell)
+        is_saved = args.save_interval and args.curr_iteration % args.save_interval == 0
+        needs_checkpoint = bool(args.save) and args.curr_iteration > args.iteration and not is_saved
+        get_rerun_state_machine().should_checkpoint_and_exit = lambda: (needs_checkpoint, True, 0)
+        self._documents_have_ended = True
+
+    @contextmanager
+    def until_documents_end(self) -> Iterator[None]:
+        """Return where Megatron leaves the process because the documents have ended."""
+        try:
+            yield
+        except SystemExit:
+            if not self._documents_have_ended:
+                raise
+
+    def flops(self, original: Callable) -> Callable:
+        """Megatron's count of operations, for the positions that were processed instead of a nominal number of rows."""
+
+        def num_floating_point_operations(args: Namespace, batch_size: float, *rest: object, **keywords: object):
+            if self._counted_positions is not None:
+                batch_size = self._counted_positions / args.seq_length
+            return original(args, batch_size, *rest, **keywords)
+
+        return num_floating_point_operations
 
     def logger(self, original: Callable) -> Callable:
         signature = inspect.signature(original)
 
         def training_log(*positional: object, **keywords: object):
-            result = original(*positional, **keywords)
             values = signature.bind(*positional, **keywords).arguments
+            if self.step.documents is not None:
+                self._account(get_args())
+            result = original(*positional, **keywords)
+            if values["iteration"] % get_args().log_interval == 0 and not values.get("is_first_iteration", False):
+                self._num_positions.clear()  # as Megatron its times
             self._log(values)
             return result
 
@@ -180,6 +275,17 @@ class _Session:
     def _keep(self, report: StepReport) -> None:
         if not report.forward_only:
             self._report = report
+            if report.documents is not None:
+                self._counted_positions = report.plan.num_positions
+
+    def _account(self, args: Namespace) -> None:
+        """The step has been trained: what the next checkpoint says, and Megatron's own count of samples."""
+        position = self.step.documents.position
+        setattr(args, _POSITION, position.to_text())
+        args.consumed_train_samples = position.documents_seen
+        self._num_positions.append(self._report.plan.num_positions)
+        # Megatron's line is about a mean step
+        self._counted_positions = sum(self._num_positions) / len(self._num_positions)
 
     def _log(self, values: dict[str, object]) -> None:
         grad_norm = values["grad_norm"]
@@ -209,6 +315,26 @@ class _Session:
     def _print_line(self, log: StepLog) -> None:
         if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
             self._say(console_line(log.iteration, step_record(log)))
+
+
+def _accumulator(args: Namespace, qkv_format: str, saved_position: str | None) -> DocumentAccumulator:
+    tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+    return DocumentAccumulator(
+        rule=StepRule(
+            num_documents=args.docs_per_step,
+            policy=args.docs_per_step_policy or "exact",
+            end=args.docs_per_step_end or "partial",
+        ),
+        packing=Packing(
+            qkv_format=qkv_format,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            cp_size=cp_size,
+            multiple_of=tp_size * cp_size if args.sequence_parallel else 1,
+            is_static=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths,
+        ),
+        position=Position.from_text(saved_position, parallel_state.get_data_parallel_world_size()),
+    )
 
 
 def _print(text: str) -> None:

@@ -13,7 +13,20 @@ REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_pack
 
 def refusals(given: Mapping) -> list[str]:
     """The ids of the rules that refuse the combination, sorted, once per offending argument; empty when it is accepted."""
-    rules = (_mode, _flag, _divisor, _path, _own, _terms, _objective, _correction, _auxiliary, _denominator, _megatron)
+    rules = (
+        _mode,
+        _flag,
+        _divisor,
+        _path,
+        _own,
+        _documents,
+        _terms,
+        _objective,
+        _correction,
+        _auxiliary,
+        _denominator,
+        _megatron,
+    )
     found = [rule for part in rules for rule in part(given)]
     return sorted(found)
 
@@ -184,6 +197,19 @@ def _denominator(given: Mapping) -> list[str]:
     found = ["E43"] * (given["path"] is not None)
     found += ["E43"] * (denominator == "live" and on)
     return found + ["E43"] * (denominator == "kept" and given["correction"] not in ("icepop", "token_k3"))
+
+
+def _documents(given: Mapping) -> list[str]:
+    number, policy, end = given["docs"], given["policy"], given["end"]
+    is_count = type(number) is int and number >= 0
+    found = [] if is_count else ["E60"]
+    for value, known in ((policy, ("exact", "at_least")), (end, ("partial", "stop"))):
+        if value is not None:
+            found += ["E25"] if value not in known else ["E61"] if is_count and number == 0 else []
+    if is_count and number > 0:
+        fixed = [given["rampup"], given["decrease"], given["samples"], given["hybrid"], given["graph"] != "none"]
+        found += ["E62"] * sum(map(bool, fixed))
+    return found
 
 
 def _megatron(given: Mapping) -> list[str]:

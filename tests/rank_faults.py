@@ -72,6 +72,27 @@ def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list
         yield from pack_all(parts)
 
 
+def groups(fault: str, found: list[list[Sample]]) -> list[list[Sample]]:
+    """The groups of one data-parallel rank; "unequal": tensor- or pipeline-parallel peers have them in another order."""
+    if fault == "unequal" and on_rank_1():
+        return found[::-1]
+    if fault == "divided":  # the first sample of rank 1 belongs to a prompt group of rank 0
+        return change_all(found[:1], prompt_id="shared") + found[1:]
+    return found
+
+
+def documents(fault: str, found: list[list[Sample]]) -> Iterator[list[Sample]]:
+    """The documents of a rank, with the fault in them."""
+    for number, group in enumerate(found):
+        if on_rank_1() and number == len(found) - 1:
+            if fault == "breaks":
+                raise RuntimeError("the sampler broke")
+            if fault == "toolong":
+                mask = [1] * (3 * WIDTH)
+                yield [make_sample(prompt_length=1, mask=mask, rng=random.Random(0), sample_id="a long one")]
+        yield group
+
+
 def arguments(fault: str, given: dict) -> dict:
     if fault == "shape":
         return given | {"seq_length": WIDTH + 8}
@@ -207,6 +228,9 @@ OWN = {
     "pg_entropy_coef": (0.0, 0.1),
     "pg_aux_aggregation": ("default", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
+    "docs_per_step": (0, 8),
+    "docs_per_step_policy": (None, "at_least"),
+    "docs_per_step_end": (None, "stop"),
     "calculate_per_token_loss": (False, True),
     "fp32_lm_head": (False, True),
     "fp32_lm_head_backward": (None, "bf16"),
@@ -259,6 +283,7 @@ MEGATRON_VALUES = {
     "dataloader_type": ("external", "single"),
     "ddp_average_in_collective": (False, True),
     "defer_embedding_wgrad_compute": (False, True),
+    "decrease_batch_size_if_needed": (False, True),
     "fp16": (False, True),
     "gtp_weight_remat_size": (1, 2),
     "hybrid_context_parallel": (False, True),
@@ -270,8 +295,10 @@ MEGATRON_VALUES = {
     "num_experts": (None, 4),
     "overlap_moe_expert_parallel_comm": (False, True),
     "perform_rl_step": (False, True),
+    "rampup_batch_size": (None, [8, 8, 100]),
     "sft": (False, True),
     "tensor_model_parallel_size": (1, 2),
+    "train_samples": (None, 100),
     "use_megatron_fsdp": (False, True),
     "use_torch_fsdp2": (False, True),
     "output_logit_dtype": (None, "fp32"),

@@ -3,8 +3,9 @@
     python -m torch.distributed.run --nproc-per-node 2 tests/ranks.py OUT_DIR case [case …]
 
 Starting processes is what costs, so one launch runs many cases: `tp2s-constant-tied` trains one step of that layout and
-aggregation and saves the gradients, `dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts
-with arguments that differ between the ranks.
+aggregation and saves the gradients, `dp2-constant-docs` takes the same samples as one step of `--docs-per-step`,
+`dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts with arguments that differ between the
+ranks.
 """
 
 import json
@@ -28,6 +29,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rank_model import OPTIONS, VOCABULARY, WIDTH, Layout
 from support import random_step
 
+from megatron_pg.accumulation import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.batch import pack
 from megatron_pg.forward_step import PolicyGradientStep
 from megatron_pg.kernels import LossTerms
@@ -36,6 +38,9 @@ from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 
 DIVISOR = 32.0
+DOCUMENTS_WIDTH = (
+    12  # of rows of documents: small, so that the ranks need several micro-batches, and not the same number
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,14 @@ class Case:
     layout: Layout
     aggregation: str
     fault: str = ""
+    takes_documents: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Case":
         layout, aggregation, *words = name.split("-")
         options = frozenset(word for word in words if word in OPTIONS)
-        fault = "".join(word for word in words if word not in OPTIONS)
-        return cls(name, Layout(layout, options), aggregation, fault)
+        fault = "".join(word for word in words if word not in (*OPTIONS, "docs"))
+        return cls(name, Layout(layout, options), aggregation, fault, "docs" in words)
 
 
 def samples():
@@ -88,6 +94,31 @@ def parts_of(case: Case) -> list[list]:
     return [mine[k::count] for k in range(count)]
 
 
+def groups_of(case: Case) -> list[list]:
+    """This data-parallel rank's documents: every second prompt group, or all of them."""
+    groups: dict[int, list] = {}
+    for sample in samples():
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return rank_faults.groups(case.fault, list(groups.values())[rank::size])
+
+
+def documents_of(case: Case) -> DocumentAccumulator:
+    """What cuts the one step, and then finds no other."""
+    sizes, is_thd = case.layout.sizes, case.layout.qkv_format == "thd"
+    packing = Packing(
+        qkv_format=case.layout.qkv_format,
+        seq_length=DOCUMENTS_WIDTH,
+        micro_batch_size=rows_of(case),
+        cp_size=sizes["cp"],
+        multiple_of=sizes["tp"] * sizes["cp"] if case.layout.sequence_parallel and is_thd else 1,
+        is_static=sizes["pp"] > 1,
+    )
+    rule = StepRule(num_documents=len(samples()) + (case.fault == "short"), policy="exact", end="stop")
+    position = Position(0, (0,) * parallel_state.get_data_parallel_world_size())
+    return DocumentAccumulator(rule=rule, packing=packing, position=position)
+
+
 def pack_parts(layout: Layout, parts: list[list]) -> list:
     cp_size, total = layout.sizes["cp"], len(samples())
     if layout.qkv_format == "thd":
@@ -99,8 +130,11 @@ def pack_parts(layout: Layout, parts: list[list]) -> list:
 def run_case(case: Case, out: Path) -> None:
     model_parallel_cuda_manual_seed(1)
     reports = []
-    loss_settings = settings(case.aggregation, case.layout.options)
-    step = PolicyGradientStep(rank_faults.settings(case.fault, loss_settings), reports.append)
+    step = PolicyGradientStep(
+        rank_faults.settings(case.fault, settings(case.aggregation, case.layout.options)),
+        reports.append,
+        documents_of(case) if case.takes_documents else None,
+    )
     chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
     rank_faults.change_model(case.fault, chunks[-1])
     for chunk in chunks:
@@ -110,31 +144,53 @@ def run_case(case: Case, out: Path) -> None:
     if case.fault == "unreduced":
         chunks[0].config.finalize_model_grads_func = None
     virtual = len(chunks) > 1
-    parts = parts_of(case)
+    if case.takes_documents:
+        parts, source = [], rank_faults.documents(case.fault, groups_of(case))
+    else:
+        parts = parts_of(case)
+        source = rank_faults.batches(case.fault, parts, lambda parts: pack_parts(case.layout, parts))
     arguments = {
         "forward_step_func": step.forward_step,
-        "data_iterator": rank_faults.batches(case.fault, parts, lambda parts: pack_parts(case.layout, parts)),
+        "data_iterator": source,
         "model": wrapped if virtual else wrapped[0],
-        "num_microbatches": len(parts),
-        "seq_length": WIDTH,
-        "micro_batch_size": 1 if case.layout.qkv_format == "thd" else len(samples()) // 2 + 1,
+        "num_microbatches": len(parts),  # of no consequence with documents
+        "seq_length": DOCUMENTS_WIDTH if case.takes_documents else WIDTH,
+        "micro_batch_size": rows_of(case),
         "forward_only": case.fault == "evaluate",
     }
     if virtual:
         arguments["data_iterator"] = [arguments["data_iterator"], None]  # one source is read, for all stages
-    losses = step.forward_backward(get_forward_backward_func(), **rank_faults.arguments(case.fault, arguments))
+    given = rank_faults.arguments(case.fault, arguments)
+    losses = step.forward_backward(get_forward_backward_func(), **given)
     rank = torch.distributed.get_rank()
     rank_model.save_gradients(out / f"{case.name}.{rank}.npz", case.layout, wrapped)
-    save_report(out / f"{case.name}.{rank}.json", losses, reports[0])
+    farewell = end_of(step, given) if case.takes_documents else None
+    save_report(out / f"{case.name}.{rank}.json", losses, reports[0], farewell)
 
 
-def save_report(path: Path, losses: list, report) -> None:
+def rows_of(case: Case) -> int:
+    if case.layout.qkv_format == "thd":
+        return 1
+    return 3 if case.takes_documents else len(samples()) // 2 + 1
+
+
+def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:
+    """What a further step says, for which no document is left."""
+    try:
+        step.forward_backward(get_forward_backward_func(), **arguments)
+    except EndOfDocuments as end:
+        return str(end)
+    return None
+
+
+def save_report(path: Path, losses: list, report, farewell: str | None) -> None:
     reported = [[float(v) for v in loss["pg_loss"]] for loss in losses]
     result = {
         "metrics": report.metrics,
         "num_tokens": report.plan.num_tokens,
         "reported": reported,
         "release": megatron.core.__version__,
+        "farewell": farewell,
     }
     path.write_text(json.dumps(result), encoding="utf-8")
 

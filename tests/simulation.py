@@ -116,6 +116,7 @@ class Step:
     loss: LossSettings
     cells: list[list[list[int]]]  # samples of [data rank][micro-batch]
     filling: float = math.nan  # logits at positions without a sample
+    batches: list[list[PackedBatch]] | None = None  # of [data rank][micro-batch], where they were packed already
 
 
 def run_step(
@@ -141,7 +142,7 @@ def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNa
 def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group, context_group) -> SimpleNamespace:
     d, c, t = layout.coordinates(rank)
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
-    batches = [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
+    batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
     mine = [sample for batch in batches for sample in batch.samples]
     factors = [token_factors(batch, loss) for batch in batches]
     kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]

@@ -44,6 +44,7 @@ MEGATRON_DEFAULTS = {
     "dataloader_type": "external",
     "ddp_average_in_collective": False,
     "defer_embedding_wgrad_compute": False,
+    "decrease_batch_size_if_needed": False,
     "fp16": False,
     "global_batch_size": 64,
     "gtp_weight_remat_size": 1,
@@ -60,8 +61,10 @@ MEGATRON_DEFAULTS = {
     "padded_vocab_size": 151936,
     "perform_rl_step": False,
     "pipeline_model_parallel_size": 1,
+    "rampup_batch_size": None,
     "sft": False,
     "tensor_model_parallel_size": 1,
+    "train_samples": None,
     "use_megatron_fsdp": False,
     "use_mup": False,
     "use_torch_fsdp2": False,
@@ -225,6 +228,10 @@ def correction(name: object, *, low: object = None, high: object = None, **more:
 
 def head(**more: object) -> dict[str, object]:
     return {"pg_fused_head": "forward", **more}
+
+
+def docs(number: object, **more: object) -> dict[str, object]:
+    return {"docs_per_step": number, **more}
 
 
 def row(rule: str, case: str, overrides: dict[str, object], *fragments: str):
@@ -578,10 +585,50 @@ BROKEN = [
     row("E55", "loss scale", head(loss_scale=128.0), "--loss-scale brings a loss scale"),
     row("E55", "gspo", head(**pg("gspo")), "--pg-objective gspo reads whole sequences"),
     row("E55", "opsm", head(**correction("opsm", high=0.1)), "--pg-correction opsm reads whole sequences"),
+    row("E60", "negative", docs(-1), "--docs-per-step must be a whole number of documents, or 0 for off, got -1"),
+    row("E60", "true in YAML", docs(True), "got True"),
+    row("E60", "string", docs("256"), "got '256'"),
+    row("E60", "float", docs(2.0), "got 2.0"),
+    row("E60", "null", docs(None), "got None"),
+    row(
+        "E25",
+        "policy",
+        docs(8, docs_per_step_policy="at least"),
+        "--docs-per-step-policy 'at least' is not one of exact, at_least",
+    ),
+    row("E25", "end", docs(8, docs_per_step_end=False), "--docs-per-step-end False is not one of partial, stop"),
+    row(
+        "E61",
+        "policy",
+        {"docs_per_step_policy": "exact"},
+        "--docs-per-step-policy exact has no effect without --docs-per-step",
+    ),
+    row("E61", "end", {"docs_per_step_end": "stop"}, "--docs-per-step-end stop has no effect without --docs-per-step"),
+    row(
+        "E62",
+        "ramp-up",
+        docs(8, rampup_batch_size=[8, 8, 100]),
+        "--rampup-batch-size sets the number of micro-batches by",
+    ),
+    row("E62", "decrease", docs(8, decrease_batch_size_if_needed=True), "--decrease-batch-size-if-needed changes"),
+    row("E62", "samples", docs(8, train_samples=1000), "--train-samples is divided", "use --train-iters"),
+    row("E62", "graphs", docs(8, cuda_graph_impl="local"), "--cuda-graph-impl captures a number of micro-batches"),
+    row(
+        "E62",
+        "hybrid",
+        docs(8, hybrid_context_parallel=True, calculate_per_token_loss=True),
+        "--hybrid-context-parallel distributes samples over micro-batches itself",
+    ),
 ]
 
 # Each is one step away from breaking the rule that it is named after.
 NEAR_MISSES = [
+    row("E60", "off", docs(0)),
+    row("E60", "one", docs(1)),
+    row("E61", "with a number", docs(256, docs_per_step_policy="at_least", docs_per_step_end="stop")),
+    row("E61", "defaults", docs(0, docs_per_step_policy=None, docs_per_step_end=None)),
+    row("E62", "off", docs(0, rampup_batch_size=[8, 8, 100], train_samples=1000, cuda_graph_impl="local")),
+    row("E62", "iterations", docs(256, train_samples=None, rampup_batch_size=None, cuda_graph_impl="none")),
     row("E2", "string", mode("sample_mean")),
     row("E3", "prompt_mean", mode("prompt_mean")),
     row("E3", "token_mean", mode("token_mean")),
@@ -1123,13 +1170,17 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "fp32_lm_head_backward": None,
         "pg_fused_head": None,
         "pg_vocab_size": None,
+        "docs_per_step": 0,
+        "docs_per_step_policy": None,
+        "docs_per_step_end": None,
     }
 
 
 def test_the_flags_parse_as_documented():
     words = (
         "--loss-aggregation constant --loss-aggregation-divisor 4096 --custom-pg-loss-reducer-function-path my_rl.turns:f "
-        "--pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy --pg-kernel triton"
+        "--pg-clip-eps-low 0.1 --pg-clip-eps-high 0.28 --pg-temperature 0.6 --pg-metrics with_entropy --pg-kernel triton "
+        "--docs-per-step 256 --docs-per-step-policy at_least --docs-per-step-end stop"
     )
     assert vars(parse(*words.split())) == vars(parse()) | {
         "loss_aggregation": "constant",
@@ -1140,6 +1191,9 @@ def test_the_flags_parse_as_documented():
         "pg_temperature": 0.6,
         "pg_metrics": "with_entropy",
         "pg_kernel": "triton",
+        "docs_per_step": 256,
+        "docs_per_step_policy": "at_least",
+        "docs_per_step_end": "stop",
     }
 
 
@@ -1161,6 +1215,8 @@ def test_a_divisor_that_parses_as_a_number_is_still_checked(word):
         ("--loss-aggregation-divisor long", "argument --loss-aggregation-divisor: invalid float value: 'long'"),
         ("--pg-metrics all", "argument --pg-metrics: invalid choice: 'all'"),
         ("--pg-kernel cuda", "argument --pg-kernel: invalid choice: 'cuda'"),
+        ("--docs-per-step 2.5", "argument --docs-per-step: invalid int value: '2.5'"),
+        ("--docs-per-step-policy about", "argument --docs-per-step-policy: invalid choice: 'about'"),
         ("--loss-agg token_mean", "unrecognized arguments: --loss-agg token_mean"),
     ],
 )
@@ -1175,6 +1231,8 @@ def test_the_help_names_every_flag():
     for flag in ("--loss-aggregation {sample_mean,prompt_mean,token_mean,constant}", DIVISOR_FLAG, PATH_FLAG):
         assert flag in text
     for flag in ("--pg-clip-eps-low", "--pg-clip-eps-high", "--pg-temperature", "--pg-metrics", "--pg-kernel"):
+        assert flag in text
+    for flag in ("--docs-per-step N", "--docs-per-step-policy {exact,at_least}", "--docs-per-step-end {partial,stop}"):
         assert flag in text
 
 
@@ -1393,6 +1451,21 @@ def test_a_term_with_a_consequence_is_said(overrides, fragment):
 @pytest.mark.parametrize("estimator", ["k2", "k1_weighted", "k3_weighted"])
 def test_an_estimator_with_the_right_gradient_is_accepted_in_silence(estimator):
     assert said(arguments(pg_kl_coef=0.1, pg_kl_estimator=estimator)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step"),
+    [
+        (docs(256), "256 documents, the last step may have fewer  (--docs-per-step, -policy exact, -end partial)"),
+        (
+            docs(9, docs_per_step_policy="at_least", docs_per_step_end="stop"),
+            "at least 9 documents, too few for a last step are left  (--docs-per-step, -policy at_least, -end stop)",
+        ),
+    ],
+)
+def test_the_banner_says_what_a_step_is(overrides, step):
+    assert rows_of(banner(validate_args(arguments(**overrides))))["step"] == step
+    assert "step" not in rows_of(banner(validate_args(arguments())))
 
 
 def test_the_banner_needs_no_megatron_attribute():

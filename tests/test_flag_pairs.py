@@ -61,6 +61,12 @@ FACTORS = {
     "eta": ("pg_entropy_coef", [0.0, 0.1], [math.inf]),
     "auxiliary": ("pg_aux_aggregation", ["default", "policy"], ["mean"]),
     "gradient": ("pg_grad_divisor", [1.0, 64], [0.0, True]),
+    "docs": ("docs_per_step", [0, 256], [-1, True, "256", 2.0, None]),
+    "policy": ("docs_per_step_policy", [None, "exact", "at_least"], ["exactly"]),
+    "end": ("docs_per_step_end", [None, "partial", "stop"], [False]),
+    "rampup": ("rampup_batch_size", [None, ["16", "16", "100"]], []),
+    "decrease": ("decrease_batch_size_if_needed", [False, True], []),
+    "samples": ("train_samples", [None, 1000], []),
 }
 ALL = {name: [*good, *bad] for name, (_, good, bad) in FACTORS.items()}
 GOOD = {name: good for name, (_, good, _) in FACTORS.items()}
@@ -122,7 +128,7 @@ def check(combinations: list[dict[str, object]]) -> None:
     assert differing[:3] == []
 
 
-@pytest.mark.proof("Flags: every pair of values of 42 arguments, against a second decision table (pairs)")
+@pytest.mark.proof("Flags: every pair of values of 48 arguments, against a second decision table (pairs)")
 @pytest.mark.parametrize("values", [ALL, GOOD], ids=["all", "accepted"])
 @pytest.mark.usefixtures("user_code")
 def test_every_pair_of_values_meets_the_second_table(values, evidence):

@@ -66,6 +66,14 @@ FULL_4 = [
     for option in ("", "-tied-dist-overlap", "-fused-tied-dist-overlap")
 ]
 REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo")]
+# docs: the same samples as a step of --docs-per-step
+DOCUMENTS = [
+    *("dp2t-sample_mean-docs", "dp2-prompt_mean-docs", "dp2t-token_mean-docs", "dp2t-constant-dist-overlap-docs"),
+    *("tp2t-constant-docs", "tp2s-token_mean-docs", "tp2ts-prompt_mean-docs"),
+    *("pp2-sample_mean-docs", "pp2t-token_mean-docs", "pp2v-constant-docs", "pp2tv-token_mean-docs"),
+    *("cp2t-prompt_mean-docs", "cp2-constant-docs", "cp2t-token_mean-docs"),
+]
+DOCUMENTS_4 = [f"dp2cp2{kind}-{mode}-docs" for kind in ("", "t") for mode in MODES]
 EVALUATION = "dp2-constant-evaluate"
 STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *(
@@ -78,9 +86,11 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
     *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
     *("pg_denominator", "pg_kl_coef", "pg_kl_estimator", "pg_entropy_coef", "pg_aux_aggregation", "pg_grad_divisor"),
+    *("docs_per_step", "docs_per_step_policy", "docs_per_step_end"),
     *("context_parallel_size", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "dataloader_type"),
     *("ddp_average_in_collective", "fp16", "gtp_weight_remat_size", "hybrid_context_parallel", "iterations_to_skip"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "overlap_moe_expert_parallel_comm"),
+    *("decrease_batch_size_if_needed", "rampup_batch_size", "train_samples"),
     *("perform_rl_step", "sft", "tensor_model_parallel_size", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("fp32_lm_head", "fp32_lm_head_backward", "pg_fused_head", "pg_vocab_size", "cross_entropy_loss_fusion"),
     *("defer_embedding_wgrad_compute", "loss_scale", "output_logit_dtype", "padded_vocab_size", "use_mup"),
@@ -122,6 +132,14 @@ FAULTS = {
     "dp2-constant-noref": "rank 0: sample 0 has no ref_logprobs, which --pg-kl-coef 0.1 needs",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
+    "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
+    "tp2t-constant-docs-breaks": "RuntimeError: the sampler broke",
+    "pp2t-token_mean-docs-breaks": "RuntimeError: the sampler broke",
+    "dp2t-constant-docs-toolong": "rank 1: document a long one has 73 tokens and a micro-batch holds 12",
+    "tp2t-constant-docs-unequal": "ContractError: step plan differs between ranks 0 and 1",
+    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so steps of a number of documents could cut it",
+    "pp2-token_mean-docs-detached": "call PolicyGradientStep.attach",
+    "dp2-token_mean-docs-short": "EndOfDocuments: the documents have ended: 0 were trained, ",
 }
 
 
@@ -136,7 +154,7 @@ def results(tmp_path_factory, cases):
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     startups = [f"startup-{name}" for name in [*STARTUP, "source", "nothing", "sourceless", "nan"]]
     launches = [
-        processes.start(2, two, [*cases, EVALUATION, *FAULTS, *startups]),
+        processes.start(2, two, [*cases, *DOCUMENTS, EVALUATION, *FAULTS, *startups]),
         processes.start(1, one, REFERENCES),
     ]
     with processes.finished(launches, timeout=400):
@@ -146,6 +164,40 @@ def results(tmp_path_factory, cases):
 def reference_of(case: str) -> str:
     option = next((f"-{name}" for name in ("tied", "gspo") if name in case), "")
     return f"dp1-{case.split('-')[1]}{option}"
+
+
+@pytest.mark.proof("Real ranks, documents per step: every parameter's gradient on 2 ranks equals one process")
+def test_a_step_of_documents_has_the_gradient_and_metrics_of_one_process(results, evidence):
+    two, one = results
+    evidence(cases=len(DOCUMENTS), worst=compare(two, one, DOCUMENTS))
+    check_documents(two, one, DOCUMENTS, ranks=2)
+
+
+@pytest.mark.proof("Real ranks, documents per step: every parameter's gradient on DP2 x CP2 equals one process")
+def test_a_step_of_documents_on_four_ranks_equals_one_process(results, tmp_path, full, evidence):
+    if not full:
+        pytest.skip("four ranks are started by `make prove`")
+    with processes.finished([processes.start(4, tmp_path, DOCUMENTS_4)], timeout=400):
+        evidence(cases=len(DOCUMENTS_4), worst=compare(tmp_path, results[1], DOCUMENTS_4))
+        check_documents(tmp_path, results[1], DOCUMENTS_4, ranks=4)
+
+
+def check_documents(folder, references, cases: list[str], ranks: int) -> None:
+    """Every rank has the metrics of one process, the counts of the documents, and the same end behind the step."""
+    for case in cases:
+        expected = report(references, reference_of(case), 0)["metrics"]
+        found = [report(folder, case, rank) for rank in range(ranks)]
+        assert all(other == found[0] for other in ({**r, "reported": found[0]["reported"]} for r in found)), case
+        counts = {name: value for name, value in found[0]["metrics"].items() if name not in expected}
+        assert counts.pop("num_microbatches") > 1
+        total = counts["num_documents"]
+        assert counts == dict.fromkeys(("num_documents", "documents_seen"), total) | {
+            "documents_surplus": 0,
+            "documents_waiting": 0,
+        }
+        assert found[0]["farewell"] == f"the documents have ended: {total} were trained"
+        for name, value in expected.items():
+            assert found[0]["metrics"][name] == pytest.approx(value, rel=2e-5, abs=2e-6), (case, name)
 
 
 def compare(folder, references, cases: list[str]) -> float:

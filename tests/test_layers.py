@@ -48,9 +48,10 @@ ALLOWED = {
         ),
         "reducers",
     },
-    "forward_step": {"batch", "collectives", "cp_utils", "loss", "output_layer", "plan"},
+    "accumulation": {"batch", "collectives", "cp_utils", "rollouts"},
+    "forward_step": {"accumulation", "batch", "collectives", "cp_utils", "loss", "output_layer", "plan"},
     "reporting": {"printable"},
-    "pretrain": {"args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
+    "pretrain": {"accumulation", "args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
 }
 
 
