@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on the GPUs of one node: the same script over NCCL, without any patch.
 # Usage: bash examples/launch_gpu.sh [any flag of Megatron, megatron_pg or the example]
-#   PYTHON, PROCESSES, RUN_DIR, TP and PP may be set in the environment.
+#   In the environment: PYTHON, SCRIPT, PROCESSES and RUN_DIR, the sizes TP, PP, CP and EP, and SP=1 for sequence parallelism.
+#   The rest of the processes is data parallel: TP=2 SP=1 bash examples/launch_gpu.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,6 +11,8 @@ PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}
 RUN_DIR=${RUN_DIR:-runs/grpo}
 TP=${TP:-1}
 PP=${PP:-1}
+CP=${CP:-1}
+EP=${EP:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 DISTRIBUTED_ARGS=(
@@ -38,8 +41,11 @@ MODEL_ARGS=(
 PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
+    --expert-model-parallel-size "$EP"
     --use-distributed-optimizer
 )
+if [[ ${SP:-0} == 1 ]]; then PARALLEL_ARGS+=(--sequence-parallel); fi
 
 ROLLOUT_ARGS=(
     --warm-up-iters 60
@@ -81,6 +87,6 @@ LOGGING_ARGS=(
     --dataloader-type external
 )
 
-exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" examples/train_grpo.py \
+exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" "${SCRIPT:-examples/train_grpo.py}" \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" \
     "${LOGGING_ARGS[@]}" "$@"

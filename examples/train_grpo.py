@@ -29,12 +29,11 @@ if not torch.cuda.is_available():
 
     cpu_megatron.enable()
 
-import all_gather_attention
 import digit_sort as task
+from local_layers import layer_spec
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
@@ -80,11 +79,10 @@ class Example:
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPT model with Megatron's local layers."""
         args = get_args()
-        spec = get_gpt_layer_local_spec(normalization=args.normalization)
-        needs_own_attention = args.context_parallel_size > 1 or args.docs_per_step  # packed rows, without TE
+        config = config or core_transformer_config_from_args(args)
         model = GPTModel(
-            config=config or core_transformer_config_from_args(args),
-            transformer_layer_spec=all_gather_attention.use_in(spec) if needs_own_attention else spec,
+            config=config,
+            transformer_layer_spec=layer_spec(config, packed=bool(args.docs_per_step), vp_stage=vp_stage),
             vocab_size=task.VOCABULARY,  # releases differ in what NullTokenizer adds
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,

@@ -5,15 +5,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import all_gather_attention
 import numpy as np
 import torch
+from local_layers import layer_spec
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 WIDTH, VOCABULARY, LAYERS = 24, 16, 4
 OPTIONS = ("tied", "dist", "overlap", "fp32", "fused", "recompute")
@@ -52,15 +50,6 @@ class Layout:
         return re.fullmatch(r"(?:(?:dp|tp|pp|cp)\d)+([tsv]*)", self.name)[1]
 
 
-class SequenceParallelNorm(torch.nn.LayerNorm):
-    """Megatron's torch layer norm refuses sequence parallelism; this one marks its parameters for the extra reduction."""
-
-    def __init__(self, config, hidden_size, eps=1e-5, **rest):
-        super().__init__(hidden_size, eps=eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = True
-
-
 def initialize(layout: Layout, timeout_minutes: float = 30) -> None:
     """Megatron's parallel state for the layout."""
     sizes = layout.sizes
@@ -81,7 +70,7 @@ def build(layout: Layout, *, per_token: bool) -> list[GPTModel]:
         vp_stage = stage if layout.virtual_stages > 1 else None
         model = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(layout, config, vp_stage),
+            transformer_layer_spec=layer_spec(config, packed=layout.qkv_format == "thd", vp_stage=vp_stage),
             vocab_size=VOCABULARY,
             max_sequence_length=WIDTH,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -119,17 +108,6 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
         bias_dropout_fusion=False,
         calculate_per_token_loss=per_token,
     )
-
-
-def _layer_spec(layout: Layout, config: TransformerConfig, vp_stage: int | None):
-    spec = get_gpt_layer_local_spec()
-    if layout.sizes["cp"] > 1 or layout.qkv_format == "thd":
-        spec = all_gather_attention.use_in(spec)
-    if not layout.sequence_parallel:
-        return spec
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    count = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=SequenceParallelNorm)
 
 
 def global_name(model: GPTModel, name: str) -> str:

@@ -1,0 +1,138 @@
+"""The example under every layout that the GPUs of this machine allow: do the first steps agree, how fast, how much memory?
+
+    python benchmarks/gpu_layouts.py --out runs/layouts            # writes layouts.md and layouts.json there
+
+One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights, through
+examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of the same model.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+EXPERTS = (
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--moe-aux-loss-coeff",
+    "0",
+    "--moe-token-dispatcher-type",
+    "alltoall",
+)
+# name: processes, environment, further flags, what it is compared with
+LAYOUTS = {
+    "1 GPU": (1, {}, (), "1 GPU"),
+    "1 GPU, --fp32-lm-head": (1, {}, ("--fp32-lm-head",), "1 GPU"),
+    "1 GPU, --pg-fused-head": (1, {}, ("--pg-fused-head",), "1 GPU"),
+    "DP2": (2, {}, (), "1 GPU"),
+    "DP2, overlapped": (2, {}, ("--overlap-grad-reduce", "--overlap-param-gather"), "1 GPU"),
+    "TP2": (2, {"TP": "2"}, (), "1 GPU"),
+    "TP2 + SP": (2, {"TP": "2", "SP": "1"}, (), "1 GPU"),
+    "TP2 + SP, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, ("--pg-fused-head",), "1 GPU"),
+    "PP2": (2, {"PP": "2"}, (), "1 GPU"),
+    "PP2, two virtual stages": (2, {"PP": "2"}, ("--num-layers-per-virtual-pipeline-stage", "1"), "1 GPU"),
+    "CP2": (2, {"CP": "2"}, (), "1 GPU"),
+    "DP2, gspo": (2, {}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
+    "1 GPU, gspo": (1, {}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
+    "CP2, gspo": (2, {"CP": "2"}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
+    "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
+    "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
+    "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
+    "PP2 × DP2": (4, {"PP": "2"}, (), "1 GPU"),
+    "CP2 × TP2": (4, {"CP": "2", "TP": "2"}, (), "1 GPU"),
+}
+STEPS = 4
+
+
+def launch(name: str, out: Path, rollouts: Path | None) -> Path:
+    """Run a layout; its folder."""
+    processes, environment, flags, _ = LAYOUTS[name]
+    folder = out / re.sub(r"[^a-z0-9]+", "-", name.lower())
+    command = ["bash", str(ROOT / "examples" / "launch_gpu.sh")]
+    command += ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "6", "--warm-up-iters", "0"]
+    command += ["--train-iters", str(STEPS), "--lr-warmup-iters", "0", "--exact-match-interval", "1000", "--lr", "1e-4"]
+    command += ["--exact-match-prompts", "64", "--prompts-per-rollout", "32", *flags]
+    command += ["--rollouts", str(rollouts)] if rollouts else []
+    environment = (
+        os.environ
+        | environment
+        | {
+            "PROCESSES": str(processes),
+            "RUN_DIR": str(folder),
+            "SCRIPT": str(ROOT / "benchmarks" / "layout_run.py"),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        }
+    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+        print(f"{name}: exit code {done.returncode}: {lines[-1] if lines else 'see output.txt'}", flush=True)
+    return folder
+
+
+def read(folder: Path) -> dict | None:
+    """Losses and gradient norms of the steps, milliseconds of a step, peak memory; None if the run failed."""
+    if not (folder / "peak.0").exists():
+        return None
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", (folder / "megatron.log").read_text())
+    return {
+        "loss": [r["pg_loss"] for r in records],
+        "grad_norm": [r["grad_norm"] for r in records],
+        "ms": statistics.median(float(t) for t in times[1:]) if len(times) > 1 else None,
+        "gib": max(int(path.read_text()) for path in folder.glob("peak.*")) / 2**30,
+    }
+
+
+def table(results: dict[str, dict | None]) -> str:
+    """Markdown: every layout beside the one that it is compared with."""
+    lines = [
+        "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | GiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, result in results.items():
+        reference = results.get(LAYOUTS[name][3])
+        if result is None or reference is None:
+            lines.append(f"| {name} | failed | | | | |")
+            continue
+        size = max(map(abs, reference["loss"]))
+        loss = max(abs(a - b) for a, b in zip(result["loss"], reference["loss"], strict=True)) / size
+        norm = max(abs(a / b - 1) for a, b in zip(result["grad_norm"], reference["grad_norm"], strict=True))
+        lines.append(
+            f"| {name} | {result['loss'][0]:.6f} | {loss:.1e} | {result['grad_norm'][0]:.5f} | {norm:.1e} | {result['gib']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Sample once, train under every layout, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "layouts")
+    out = parser.parse_args().out.resolve()
+    gpus = torch.cuda.device_count()
+    sampled = launch("1 GPU", out / "sampled", None)
+    results = {}
+    for name, (processes, *_) in LAYOUTS.items():
+        if processes <= gpus:
+            results[name] = read(launch(name, out, sampled / "rollouts.jsonl"))
+            print(name, json.dumps(results[name]), flush=True)
+    text = f"{gpus} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
+    (out / "layouts.md").write_text(text)
+    (out / "layouts.json").write_text(json.dumps(results, indent=1))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
