@@ -292,10 +292,10 @@ def _exchange(
     heads, bodies = gathered[:, : len(head)], gathered[:, len(head) :]
     extras_per_rank = heads[:, :_EXTRAS].tolist()
     if failed := [rank for rank, values in enumerate(extras_per_rank) if values[1]]:
-        messages = {decode(heads[rank, _EXTRAS:]) for rank in failed}
-        is_everyones = len(failed) == len(heads) and len(messages) == 1
-        where = "" if is_everyones else f"data-parallel rank {failed[0]}: "
-        raise StepPlanError(where + decode(heads[failed[0], _EXTRAS:]))
+        messages = [decode(heads[rank, _EXTRAS:]) for rank in failed]
+        if len(failed) == len(heads) and len(set(messages)) == 1:  # every rank's own
+            raise StepPlanError(messages[0])
+        raise StepPlanError(f"data-parallel rank {failed[0]}: {messages[0]}")
     largest = max(values[0] for values in extras_per_rank)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
