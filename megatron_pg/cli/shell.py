@@ -1,0 +1,652 @@
+"""The part of bash that launch scripts are written in, read without running anything.
+
+Variables, arrays, quotes, continuations, comments, `${NAME:-default}`, arithmetic, `source`, and the script's own
+folder are followed. What depends on a command, a branch or a loop is not guessed: such a value is an `Unknown` that
+knows its line, and it matters only where a flag could hide in it.
+"""
+
+import ast
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_pg.cli.terminal import InputError, read_text, show_path
+
+HOLE = "\0"  # stands for an unknown piece inside a word; no argument of a process can hold it
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_OPERATORS = re.compile(r"\|&|\|\||&&|;;&|;;|;&|\d*(?:<<<|<<-|<<|<>|>>|>\||[<>]&?)|&>>?|[;&|()\n]")
+_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
+_SCRIPT_FOLDER = re.compile(
+    r"""(cd\s+(?:--\s+)?"?\$\()?\s*dirname\s+(?:--\s+)?"?(?:\$0|\$\{(?:BASH_SOURCE(?:\[0\])?(?::-\$0)?|0)\})"?"""
+    r"""(?:\)((?:/\.\.)*)"?(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?\s*&&\s*pwd(?:\s+-P)?)?\s*"""
+)
+_OPENING = {"if", "for", "while", "until", "case", "select", "{"}
+_CLOSING = {"fi", "done", "esac", "}"}
+_SKIPPED = {"then", "else", "elif", "do", "!", "time", "function", "exec", "command", "nohup", "env"}
+_KEYWORDS = _OPENING | _CLOSING | _SKIPPED
+_SETTING = {"read", "mapfile", "readarray", "unset", "getopts"}
+_DECLARING = {"export", "declare", "local", "readonly", "typeset"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A value that reading alone cannot give."""
+
+    where: str  # "line 12"
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """One argument of a command. `text` has a HOLE for every unknown piece; `many`: it may be no or several arguments."""
+
+    text: str
+    where: str
+    unknown: Unknown | None = None
+    many: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A simple command that the script would run, expanded."""
+
+    where: str
+    words: tuple[Word, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    kind: str  # "text", "parameter", "arithmetic" or "command"
+    value: str
+    quoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str  # "word", "array" or "operator"
+    line: int
+    parts: tuple[_Part, ...] = ()
+    text: str = ""  # the operator, or the array's name
+    append: bool = False
+    items: tuple["_Token", ...] = ()
+
+
+def read_commands(path: str | Path, *, arguments: Sequence[str], overrides: Mapping[str, str]) -> "Reading":
+    """The simple commands of a bash script, in order, expanded as far as reading alone can.
+
+    Args:
+        path: the script.
+        arguments: what the script is called with, `$1` and so on.
+        overrides: variables whose value is given, whatever the script assigns.
+
+    Raises:
+        InputError: the script cannot be read or ends inside a quote.
+    """
+    reading = Reading(Path(path), tuple(arguments), dict(overrides))
+    reading.run_file(Path(path), "")
+    return reading
+
+
+@dataclass
+class Reading:
+    """The state of a script while it is read."""
+
+    path: Path
+    arguments: tuple[str, ...]
+    overrides: dict[str, str]
+    commands: list[Command] = field(default_factory=list)
+    environment: set[str] = field(default_factory=set)  # variables that were taken from the environment
+    caveats: list[str] = field(default_factory=list)
+    _values: dict[str, Word | list[Word]] = field(default_factory=dict)
+    _tainted: Unknown | None = None  # what may have set any variable that is not set here
+    _blocks: list[str] = field(default_factory=list)  # what is open: "if", "for", "{", "function", "(", ...
+    _files: int = 0
+
+    def run_file(self, path: Path, label: str) -> None:
+        """Read one file; `label` is how messages name it, empty for the script itself."""
+        self._files += 1
+        if self._files > 50:
+            raise InputError(f"{show_path(path)}: is one of more than 50 sourced files. Is one sourcing itself?")
+        command: list[_Token] = []
+        conditional = False
+        for token in _Lexer(read_text(path), f"{label or show_path(path)} ").tokens():
+            if token.kind != "operator" or token.text.lstrip("0123456789")[0] in "<>" or token.text[:2] == "&>":
+                command.append(token)
+                continue
+            self._run(command, label, conditional)
+            self._bracket(token.text, command)
+            conditional, command = token.text in ("&&", "||", "|", "|&"), []
+        self._run(command, label, conditional)
+
+    def _bracket(self, operator: str, before: list[_Token]) -> None:
+        if operator == "(":
+            self._blocks.append("function" if len(before) == 1 else "(")
+        elif operator == ")" and "(" in self._blocks[-1:]:
+            self._blocks.pop()
+        elif operator == ")" and self._blocks[-1:] == ["function"]:
+            self._blocks[-1] = "function name"  # waits for its `{`
+
+    def _run(self, tokens: list[_Token], label: str, conditional: bool) -> None:
+        tokens = _without_redirections(tokens)
+        while tokens and (word := _literal(tokens[0])) in _KEYWORDS:
+            self._keyword(word, conditional)
+            if word in ("for", "select") and len(tokens) > 1:
+                self._assign_unknown(_literal(tokens[1]), tokens[1], label, f"changes in the `{word}` loop")
+            if word in ("for", "select", "case"):
+                return
+            tokens = tokens[2 if word == "function" else 1 :]
+        declares = bool(tokens) and _literal(tokens[0]) in _DECLARING
+        assignments = tokens[1:] if declares else _leading_assignments(tokens)
+        if declares or len(assignments) == len(tokens):
+            for token in assignments:
+                self._assign(token, label, conditional)
+            return
+        self._run_simple(tokens[len(assignments) :], label)
+
+    def _keyword(self, word: str, conditional: bool) -> None:
+        if word == "function":
+            self._blocks.append("function name")
+        elif word == "{" and self._blocks[-1:] == ["function name"]:
+            self._blocks[-1] = "function"
+        elif word in _OPENING:
+            self._blocks.append("if" if conditional else word)
+        elif word in _CLOSING and self._blocks:
+            self._blocks.pop()
+
+    @property
+    def _is_certain(self) -> bool:
+        """Whether what is read now runs exactly once."""
+        return all(block == "{" for block in self._blocks)
+
+    def _run_simple(self, tokens: list[_Token], label: str) -> None:
+        where = _where(label, tokens[0])
+        words = [word for token in tokens for word in self._expand(token, label)]
+        name = words[0].text if words else ""
+        if self._blocks[-2:] == ["(", "("] or name == "let":  # arithmetic
+            self._forget(re.findall(_NAME, " ".join(word.text for word in words)), where, "is changed by arithmetic")
+        elif name in ("source", ".") and len(words) > 1:
+            self._source(words[1], where)
+        elif name == "eval":
+            self._tainted = Unknown(where, "`eval` may have set it")
+            self._values.clear()
+        elif name == "shift" or (name == "set" and words[1:2] and words[1].text == "--"):
+            unknown = Unknown(where, f"`{name}` changes the script's arguments")
+            self._values["@"] = [Word(HOLE, where, unknown, many=True)]
+        elif name in _SETTING or (name == "printf" and words[1:2] and words[1].text == "-v"):
+            self._forget([word.text for word in words[1:]], where, f"is set by `{name}`")
+        elif words:
+            self.commands.append(Command(where, tuple(words)))
+
+    def _forget(self, names: Sequence[str], where: str, why: str) -> None:
+        for name in names:
+            self._set(name, Word(HOLE, where, Unknown(where, f"{name} {why}"), many=True))
+
+    def _source(self, word: Word, where: str) -> None:
+        for path in [Path(word.text), self.path.parent / word.text] if word.unknown is None else []:
+            if path.is_file():
+                self.run_file(path, show_path(path))
+                return
+        shown = "a file whose name is not known" if word.unknown else show_path(word.text)
+        self._tainted = Unknown(where, f"`source` reads {shown}, which is not to be had here and may set it")
+        self.caveats.append(f"{where}: {shown} is not read; what it changes is not seen")
+
+    def _assign(self, token: _Token, label: str, conditional: bool) -> None:
+        where = _where(label, token)
+        if token.kind == "array":
+            name, append = token.text, token.append
+            value: Word | list[Word] = [word for item in token.items for word in self._expand(item, label)]
+        else:
+            match = _ASSIGNMENT.match(token.parts[0].value) if token.parts else None
+            if match is None:  # `export NAME`, `local -a`
+                return
+            name, append = match.group(1), bool(match.group(2))
+            head = replace(token.parts[0], value=token.parts[0].value[match.end() :])
+            value = self._expand_one(replace(token, parts=(head, *token.parts[1:])), where)
+        if conditional or not self._is_certain:
+            self._assign_unknown(name, token, label, "is assigned inside a branch, a loop or a function")
+        else:
+            self._set(name, self._joined(name, value) if append else value)
+
+    def _assign_unknown(self, name: str, token: _Token, label: str, why: str) -> None:
+        self._forget([name], _where(label, token), why)
+
+    def _joined(self, name: str, value: Word | list[Word]) -> Word | list[Word]:
+        old = self._values.get(name)
+        if old is None:
+            return value
+        if isinstance(old, list) or isinstance(value, list):
+            return [*(old if isinstance(old, list) else [old]), *(value if isinstance(value, list) else [value])]
+        return Word(old.text + value.text, value.where, old.unknown or value.unknown, many=old.many or value.many)
+
+    def _set(self, name: str, value: Word | list[Word]) -> None:
+        if name not in self.overrides:
+            self._values[name] = value
+
+    # --- values of parameters ---
+
+    def _lookup(self, name: str, where: str) -> Word | list[Word] | None:
+        """The value of a parameter, or None where bash would find it unset."""
+        if name in self.overrides:
+            return Word(self.overrides[name], where)
+        if name.isdigit() or name in ("@", "*"):
+            return self._positional(name, where)
+        if name in self._values:
+            return self._values[name]
+        if name in os.environ:
+            self.environment.add(name)
+            return Word(os.environ[name], where)
+        if name == "BASH_SOURCE":
+            return Word(str(self.path), where)
+        if self._tainted is not None:
+            return Word(HOLE, where, Unknown(where, f"{name} is not set here, and {self._tainted}"), many=True)
+        return None
+
+    def _positional(self, name: str, where: str) -> Word | list[Word] | None:
+        if "function" in self._blocks and name != "0":
+            unknown = Word(HOLE, where, Unknown(where, f"${name} is an argument of a function"), many=True)
+            return [unknown] if name in "@*" else unknown
+        if "@" in self._values:
+            return self._values["@"] if name in "@*" else self._values["@"][0]
+        if name in ("@", "*"):
+            return [Word(text, where) for text in self.arguments]
+        everything = (str(self.path), *self.arguments)
+        return Word(everything[int(name)], where) if int(name) < len(everything) else None
+
+    def _parameter(self, text: str, where: str) -> Word | list[Word]:
+        match = re.fullmatch(rf"({_NAME}|\d+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
+        if match is None:
+            return self._other_parameter(text, where)
+        name, index, operator, rest = match.groups()
+        is_list = index in ("@", "*") or name in ("@", "*")
+        found = self._select(self._lookup(name, where), index, is_list)
+        if operator is None:
+            return self._unset(name, where, is_list) if found is None else found
+        empty = found is None or (operator[0] == ":" and _is_empty(found))
+        if operator[-1] == "+":
+            return Word("", where) if empty else self._expand_text(rest, where)
+        return (
+            self._expand_text(rest, where)
+            if empty and operator[-1] != "?"
+            else found or self._unset(name, where, is_list)
+        )
+
+    def _other_parameter(self, text: str, where: str) -> Word:
+        length = re.fullmatch(rf"#({_NAME})\[[@*]\]", text)
+        found = self._lookup(length.group(1), where) if length else None
+        if isinstance(found, list) and not any(word.many for word in found):
+            return Word(str(len(found)), where)
+        return Word(HOLE, where, Unknown(where, f"${{{text}}} is a form that is not read here"), many=True)
+
+    def _select(self, found: Word | list[Word] | None, index: str | None, is_list: bool) -> Word | list[Word] | None:
+        if is_list:
+            return [found] if isinstance(found, Word) else found
+        if isinstance(found, list):
+            position = int(index or 0)
+            if any(word.many for word in found[: position + 1]):
+                return next(word for word in found if word.many)
+            return found[position] if position < len(found) else None
+        return found
+
+    def _unset(self, name: str, where: str, is_list: bool) -> Word | list[Word]:
+        unknown = Unknown(where, f"{name} is set neither in the script nor in the environment")
+        word = Word(HOLE, where, unknown, many=True)
+        return [word] if is_list else word
+
+    def _expand_text(self, text: str, where: str) -> Word:
+        """The word behind `:-` and its like."""
+        tokens = list(_Lexer(text if re.search("[\"']", text) else f'"{text}"', "").tokens())
+        pieces = [self._expand_one(token, where) for token in tokens]
+        unknown = next((piece.unknown for piece in pieces if piece.unknown), None)
+        return Word(" ".join(piece.text for piece in pieces), where, unknown)
+
+    def _command(self, text: str, where: str) -> Word:
+        match = _SCRIPT_FOLDER.fullmatch(text)
+        if match is None or (match.group(1) is None) != (match.group(2) is None):
+            shown = " ".join(text.split())
+            shown = shown if len(shown) <= 60 else shown[:57] + "..."
+            return Word(HOLE, where, Unknown(where, f"$({shown}) is the output of a command"))
+        folder = os.path.dirname(str(self.path)) or "."
+        if match.group(1) is None:
+            return Word(folder, where)
+        return Word(os.path.abspath(folder + match.group(2)), where)
+
+    def _arithmetic(self, text: str, where: str) -> Word:
+        plain = re.sub(rf"\$\{{({_NAME}|\d+)\}}|\$({_NAME}|\d+)", lambda m: f" {m.group(1) or m.group(2)} ", text)
+        unknown: list[Unknown] = []
+
+        def value_of(name: str) -> int:
+            found = self._lookup(name, where)
+            word = found if isinstance(found, Word) else Word("0" if found is None else HOLE, where)
+            if word.unknown or not re.fullmatch(r"\s*-?\d*\s*", word.text):
+                unknown.append(word.unknown or Unknown(where, f"{name} is no integer"))
+                return 1
+            return int(word.text or 0)
+
+        try:
+            result = _evaluate(ast.parse(plain.strip(), mode="eval").body, value_of)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            unknown.append(Unknown(where, f"$(({text.strip()})) is arithmetic that is not read here"))
+            result = 0
+        return Word(HOLE, where, unknown[0]) if unknown else Word(str(result), where)
+
+    # --- expansion of words ---
+
+    def _expand_one(self, token: _Token, where: str) -> Word:
+        """The value of an assignment: no splitting, arrays joined with blanks."""
+        text, unknown, many = "", None, False
+        for part in token.parts:
+            value = self._value(part, where)
+            words = value if isinstance(value, list) else [value]
+            text += " ".join(word.text for word in words)
+            unknown = unknown or next((word.unknown for word in words if word.unknown), None)
+            many = many or any(word.many for word in words)
+        return Word(text, where, unknown, many)
+
+    def _expand(self, token: _Token, label: str) -> list[Word]:
+        """The arguments that a word of a command becomes."""
+        where = _where(label, token)
+        fields = _Fields(where)
+        for part in token.parts:
+            value = self._value(part, where)
+            if (
+                part.kind == "text"
+                and not part.quoted
+                and (pattern := re.search(r"[*?\[]|\{[^}]*(,|\.\.)", part.value))
+            ):
+                why = f"{part.value!r} is a pattern ({pattern.group()[0]}), which the shell replaces"
+                value = Word(HOLE, where, Unknown(where, why), many=True)
+            joined = part.kind == "parameter" and part.value.rstrip("]").endswith("*")
+            fields.add(value, quoted=part.quoted or part.kind == "text", joined=joined)
+        return fields.finish()
+
+    def _value(self, part: _Part, where: str) -> Word | list[Word]:
+        if part.kind == "text":
+            return Word(part.value, where)
+        return {"parameter": self._parameter, "command": self._command, "arithmetic": self._arithmetic}[part.kind](
+            part.value, where
+        )
+
+
+class _Fields:
+    """The arguments that one word becomes, while its parts are added."""
+
+    def __init__(self, where: str):
+        self._where = where
+        self._done: list[Word] = []
+        self._open: Word | None = None
+
+    def add(self, value: Word | list[Word], *, quoted: bool, joined: bool) -> None:
+        if isinstance(value, list) and quoted and joined:
+            unknown = next((word.unknown for word in value if word.unknown), None)
+            value = Word(" ".join(word.text for word in value), self._where, unknown)
+        for i, word in enumerate(value if isinstance(value, list) else [value]):
+            if i:
+                self._close()
+            if quoted:
+                self._append(replace(word, many=word.many and isinstance(value, list)))
+            elif word.unknown:
+                self._append(replace(word, many=True))
+            else:
+                self._split(word)
+
+    def _split(self, word: Word) -> None:
+        for i, text in enumerate(re.split(r"[ \t\n]+", word.text)):
+            if i:
+                self._close()
+            if text:
+                self._append(replace(word, text=text))
+
+    def _append(self, word: Word) -> None:
+        old = self._open or Word("", self._where)
+        self._open = Word(old.text + word.text, self._where, old.unknown or word.unknown, old.many or word.many)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._done.append(self._open)
+        self._open = None
+
+    def finish(self) -> list[Word]:
+        self._close()
+        return self._done
+
+
+class _Lexer:
+    """Splits a script into words and operators."""
+
+    def __init__(self, text: str, label: str):
+        self._text, self._label = text.replace("\r\n", "\n").replace(HOLE, " "), label
+        self._at, self._line = 0, 1
+        self._here_documents: list[str] = []
+
+    def tokens(self) -> Iterator[_Token]:
+        while self._skip_blanks():
+            if match := _OPERATORS.match(self._text, self._at):
+                yield self._operator(match.group())
+            else:
+                yield self._word()
+
+    def _skip_blanks(self) -> bool:
+        while self._at < len(self._text):
+            if self._text.startswith("\\\n", self._at):
+                self._advance(2)
+            elif self._text[self._at] in " \t\r":
+                self._advance(1)
+            elif self._text[self._at] == "#":
+                end = self._text.find("\n", self._at)
+                self._advance((len(self._text) if end < 0 else end) - self._at)
+            else:
+                return True
+        return False
+
+    def _advance(self, count: int) -> str:
+        taken = self._text[self._at : self._at + count]
+        self._at += count
+        self._line += taken.count("\n")
+        return taken
+
+    def _operator(self, text: str) -> _Token:
+        token = _Token("operator", self._line, text=text)
+        self._advance(len(text))
+        if text.lstrip("0123456789") in ("<<", "<<-"):
+            self._skip_blanks()
+            self._here_documents.append("".join(part.value for part in self._word().parts))
+            return replace(token, text="<<")  # its word is taken
+        if text == "\n":
+            self._skip_here_documents()
+        return token
+
+    def _skip_here_documents(self) -> None:
+        for end in self._here_documents:
+            while self._at < len(self._text):
+                stop = self._text.find("\n", self._at)
+                stop = len(self._text) if stop < 0 else stop + 1
+                if self._advance(stop - self._at).strip() == end:
+                    break
+        self._here_documents.clear()
+
+    def _word(self) -> _Token:
+        line, parts = self._line, []
+        while self._at < len(self._text):
+            here = self._text[self._at]
+            if here in " \t\n;&|()<>":
+                name = _ASSIGNMENT.fullmatch(parts[0].value) if here == "(" and len(parts) == 1 else None
+                if name:
+                    return self._array(line, name.group(1), bool(name.group(2)))
+                break
+            parts += self._piece(here)
+        return _Token("word", line, _merged(parts))
+
+    def _array(self, line: int, name: str, append: bool) -> _Token:
+        self._advance(1)
+        items = []
+        while self._skip_blanks():
+            if self._text[self._at] == "\n":
+                self._advance(1)
+            elif self._text[self._at] == ")":
+                self._advance(1)
+                return _Token("array", line, text=name, append=append, items=tuple(items))
+            elif _OPERATORS.match(self._text, self._at):
+                raise self._unfinished(line, "an array that bash would not accept")
+            else:
+                items.append(self._word())
+        raise self._unfinished(line, "an array that never ends")
+
+    def _piece(self, here: str) -> list[_Part]:
+        if here == "\\":
+            taken = self._advance(2)
+            return [] if taken == "\\\n" else [_Part("text", taken[1:], True)]
+        if here == "'":
+            return [_Part("text", self._until("'", "a single quote"), True)]
+        if here == '"':
+            return self._double_quoted()
+        if here in "$`":
+            return [self._substitution(quoted=False)]
+        return [_Part("text", self._plain(r"[^ \t\n;&|()<>\\'\"$`]*"), False)]
+
+    def _plain(self, pattern: str) -> str:
+        return self._advance(re.compile(pattern).match(self._text, self._at).end() - self._at)
+
+    def _until(self, end: str, what: str) -> str:
+        stop = self._text.find(end, self._at + 1)
+        if stop < 0:
+            raise self._unfinished(self._line, f"{what} that never ends")
+        return self._advance(stop + 1 - self._at)[1:-1]
+
+    def _double_quoted(self) -> list[_Part]:
+        line, parts = self._line, [_Part("text", "", True)]
+        self._advance(1)
+        while self._at < len(self._text):
+            here = self._text[self._at]
+            if here == '"':
+                self._advance(1)
+                return parts
+            if here == "\\":
+                taken = self._advance(2)
+                keep = "" if taken == "\\\n" else taken[1:] if taken[1:] in ('"', "\\", "$", "`") else taken
+                parts.append(_Part("text", keep, True))
+            elif here in "$`":
+                parts.append(self._substitution(quoted=True))
+            else:
+                parts.append(_Part("text", self._plain(r"[^\"\\$`]*"), True))
+        raise self._unfinished(line, "a double quote that never ends")
+
+    def _substitution(self, *, quoted: bool) -> _Part:
+        text, at = self._text, self._at
+        if text[at] == "`":
+            return _Part("command", self._until("`", "a backquote"), quoted)
+        if text.startswith("$((", at):
+            body = self._balanced(3, "()", 1)
+            if body.endswith(")"):
+                return _Part("arithmetic", body[:-1], quoted)
+            return _Part("command", f"({body}", quoted)
+        if text.startswith("$(", at):
+            return _Part("command", self._balanced(2, "()", 0), quoted)
+        if text.startswith("${", at):
+            return _Part("parameter", self._balanced(2, "{}", 0), quoted)
+        if text.startswith("$'", at) and not quoted:
+            self._advance(1)
+            return _Part("text", self._until("'", "a single quote"), True)
+        match = re.compile(rf"\$({_NAME}|[0-9@*#?$!-])").match(text, at)
+        if match is None:
+            return _Part("text", self._advance(1), quoted)
+        self._advance(match.end() - at)
+        return _Part("parameter", match.group(1), quoted)
+
+    def _balanced(self, skip: int, brackets: str, extra: int) -> str:
+        """What lies between brackets, nested ones and quotes included; the closing one is consumed."""
+        line, start, depth = self._line, self._at + skip, 1 + extra
+        self._advance(skip)
+        while self._at < len(self._text):
+            here = self._text[self._at]
+            if here == "\\":
+                self._advance(2)
+                continue
+            if here == "'" and brackets == "()":
+                self._until("'", "a single quote")
+                continue
+            depth += (here == brackets[0]) - (here == brackets[1])
+            self._advance(1)
+            if depth == 0:
+                return self._text[start : self._at - 1]
+        raise self._unfinished(line, f"a ${brackets[0]} that never ends")
+
+    def _unfinished(self, line: int, what: str) -> InputError:
+        return InputError(f"{self._label}line {line}: {what}, so the script cannot be read. Is the file cut short?")
+
+
+def _merged(parts: list[_Part]) -> tuple[_Part, ...]:
+    """Neighbouring text of one kind of quoting as one part."""
+    merged: list[_Part] = []
+    for part in parts:
+        if merged and part.kind == "text" == merged[-1].kind and part.quoted == merged[-1].quoted:
+            merged[-1] = replace(part, value=merged[-1].value + part.value)
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+def _literal(token: _Token) -> str:
+    """The word as it is written, where it is plain text without quotes; else nothing."""
+    plain = len(token.parts) == 1 and token.parts[0].kind == "text" and not token.parts[0].quoted
+    return token.parts[0].value if plain else ""
+
+
+def _where(label: str, token: _Token) -> str:
+    return f"{label} line {token.line}".strip()
+
+
+def _without_redirections(tokens: list[_Token]) -> list[_Token]:
+    kept, skip = [], False
+    for token in tokens:
+        if token.kind == "operator":
+            skip = token.text != "<<"
+        elif skip:
+            skip = False
+        else:
+            kept.append(token)
+    return kept
+
+
+def _leading_assignments(tokens: list[_Token]) -> list[_Token]:
+    found = []
+    for token in tokens:
+        plain = token.parts and token.parts[0].kind == "text" and not token.parts[0].quoted
+        if token.kind != "array" and not (plain and _ASSIGNMENT.match(token.parts[0].value)):
+            break
+        found.append(token)
+    return found
+
+
+def _is_empty(found: Word | list[Word]) -> bool:
+    return found == [] or (isinstance(found, Word) and found.text == "" and found.unknown is None)
+
+
+def _evaluate(node: ast.expr, value_of) -> int:
+    """Integer arithmetic with bash's division, which rounds towards zero."""
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.Name(id=name):
+            return value_of(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, value_of)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _evaluate(left, value_of), _evaluate(right, value_of)
+            quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if isinstance(op, ast.Div | ast.Mod) else 0
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return quotient
+                case ast.Mod():
+                    return a - b * quotient
+    raise ValueError
