@@ -263,7 +263,7 @@ def _listed(units: Shares, rows: Sequence[int], name: str) -> list[dict[str, obj
 
 
 def _draw(options: argparse.Namespace, lengths: Shares, prompts: Shares) -> None:
-    figure, (left, right) = new_figure(1, 2, width=11, height=4.2)
+    figure, ((left, right),) = new_figure(1, 2, width=11, height=4.2)
     at = np.arange(len(lengths.names))
     width = 0.8 / len(lengths.shares)
     for n, (mode, column) in enumerate(lengths.shares.items()):

@@ -39,7 +39,7 @@ def new_figure(rows: int, columns: int, *, width: float, height: float) -> tuple
     _matplotlib()
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width, height), squeeze=rows == 1 or columns == 1)
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False)
 
 
 def save_figure(figure: Any, path: str, *, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,3 +147,24 @@ class Progress:
 def megabytes(size: int) -> str:
     """A size in bytes as text."""
     return f"{size / 1e6:,.0f} MB"
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say from the second second on that one long call is still under way."""
+    done = threading.Event()
+
+    def tick() -> None:
+        seconds = Progress.DELAY
+        while not done.wait(Progress.DELAY if seconds == Progress.DELAY else Progress.PERIOD):
+            sys.stderr.write(f"{what}: {seconds:.0f} s\n")
+            sys.stderr.flush()
+            seconds += Progress.PERIOD
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
