@@ -110,8 +110,6 @@ def _gloo_probe() -> Probe:
 
 def _python() -> Finding:
     version = platform.python_version()
-    if sys.version_info < (3, 10):
-        return Finding("Python", "fail", version, "use Python 3.10 or later")
     if sys.version_info < (3, 12):
         return Finding("Python", "note", version, "megatron.training of megatron-core 0.18 and later needs Python 3.12")
     return Finding("Python", "ok", version)

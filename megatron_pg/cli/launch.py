@@ -9,6 +9,7 @@ import argparse
 import difflib
 import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +46,13 @@ MEGATRON_FLAGS: Mapping[str, dict] = {
     "pipeline_model_parallel_size": {"type": int},
     "micro_batch_size": {"type": int},
     "global_batch_size": {"type": int},
-    "rampup_batch_size": {"nargs": "+"},
+    "rampup_batch_size": {"nargs": 3},
     "yaml_cfg": {},
 }
-# Flags with exactly one value, which scripts take from the environment: an unknown value there hides no flag.
+# Flags with one value, a path or a number that scripts take from outside: what is not known there is taken as that value.
 ONE_VALUE = {
     *(
         "--data-cache-path",
-        "--data-path",
         "--load",
         "--log-interval",
         "--merge-file",
@@ -122,14 +122,20 @@ def read_launch(options: argparse.Namespace) -> Launch:
         raise InputError(
             "neither flags nor a launch script are given. Give one of them, for instance --loss-aggregation token_mean."
         )
-    args, others = _parse([Word(text, "the command line") for text in words])
+    args, others, _ = _parse([Word(text, "the command line") for text in words])
     return Launch(args, "flags", options.world_size, others)
 
 
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
+    try:
+        shlex.split(value)  # as the elements of an array
+    except ValueError:
+        equals = ""
     if not equals or not name.isidentifier():
-        raise InputError(f"--set {printable(text)} is not NAME=VALUE. Write for instance --set NUM_GPUS=8.")
+        raise InputError(
+            f"--set {printable(text)} is not NAME=VALUE. Write for instance --set NUM_GPUS=8, or --set 'ARGS=--a 1 --b' for an array."
+        )
     return name, value
 
 
@@ -140,7 +146,7 @@ def _from_script(path: str, arguments: list[str], overrides: dict[str, str], opt
     try:
         command = _choose(reading.commands, path, options.line)
         before, after = _split(command)
-        args, others = _parse(after)
+        args, others, taken = _parse(after)
     except InputError as error:
         raise InputError(f"{show_path(path)}: {error}") from error
     _fill_in(args)
@@ -150,7 +156,7 @@ def _from_script(path: str, arguments: list[str], overrides: dict[str, str], opt
         options.world_size or _world_size(before),
         others,
         tuple(sorted(reading.environment)),
-        tuple(reading.caveats),
+        (*reading.caveats, *taken),
     )
 
 
@@ -196,34 +202,38 @@ def _split(command: Command) -> tuple[list[Word], list[Word]]:
     return words[start:], words[start:]  # torchrun -m module
 
 
-def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...], list[str]]:
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
     own = set(parser._option_string_actions)
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **keywords)
-    _check_known(words, set(parser._option_string_actions))
+    taken = _check_known(words, set(parser._option_string_actions))
     args, others = parser.parse_known_args([word.text for word in words])
     _check_spelling(others, own)
     if "yaml_cfg" in args:
         raise InputError(
             "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
         )
-    return args, tuple(others)
+    return args, tuple(others), taken
 
 
-def _check_known(words: list[Word], read: set[str]) -> None:
-    """Refuse unknown pieces in which one of the flags that are read, or its value, could hide."""
+def _check_known(words: list[Word], read: set[str]) -> list[str]:
+    """What is taken for granted about unknown words, none of which may hide a flag that is read, or its value."""
+    taken = []
     for before, word in zip([Word("", ""), *words], words, strict=False):
         if word.unknown is None:
             continue
         flag = word.text.partition("=")[0]
-        hides_flag = word.many or (word.text.startswith(HOLE) and before.text not in ONE_VALUE)
-        if flag in read or before.text in read or hides_flag or (word.text.startswith("-") and HOLE in flag):
+        starts_open = word.text.startswith(HOLE) or word.many
+        if before.text in ONE_VALUE and starts_open:
+            taken.append(f"taken as the one value of {before.text}, because it is not known: {word.unknown}")
+        elif flag in read or before.text in read or starts_open or (flag.startswith("-") and HOLE in flag):
             place = f" after {printable(before.text.replace(HOLE, '…'))}" if before.text else ""
             raise InputError(
                 f"{word.where}: the argument{place} is not known, and a flag could hide there, because {word.unknown}. Give "
                 "the variable with --set NAME=VALUE, or in the environment."
             )
+    return taken
 
 
 def _check_spelling(others: Sequence[str], own: set[str]) -> None:
@@ -258,7 +268,9 @@ def _world_size(words: Sequence[Word]) -> int | None:
         name = flag.lstrip("-").replace("_", "-")
         if flag.startswith("--") and name in sizes:
             sizes[name] = int(value) if value.isdecimal() else None
-    if any(word.many for word in words) or None in sizes.values():
+    options = zip([Word("", ""), *words], words, strict=False)
+    may_hold_more = any(word.many and not before.text.startswith("-") for before, word in options)
+    if may_hold_more or None in sizes.values():
         return None
     return sizes["nproc-per-node"] * sizes["nnodes"]
 

@@ -8,6 +8,7 @@ knows its line, and it matters only where a flag could hide in it.
 import ast
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ class Word:
     where: str
     unknown: Unknown | None = None
     many: bool = False
+    whole: bool = False  # was quoted where it was written: not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,8 @@ class Reading:
             return self._other_parameter(text, where)
         name, index, operator, rest = match.groups()
         is_list = index in ("@", "*") or name in ("@", "*")
+        if is_list and name in self.overrides:
+            return [Word(text, where) for text in shlex.split(self.overrides[name])]
         found = self._select(self._lookup(name, where), index, is_list)
         if operator is None:
             return self._unset(name, where, is_list) if found is None else found
@@ -293,16 +297,24 @@ class Reading:
         return found
 
     def _unset(self, name: str, where: str, is_list: bool) -> Word | list[Word]:
-        unknown = Unknown(where, f"{name} is set neither in the script nor in the environment")
+        shown = (
+            f"${name}, an argument of the script, is not given"
+            if name.isdigit()
+            else f"{name} is set neither in the script nor in the environment"
+        )
+        unknown = Unknown(where, shown)
         word = Word(HOLE, where, unknown, many=True)
         return [word] if is_list else word
 
     def _expand_text(self, text: str, where: str) -> Word:
         """The word behind `:-` and its like."""
         tokens = list(_Lexer(text if re.search("[\"']", text) else f'"{text}"', "").tokens())
-        pieces = [self._expand_one(token, where) for token in tokens]
-        unknown = next((piece.unknown for piece in pieces if piece.unknown), None)
-        return Word(" ".join(piece.text for piece in pieces), where, unknown)
+        if len(tokens) > 1:
+            why = f"{text!r} is a default of several words, some in quotes, which is not read here"
+            return Word(HOLE, where, Unknown(where, why), many=True)
+        piece = self._expand_one(tokens[0], where) if tokens else Word("", where)
+        quoted = re.search("[\"']", text) and all(part.quoted for part in tokens[0].parts)
+        return replace(piece, whole=bool(quoted))
 
     def _command(self, text: str, where: str) -> Word:
         match = _SCRIPT_FOLDER.fullmatch(text)
@@ -389,8 +401,8 @@ class _Fields:
                 self._close()
             if quoted:
                 self._append(replace(word, many=word.many and isinstance(value, list)))
-            elif word.unknown:
-                self._append(replace(word, many=True))
+            elif word.unknown or word.whole:
+                self._append(replace(word, many=word.unknown is not None))
             else:
                 self._split(word)
 
@@ -518,13 +530,13 @@ class _Lexer:
         return self._advance(stop + 1 - self._at)[1:-1]
 
     def _double_quoted(self) -> list[_Part]:
-        line, parts = self._line, [_Part("text", "", True)]
+        line, parts = self._line, []
         self._advance(1)
         while self._at < len(self._text):
             here = self._text[self._at]
             if here == '"':
                 self._advance(1)
-                return parts
+                return parts or [_Part("text", "", True)]
             if here == "\\":
                 taken = self._advance(2)
                 keep = "" if taken == "\\\n" else taken[1:] if taken[1:] in ('"', "\\", "$", "`") else taken
@@ -623,7 +635,8 @@ def _leading_assignments(tokens: list[_Token]) -> list[_Token]:
 
 
 def _is_empty(found: Word | list[Word]) -> bool:
-    return found == [] or (isinstance(found, Word) and found.text == "" and found.unknown is None)
+    words = found if isinstance(found, list) else [found]
+    return len(words) < 2 and all(word.text == "" and word.unknown is None for word in words)
 
 
 def _evaluate(node: ast.expr, value_of) -> int:

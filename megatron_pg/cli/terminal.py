@@ -116,7 +116,9 @@ class Progress:
         show: how a size is written.
     """
 
-    DELAY, PERIOD = 2.0, 1.0  # seconds before the first line, and between two
+    DELAY = 2.0  # seconds before the first line
+    PERIOD = 1.0  # seconds between two on a terminal
+    LOG_PERIOD = 5.0  # and in a log
 
     def __init__(self, what: str, total: int, show: Callable[[int], str] = str):
         self._what, self._total, self._show = what, total, show
@@ -125,17 +127,14 @@ class Progress:
 
     def update(self, done: int) -> None:
         """Say how far the work is, if it is time to."""
-        now = time.monotonic()
-        if now - self._start < self.DELAY or (self._shown and now - self._last < self.PERIOD):
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
+        period = self.PERIOD if is_terminal else self.LOG_PERIOD
+        if now - self._start < self.DELAY or (self._shown and now - self._last < period):
             return
         self._last, self._shown = now, True
         left = (now - self._start) / done * (self._total - done) if done else 0.0
-        end = "\r" if sys.stderr.isatty() else "\n"
-        sys.stderr.write(
-            f"{self._what}: {self._show(done)} of {self._show(self._total)}, {left:.0f} s left\x1b[K{end}"
-            if end == "\r"
-            else f"{self._what}: {self._show(done)} of {self._show(self._total)}, {left:.0f} s left\n"
-        )
+        text = f"{self._what}: {self._show(done)} of {self._show(self._total)}, {left:.0f} s left"
+        sys.stderr.write(f"{text}\x1b[K\r" if is_terminal else f"{text}\n")
         sys.stderr.flush()
 
     def close(self) -> None:
@@ -152,14 +151,14 @@ def megabytes(size: int) -> str:
 @contextmanager
 def busy(what: str) -> Iterator[None]:
     """Say from the second second on that one long call is still under way."""
-    done = threading.Event()
+    done, start = threading.Event(), time.monotonic()
 
     def tick() -> None:
-        seconds = Progress.DELAY
-        while not done.wait(Progress.DELAY if seconds == Progress.DELAY else Progress.PERIOD):
-            sys.stderr.write(f"{what}: {seconds:.0f} s\n")
+        wait = Progress.DELAY
+        while not done.wait(wait):
+            sys.stderr.write(f"{what}: {time.monotonic() - start:.0f} s\n")
             sys.stderr.flush()
-            seconds += Progress.PERIOD
+            wait = Progress.LOG_PERIOD
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
