@@ -180,14 +180,16 @@ def load_tensors(path: str) -> object:
             warnings.simplefilter("ignore")  # of the loader, about files that it then refuses
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or foreign file makes of the loader
-        if "Weights only load failed" in str(error):
-            refused = re.search(r"(?:GLOBAL|type) ([\w.]+)", str(error))
+        if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise InputError(
-                f"{shown}: holds {refused.group(1) if refused else 'an object of another kind'}, and only tensors and plain values are "
-                "loaded, because building anything else can run code. Write the dump again without it (docs/cli.md shows how)."
+                f"{shown}: holds {refused.group(1)}, and only tensors and plain values are loaded, because building anything else can "
+                "run code. Write the dump again without it (docs/cli.md shows how)."
             ) from error
-        reason = printable(str(error).partition("\n")[0] or type(error).__name__)
-        raise InputError(f"{shown}: is no file of torch.save, or was cut short ({reason}). Give a dump.") from error
+        text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+        raise InputError(
+            f"{shown}: is no file of torch.save, was cut short, or holds objects ({printable(text.partition(chr(10))[0])}); only tensors "
+            "and plain values are loaded. Give a dump."
+        ) from error
 
 
 def plain_list(values: object) -> list | None:
