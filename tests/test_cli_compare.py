@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -344,8 +345,6 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize("words", BAD_OPTIONS)
 def test_bad_options_are_refused_before_anything_is_read(words, tmp_path, capsys, monkeypatch):
-    import re
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.png").write_bytes(b"mine")
     code, out, err = run(capsys, "absent.jsonl", *words.split())

@@ -5,6 +5,7 @@ for: `explain` needs no torch. Bad input is one line on the standard error, exit
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 doctor found a fault, 2 bad input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Σ, a path that is no UTF-8
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if word in SUBCOMMANDS), None)
     try:

@@ -12,10 +12,11 @@ import sys
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_pg.cli.terminal import Progress, megabytes
+from megatron_pg.cli.terminal import InputError, Progress, megabytes, show_path
 from megatron_pg.printable import printable
 from megatron_pg.rollout_lines import RolloutFileError, check_header, no_samples, parse_line, raw_lines
 
@@ -104,6 +105,10 @@ def _parts(path: Path, size: int) -> Iterator[tuple[int, _Part]]:
             futures = [pool.submit(_read_part, path, *each) for each in ranges]
             for (_, stop), future in zip(ranges, futures, strict=True):
                 yield stop, future.result()
+        except BrokenProcessPool as error:
+            raise InputError(
+                f"{show_path(path)}: a process that reads it was killed. Is there enough memory for its longest lines?"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -70,7 +70,7 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
         _torch(probes["torch"]),
         _kernel(probes["torch"], probes["triton"]),
         *_core(probes["megatron"]),
-        _training(probes["training"]),
+        _training(probes["megatron"]),
         _transformer_engine(probes["megatron"]),
         _gloo(probes["gloo"]),
         *(_package(name, required=True) for name in ("numpy", "packaging")),
@@ -79,7 +79,7 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
 
 
 def _probe_all() -> dict[str, Probe]:
-    names = ("torch", "triton", "megatron", "training")
+    names = ("megatron", "torch", "triton")  # the longest first
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(names, pool.map(_probe, names), strict=True))
     return found | {"gloo": _gloo_probe()}
@@ -183,7 +183,7 @@ def _contracts(probe: Probe) -> list[Finding]:
         ),
     ):
         if key not in probe.facts:
-            rows.append(Finding(name, "note", f"not checked: {probe.error}"))
+            rows.append(Finding(name, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"))
         elif probe.facts[key] == expected:
             rows.append(Finding(name, "ok", f"{text} (tried on this release's schedule)"))
         else:
@@ -193,9 +193,10 @@ def _contracts(probe: Probe) -> list[Finding]:
 
 
 def _training(probe: Probe) -> Finding:
-    if probe.error:
+    if "pretrain_hook" not in probe.facts:
+        error = printable(str(probe.facts.get("training_error") or probe.error), limit=240)
         fix = "megatron_pg.pretrain needs it: pip install 'megatron-pg[training]', megatron-core 0.17 or later, its Python"
-        return Finding("megatron.training", "note", f"cannot be imported: {probe.error}", fix)
+        return Finding("megatron.training", "note", f"cannot be imported: {error}", fix)
     if probe.facts["pretrain_hook"]:
         return Finding("megatron.training", "ok", "flags enter by pretrain(extra_args_provider=)")
     if probe.facts["parse_hook"]:

@@ -1,6 +1,7 @@
 """`megatron-pg explain`: the objective in force as a formula with numbers, and which factor comes from where."""
 
 import argparse
+import math
 from dataclasses import dataclass
 
 from megatron_pg.args import own_arguments
@@ -66,36 +67,40 @@ def layout_of(launch: Launch) -> Layout:
     Raises:
         InputError: they do not divide each other.
     """
-    found = vars(launch.args)
-    context, world = found.get("context_parallel_size"), launch.world_size
-    model = (found.get("tensor_model_parallel_size") or 1) * (found.get("pipeline_model_parallel_size") or 1)
-    model *= context or 1
+    found = {name: value for name, value in vars(launch.args).items() if value is not None}
+    for name in _SIZES & found.keys():
+        if found[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')} {found[name]} is no size. Give 1 or more.")
+    world, context, micro = launch.world_size, found.get("context_parallel_size"), found.get("micro_batch_size")
+    model = math.prod(found.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context"))
     if world is not None and (world < 1 or world % model):
         raise InputError(
             f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
         )
     data = world // model if world is not None else None
-    batch, micro = found.get("docs_per_step") or found.get("global_batch_size"), found.get("micro_batch_size")
-    fixed = batch is not None and micro and data and not found.get("docs_per_step") and "rampup_batch_size" not in found
-    if fixed and batch % (micro * data):
+    context = 1 if context is None and data else context
+    if "rampup_batch_size" in found or found.get("docs_per_step"):  # the number of samples is no constant, or a target
+        return Layout(world, data, context, found.get("docs_per_step") or None, micro, None)
+    batch = found.get("global_batch_size")
+    if batch is None or micro is None or data is None:
+        return Layout(world, data, context, batch, micro, None)
+    if batch % (micro * data):
         raise InputError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} times {data} data-parallel ranks, so Megatron "
             "would not start. Correct one of them."
         )
-    batch = None if "rampup_batch_size" in found else batch
-    return Layout(
-        world, data, context or (1 if data else None), batch, micro, batch // (micro * data) if fixed else None
-    )
+    return Layout(world, data, context, batch, micro, batch // (micro * data))
+
+
+_SIZES = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("micro_batch_size", "global_batch_size"),
+}
 
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
-    k, d, c = (_or(value, name) for value, name in zip(_sizes(layout), "KDC", strict=True))
-    rows = [
-        ("N_r", _rollouts_text(layout)),
-        ("K", f"{k} micro-batches: {_or(layout.batch, 'samples')} / ({_or(layout.micro, 'micro-batch size')}·{d})"),
-        ("D, C", f"{d} data-parallel and {c} context-parallel ranks of {_or(layout.world, '?')}"),
-    ]
+    rows = [("N_r", _rollouts_text(layout)), ("K", _microbatches_text(layout)), ("D, C", _ranks_text(layout))]
     if (denominator := _denominator(args, layout)) is not None:
         rows.append(("denominator", denominator))
     if vars(args).get("calculate_per_token_loss", False):
@@ -108,18 +113,13 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str
             ("finalize", "÷ Σ n = Q, so the gradient is ∇Σ w·ℓ, exactly"),
         ]
         return rows
-    returned = (
-        "K·D·S"
-        if layout.microbatches is None
-        else f"K·D·S = {layout.microbatches}·{layout.data}·S = {layout.microbatches * layout.data}·S"
-    )
     return [
         *rows,
-        ("returned", f"{returned}, S = Σ w·ℓ of the rank and micro-batch"),
-        ("schedule", f"× C = {c}, ÷ K = {k}"),
+        ("returned", f"K·D·S{_product(layout)}, S = Σ w·ℓ of the rank and micro-batch"),
+        ("schedule", f"× C{_equal(layout.context)}, ÷ K{_equal(layout.microbatches)}"),
         (
             "DDP",
-            f"÷ (D·C) = {layout.data * layout.context if layout.data else 'D·C'}, then the sum over ranks: ∇Σ w·ℓ, exactly",
+            f"÷ (D·C){_equal(layout.data and layout.data * layout.context)}, then the sum over ranks: ∇Σ w·ℓ, exactly",
         ),
     ]
 
@@ -141,12 +141,29 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
     ]
 
 
-def _sizes(layout: Layout) -> tuple[int | None, int | None, int | None]:
-    return layout.microbatches, layout.data, layout.context
+def _equal(value: int | None) -> str:
+    return "" if value is None else f" = {value}"
 
 
-def _or(value: int | None, name: str) -> str:
-    return name if value is None else str(value)
+def _product(layout: Layout) -> str:
+    if layout.microbatches is None:
+        return ""
+    return f" = {layout.microbatches}·{layout.data}·S = {layout.microbatches * layout.data}·S"
+
+
+def _microbatches_text(layout: Layout) -> str:
+    sizes = (layout.batch, layout.micro, layout.data)
+    batch, micro, data = (
+        name if value is None else value for value, name in zip(sizes, ("N_r", "micro-batch size", "D"), strict=True)
+    )
+    count = f"{layout.microbatches} = " if layout.microbatches else ""
+    return f"{count}{batch} / ({micro}·{data}) micro-batches"
+
+
+def _ranks_text(layout: Layout) -> str:
+    if layout.data is None:
+        return "data-parallel and context-parallel ranks; D is not known here, --world-size gives it"
+    return f"{layout.data} data-parallel and {layout.context} context-parallel ranks of {layout.world}"
 
 
 def _rollouts_text(layout: Layout) -> str:

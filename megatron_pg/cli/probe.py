@@ -1,10 +1,11 @@
 """What `doctor` asks of an installation, in processes of their own: an import may fail, hang or end the interpreter.
 
-    python -m megatron_pg.cli.probe torch | triton | megatron | training | gloo RANK FILE
+    python -m megatron_pg.cli.probe torch | triton | megatron | gloo RANK FILE
 
 prints one JSON object a line, each as soon as it is known.
 """
 
+import inspect
 import json
 import sys
 from importlib import import_module
@@ -27,10 +28,19 @@ def triton_facts() -> None:
 
 
 def megatron_facts() -> None:
-    """That megatron.core imports, and what its schedule does with the two forms of return value that we use."""
-    core = import_module("megatron.core")
-    _tell(version=core.__version__)
-    _tell(per_microbatch=_scaled(per_token=False), per_token=_scaled(per_token=True))
+    """That megatron.core imports, what its schedule does with our two return values, and where pretrain takes flags."""
+    _tell(version=import_module("megatron.core").__version__)
+    try:
+        _tell(per_microbatch=_scaled(per_token=False), per_token=_scaled(per_token=True))
+    except Exception as error:  # another signature
+        _tell(contract_error=f"{type(error).__name__}: {error}")
+    try:
+        training = import_module("megatron.training.training")
+        arguments = import_module("megatron.training.arguments")
+        hook = "extra_args_provider" in inspect.signature(training.pretrain).parameters
+        _tell(pretrain_hook=hook, parse_hook=hasattr(arguments, "parse_and_validate_args"))
+    except Exception as error:  # missing, or broken in any way
+        _tell(training_error=f"{type(error).__name__}: {error}")
 
 
 def _scaled(*, per_token: bool) -> list[float]:
@@ -58,16 +68,6 @@ def _scaled(*, per_token: bool) -> list[float]:
     return [float(loss.detach()), float(counted)]
 
 
-def training_facts() -> None:
-    """That megatron.training imports, and where it takes our flags."""
-    import inspect
-
-    training = import_module("megatron.training.training")
-    arguments = import_module("megatron.training.arguments")
-    hook = "extra_args_provider" in inspect.signature(training.pretrain).parameters
-    _tell(pretrain_hook=hook, parse_hook=hasattr(arguments, "parse_and_validate_args"))
-
-
 def gloo_sum() -> None:
     """One all-reduce between two processes."""
     torch = import_module("torch")
@@ -89,6 +89,5 @@ if __name__ == "__main__":
         "torch": torch_facts,
         "triton": triton_facts,
         "megatron": megatron_facts,
-        "training": training_facts,
         "gloo": gloo_sum,
     }[sys.argv[1]]()
