@@ -181,7 +181,7 @@ HIDING = {  # a word in which a flag could hide
     'torchrun t.py "--$NAME" 3': "the argument is not known",
     'torchrun t.py --pg-temperature="$T"': "the argument is not known",
     'torchrun t.py "${EXTRA[@]}"': "the argument is not known",
-    'torchrun t.py --x "$@" *.txt': "is a pattern (*)",
+    "torchrun t.py --x /*": "may be a pattern of file names",
 }
 
 
@@ -208,7 +208,8 @@ BAD_LAUNCHES = {
     "--loss-agregation token_mean": "--loss-agregation is no flag of megatron_pg, .*Did you mean --loss-aggregation?",
     "--pg-clip 0.2": "--pg-clip is no flag of megatron_pg",
     "--pg_clip_eps_low 0.2": "--pg_clip_eps_low is no flag of megatron_pg, .*Did you mean --pg-clip-eps-low?",
-    "--loss-aggregation grpo": "invalid choice: 'grpo'",
+    "--loss-aggregation dr_grpo": r"\[E3\] --loss-aggregation 'dr_grpo' is not one of .*; did you mean constant\?",
+    "--pg-metrics all": "invalid choice: 'all'",
     "--loss-aggregation": "expected one argument",
     "--pg-temperature hot": "invalid float value: 'hot'",
     "--loss-aggregation constant": r"\[E5\] --loss-aggregation constant needs",
@@ -279,6 +280,15 @@ def test_the_training_is_told_from_tools(call, script):
         "python tools/preprocess.py --x 1\npython3 train.py --loss-aggregation prompt_mean --dataloader-type external\n"
     )
     assert explained(call, path)["arguments"]["loss_aggregation"] == "prompt_mean"
+
+
+def test_a_training_inside_a_function_is_explained_with_a_reservation(call, script):
+    said = explained(call, script("main() {\n  torchrun t.py --dataloader-type external\n}\nmain\n"))
+    assert said["remarks"] == [
+        "line 2 is inside a branch, a loop or a function; whether and how often it runs is not known"
+    ]
+    err = call("explain", script("A=1\nmain() {\n  torchrun t.py --pg-temperature $A\n}\nA=2\nmain\n"))[2]
+    assert "line 3: a function reads A, which changes after the function is defined" in err
 
 
 # --- validate ---

@@ -30,14 +30,16 @@ def run_bash(path: Path, folder: Path, *arguments: str) -> list[str]:
     stub.write_text(STUB)
     stub.chmod(0o755)
     environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "ARGV_FILE": str(argv), "FROM_OUTSIDE": "outer value"}
-    subprocess.run(["bash", str(path), *arguments], check=True, env=environment, capture_output=True)
+    subprocess.run(["bash", str(path), *arguments], check=True, env=environment, capture_output=True, cwd=folder)
     return argv.read_bytes().decode().split("\0")[:-1]
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     monkeypatch.setenv("FROM_OUTSIDE", "outer value")
-    monkeypatch.delenv("UNSET", raising=False)
+    for name in ("UNSET", "X", "Y"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
 
     def make(text: str) -> Path:
         path = tmp_path / "launch.sh"
@@ -78,6 +80,12 @@ EXACT = {
     "behind a case": 'X=1\ncase "$X" in\n  1) true ;;\n  *) exit 1 ;;\nesac\ntorchrun t.py $X\n',
     "words beside quotes": "X=b\ntorchrun a\"$X\"'c'$X\\ d t.py\n",
     "windows line ends in a comment": "X=1 # x\ntorchrun t.py $X\n",
+    "a default that is kept": ': "${X:=4}" ${Y:=5}\ntorchrun t.py $X $Y ${X:=6}\n',
+    "patterns that no file has": "X='[9]*7'\ntorchrun t.py --f [0]*3+[1] $X 'what?'\n",
+    "loops and tests of arithmetic": "X=1\nfor ((i = 0; i < 2; i++)); do true; done\nif ((1 < 2)); then true; fi\ntorchrun t.py $X\n",
+    "an own IFS and quotes": 'IFS=,\nX="a,b c"\nA=(1 2)\ntorchrun "$X" "${A[@]}" ${A[@]} t.py\n',
+    "a changed folder": "cd /tmp || exit\nX=1\ntorchrun t.py $X\n",
+    "a default inside double quotes": 'torchrun "${UNSET:-"a  b"}" t.py\n',
     "a dollar alone": "torchrun t.py 'a$' \"$\" a$\n",
     "ansi quotes": "torchrun t.py $'plain'\n",
 }
@@ -104,8 +112,17 @@ UNKNOWN = {  # the line and the reason of the word that cannot be known
     "torchrun t.py $UNSET": ("line 1", "UNSET is set neither in the script nor in the environment"),
     'torchrun t.py "${UNSET[@]}"': ("line 1", "UNSET is set neither"),
     "X=abc\ntorchrun t.py ${X%c}": ("line 2", "${X%c} is a form that is not read here"),
-    "torchrun t.py *.txt": ("line 1", "is a pattern (*)"),
-    "torchrun t.py {a,b}": ("line 1", "is a pattern ({)"),
+    "torchrun t.py *.sh": ("line 1", "'*.sh' may be a pattern of file names"),
+    "X='*.sh'\ntorchrun t.py $X": ("line 2", "'*.sh' may be a pattern of file names"),
+    "cd $(x)\ntorchrun t.py [0]*3": ("line 2", "may be a pattern of file names"),
+    "torchrun t.py {a,b}": ("line 1", "has braces, which the shell expands"),
+    "IFS=,\nX=a,b\ntorchrun t.py $X": ("line 3", "the script sets IFS"),
+    "torchrun t.py $'a\\tb'": ("line 1", "is a form that is not read here"),
+    "f() { X=2; }\nX=1\nf\ntorchrun t.py $X": ("line 3", "X is set by the function f"),
+    "function f { X=2; }\nX=1\nf\ntorchrun t.py $X": ("line 3", "X is set by the function f"),
+    "declare -i X=1+1\ntorchrun t.py $X": ("line 1", "X is assigned inside a branch"),
+    "if true; then : ${X:=1}; fi\ntorchrun t.py $X": ("line 1", "X is assigned inside a branch"),
+    "cd /\nsource launch.sh\ntorchrun t.py $X": ("line 3", "line 2: `source` reads launch.sh"),
     "source /nowhere/env.sh\ntorchrun t.py $X": ("line 2", "line 1: `source` reads /nowhere/env.sh"),
     "eval 'X=1'\ntorchrun t.py $X": ("line 2", "line 1: `eval` may have set it"),
     "X=1\nread X < /dev/null\ntorchrun t.py $X": ("line 2", "X is set by `read`"),
@@ -153,6 +170,21 @@ def test_a_sourced_file_is_read_and_named(write, tmp_path):
 def test_a_file_that_sources_itself_is_refused(write, tmp_path):
     with pytest.raises(InputError, match="more than 50 sourced files"):
         read(write(f"source {tmp_path}/launch.sh\n"))
+
+
+def test_a_function_that_reads_a_variable_before_it_changes_is_not_trusted(write):
+    path = write("X=0\nmain() {\n  torchrun t.py $X\n}\nX=1\nmain\n")
+    (command,) = [c for c in read(path).commands if c.words[0].text == "torchrun"]
+    assert command.stale.where == "line 3"
+    assert not command.is_certain
+    assert read(write("main() {\n  torchrun t.py\n}\nX=1\n")).commands[0].stale is None
+
+
+def test_a_sourced_file_is_looked_for_where_cd_has_led(write, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "env.sh").write_text("X=3\n")
+    path = write(f"cd {tmp_path}\ncd sub\nsource env.sh\ntorchrun t.py $X\n")
+    assert [word.text for word in torchrun_of(path)] == ["t.py", "3"]
 
 
 def test_overrides_hold_whatever_the_script_assigns(write):

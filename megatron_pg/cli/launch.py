@@ -145,6 +145,10 @@ def _from_script(path: str, arguments: list[str], overrides: dict[str, str], opt
     reading = read_commands(path, arguments=arguments, overrides=overrides)
     try:
         command = _choose(reading.commands, path, options.line)
+        if command.stale:
+            raise InputError(
+                f"{command.stale}. Call the training outside of the function, or give the flags themselves."
+            )
         before, after = _split(command)
         args, others, taken = _parse(after)
     except InputError as error:
@@ -156,8 +160,14 @@ def _from_script(path: str, arguments: list[str], overrides: dict[str, str], opt
         options.world_size or _world_size(before),
         others,
         tuple(sorted(reading.environment)),
-        (*reading.caveats, *taken),
+        (*reading.caveats, *taken, *_reservations(command)),
     )
+
+
+def _reservations(command: Command) -> list[str]:
+    if command.is_certain:
+        return []
+    return [f"{command.where} is inside a branch, a loop or a function; whether and how often it runs is not known"]
 
 
 def _choose(commands: Sequence[Command], path: str, line: int | None) -> Command:
@@ -205,6 +215,9 @@ def _split(command: Command) -> tuple[list[Word], list[Word]]:
 def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...], list[str]]:
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
     own = set(parser._option_string_actions)
+    parser._option_string_actions[
+        "--loss-aggregation"
+    ].choices = None  # rule E3 says what another framework's word is here
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **keywords)
     taken = _check_known(words, set(parser._option_string_actions))

@@ -6,6 +6,7 @@ knows its line, and it matters only where a flag could hide in it.
 """
 
 import ast
+import glob
 import os
 import re
 import shlex
@@ -59,6 +60,9 @@ class Command:
 
     where: str
     words: tuple[Word, ...]
+    is_certain: bool = True  # False inside a branch, a loop or a function
+    read: frozenset[str] = frozenset()  # the variables in it
+    stale: Unknown | None = None  # a function read it before one of its variables got its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,10 @@ class Reading:
     _values: dict[str, Word | list[Word]] = field(default_factory=dict)
     _tainted: Unknown | None = None  # what may have set any variable that is not set here
     _blocks: list[str] = field(default_factory=list)  # what is open: "if", "for", "{", "function", "(", ...
+    _functions: dict[str, set[str]] = field(default_factory=dict)  # the variables that each function sets
+    _function: str = ""  # the one whose body is read
+    _read: set[str] = field(default_factory=set)  # the variables of the command that is read
+    _folder: str | None = "."  # where `cd` has led; None where that is not known
     _files: int = 0
 
     def run_file(self, path: Path, label: str) -> None:
@@ -127,7 +135,9 @@ class Reading:
 
     def _bracket(self, operator: str, before: list[_Token]) -> None:
         if operator == "(":
-            self._blocks.append("function" if len(before) == 1 else "(")
+            names_function = len(before) == 1 and _literal(before[0]) not in {*_KEYWORDS, ""}
+            self._blocks.append("function" if names_function else "(")
+            self._function = _literal(before[0]) if names_function else self._function
         elif operator == ")" and "(" in self._blocks[-1:]:
             self._blocks.pop()
         elif operator == ")" and self._blocks[-1:] == ["function"]:
@@ -136,7 +146,7 @@ class Reading:
     def _run(self, tokens: list[_Token], label: str, conditional: bool) -> None:
         tokens = _without_redirections(tokens)
         while tokens and (word := _literal(tokens[0])) in _KEYWORDS:
-            self._keyword(word, conditional)
+            self._keyword(word, conditional, _literal(tokens[1]) if len(tokens) > 1 else "")
             if word in ("for", "select") and len(tokens) > 1:
                 self._assign_unknown(_literal(tokens[1]), tokens[1], label, f"changes in the `{word}` loop")
             if word in ("for", "select", "case"):
@@ -145,14 +155,18 @@ class Reading:
         declares = bool(tokens) and _literal(tokens[0]) in _DECLARING
         assignments = tokens[1:] if declares else _leading_assignments(tokens)
         if declares or len(assignments) == len(tokens):
+            changes = any(
+                _literal(t)[:1] == "-" and set(_literal(t)[1:]) - set("axrg") for t in assignments
+            )  # `-i`, `-A`
             for token in assignments:
-                self._assign(token, label, conditional)
+                self._assign(token, label, conditional or (declares and changes))
             return
         self._run_simple(tokens[len(assignments) :], label)
 
-    def _keyword(self, word: str, conditional: bool) -> None:
+    def _keyword(self, word: str, conditional: bool, following: str) -> None:
         if word == "function":
             self._blocks.append("function name")
+            self._function = following
         elif word == "{" and self._blocks[-1:] == ["function name"]:
             self._blocks[-1] = "function"
         elif word in _OPENING:
@@ -166,13 +180,18 @@ class Reading:
         return all(block == "{" for block in self._blocks)
 
     def _run_simple(self, tokens: list[_Token], label: str) -> None:
-        where = _where(label, tokens[0])
+        where, self._read = _where(label, tokens[0]), set()
         words = [word for token in tokens for word in self._expand(token, label)]
         name = words[0].text if words else ""
         if self._blocks[-2:] == ["(", "("] or name == "let":  # arithmetic
             self._forget(re.findall(_NAME, " ".join(word.text for word in words)), where, "is changed by arithmetic")
         elif name in ("source", ".") and len(words) > 1:
             self._source(words[1], where)
+        elif name in ("cd", "pushd", "popd"):
+            known = name == "cd" and len(words) == 2 and words[1].unknown is None and self._folder and self._is_certain
+            self._folder = os.path.join(self._folder, words[1].text) if known else None
+        elif name in self._functions:
+            self._forget(sorted(self._functions[name]), where, f"is set by the function {name}")
         elif name == "eval":
             self._tainted = Unknown(where, "`eval` may have set it")
             self._values.clear()
@@ -182,17 +201,19 @@ class Reading:
         elif name in _SETTING or (name == "printf" and words[1:2] and words[1].text == "-v"):
             self._forget([word.text for word in words[1:]], where, f"is set by `{name}`")
         elif words:
-            self.commands.append(Command(where, tuple(words)))
+            read = frozenset(self._read) if "function" in self._blocks else frozenset()
+            self.commands.append(Command(where, tuple(words), self._is_certain, read))
 
     def _forget(self, names: Sequence[str], where: str, why: str) -> None:
         for name in names:
             self._set(name, Word(HOLE, where, Unknown(where, f"{name} {why}"), many=True))
 
     def _source(self, word: Word, where: str) -> None:
-        for path in [Path(word.text), self.path.parent / word.text] if word.unknown is None else []:
-            if path.is_file():
-                self.run_file(path, show_path(path))
-                return
+        is_known = word.unknown is None and (self._folder is not None or os.path.isabs(word.text))
+        path = Path(self._folder or "", word.text)
+        if is_known and path.is_file():
+            self.run_file(path, show_path(path))
+            return
         shown = "a file whose name is not known" if word.unknown else show_path(word.text)
         self._tainted = Unknown(where, f"`source` reads {shown}, which is not to be had here and may set it")
         self.caveats.append(f"{where}: {shown} is not read; what it changes is not seen")
@@ -215,6 +236,8 @@ class Reading:
             self._set(name, self._joined(name, value) if append else value)
 
     def _assign_unknown(self, name: str, token: _Token, label: str, why: str) -> None:
+        if "function" in self._blocks:
+            self._functions.setdefault(self._function, set()).add(name)
         self._forget([name], _where(label, token), why)
 
     def _joined(self, name: str, value: Word | list[Word]) -> Word | list[Word]:
@@ -226,13 +249,19 @@ class Reading:
         return Word(old.text + value.text, value.where, old.unknown or value.unknown, many=old.many or value.many)
 
     def _set(self, name: str, value: Word | list[Word]) -> None:
-        if name not in self.overrides:
-            self._values[name] = value
+        if name in self.overrides:
+            return
+        self._values[name] = value
+        for i, command in enumerate(self.commands):
+            if name in command.read and "function" not in self._blocks:
+                why = f"a function reads {name}, which changes after the function is defined"
+                self.commands[i] = replace(command, stale=Unknown(command.where, why))
 
     # --- values of parameters ---
 
     def _lookup(self, name: str, where: str) -> Word | list[Word] | None:
         """The value of a parameter, or None where bash would find it unset."""
+        self._read.add(name)
         if name in self.overrides:
             return Word(self.overrides[name], where)
         if name.isdigit() or name in ("@", "*"):
@@ -273,11 +302,15 @@ class Reading:
         empty = found is None or (operator[0] == ":" and _is_empty(found))
         if operator[-1] == "+":
             return Word("", where) if empty else self._expand_text(rest, where)
-        return (
-            self._expand_text(rest, where)
-            if empty and operator[-1] != "?"
-            else found or self._unset(name, where, is_list)
-        )
+        if not empty or operator[-1] == "?":
+            return found or self._unset(name, where, is_list)
+        value = self._expand_text(rest, where)
+        if operator[-1] == "=":
+            unknown = Word(
+                HOLE, where, Unknown(where, f"{name} is assigned inside a branch, a loop or a function"), many=True
+            )
+            self._set(name, value if self._is_certain else unknown)
+        return value
 
     def _other_parameter(self, text: str, where: str) -> Word:
         length = re.fullmatch(rf"#({_NAME})\[[@*]\]", text)
@@ -365,16 +398,31 @@ class Reading:
         fields = _Fields(where)
         for part in token.parts:
             value = self._value(part, where)
-            if (
-                part.kind == "text"
-                and not part.quoted
-                and (pattern := re.search(r"[*?\[]|\{[^}]*(,|\.\.)", part.value))
-            ):
-                why = f"{part.value!r} is a pattern ({pattern.group()[0]}), which the shell replaces"
-                value = Word(HOLE, where, Unknown(where, why), many=True)
             joined = part.kind == "parameter" and part.value.rstrip("]").endswith("*")
+            if not part.quoted:
+                words = value if isinstance(value, list) else [value]
+                words = [self._left_by_the_shell(word, part, where, len(token.parts) == 1) for word in words]
+                value = words if isinstance(value, list) else words[0]
             fields.add(value, quoted=part.quoted or part.kind == "text", joined=joined)
         return fields.finish()
+
+    def _left_by_the_shell(self, word: Word, part: _Part, where: str, is_alone: bool) -> Word:
+        """A word outside quotes, or what is not known of it: file names, braces, and splitting at an own IFS."""
+        if word.unknown or word.whole:
+            return word
+        is_literal = part.kind == "text"
+        if is_literal and re.search(r"\{[^}]*(,|\.\.)", word.text):
+            return Word(HOLE, where, Unknown(where, f"{word.text!r} has braces, which the shell expands"), many=True)
+        if not is_literal and "IFS" in self._values and re.search(r"\W", word.text):
+            return Word(
+                HOLE, where, Unknown(where, "the script sets IFS, which decides how words are split"), many=True
+            )
+        patterns = [text for text in word.text.split() if re.search(r"[*?\[]", text)]
+        if patterns and (
+            not is_alone or self._folder is None or any(glob.glob(text, root_dir=self._folder) for text in patterns)
+        ):
+            return Word(HOLE, where, Unknown(where, f"{patterns[0]!r} may be a pattern of file names"), many=True)
+        return word
 
     def _value(self, part: _Part, where: str) -> Word | list[Word]:
         if part.kind == "text":
@@ -562,7 +610,8 @@ class _Lexer:
             return _Part("parameter", self._balanced(2, "{}", 0), quoted)
         if text.startswith("$'", at) and not quoted:
             self._advance(1)
-            return _Part("text", self._until("'", "a single quote"), True)
+            body = self._until("'", "a single quote")
+            return _Part("parameter", f"$'{body}'", True) if "\\" in body else _Part("text", body, True)
         match = re.compile(rf"\$({_NAME}|[0-9@*#?$!-])").match(text, at)
         if match is None:
             return _Part("text", self._advance(1), quoted)
