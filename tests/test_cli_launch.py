@@ -196,7 +196,13 @@ def test_a_word_that_could_hide_a_flag_stops(call, script, text):
 
 @pytest.mark.parametrize(
     "text",
-    ['torchrun t.py --save "$DIR"', 'torchrun t.py --load="$DIR"', 'torchrun t.py --x "a/$DIR"', "torchrun $X t.py"],
+    [
+        'torchrun t.py --save "$DIR"',
+        'torchrun t.py --load="$DIR"',
+        'torchrun t.py --x "a/$DIR"',
+        "torchrun $X t.py",
+        "N=2; torchrun t.py --f [0]*$N+[1]",
+    ],
 )
 def test_a_word_that_can_hide_no_flag_does_not_stop(call, script, text):
     assert explained(call, script(text + " --dataloader-type external"))["sizes"]["world"] is None

@@ -56,6 +56,7 @@ ONE_VALUE = {
         "--load",
         "--log-interval",
         "--merge-file",
+        "--moe-layer-freq",
         "--pretrained-checkpoint",
         "--save",
     ),
@@ -144,7 +145,7 @@ def _from_script(path: str, arguments: list[str], overrides: dict[str, str], opt
         raise InputError(f"{show_path(path)}: is no file, so there is no launch script. Flags begin with --.")
     reading = read_commands(path, arguments=arguments, overrides=overrides)
     try:
-        command = _choose(reading.commands, path, options.line)
+        command = _choose(reading.commands, options.line)
         if command.stale:
             raise InputError(
                 f"{command.stale}. Call the training outside of the function, or give the flags themselves."
@@ -170,7 +171,7 @@ def _reservations(command: Command) -> list[str]:
     return [f"{command.where} is inside a branch, a loop or a function; whether and how often it runs is not known"]
 
 
-def _choose(commands: Sequence[Command], path: str, line: int | None) -> Command:
+def _choose(commands: Sequence[Command], line: int | None) -> Command:
     found = [command for command in commands if _starts_training(command)]
     launchers = [command for command in found if any(_is_launcher(word) for word in command.words)]
     with_ours = [command for command in found if any(_OURS.match(word.text) for word in command.words)]
@@ -215,9 +216,8 @@ def _split(command: Command) -> tuple[list[Word], list[Word]]:
 def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...], list[str]]:
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
     own = set(parser._option_string_actions)
-    parser._option_string_actions[
-        "--loss-aggregation"
-    ].choices = None  # rule E3 says what another framework's word is here
+    aggregation = parser._option_string_actions["--loss-aggregation"]
+    aggregation.choices = None  # rule E3 refuses, and says what another framework's word is here
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **keywords)
     taken = _check_known(words, set(parser._option_string_actions))

@@ -421,7 +421,10 @@ class Reading:
         if patterns and (
             not is_alone or self._folder is None or any(glob.glob(text, root_dir=self._folder) for text in patterns)
         ):
-            return Word(HOLE, where, Unknown(where, f"{patterns[0]!r} may be a pattern of file names"), many=True)
+            # names that match `[0]*` begin with 0: none is a flag
+            start = "[" if re.match(r"\[[^-\]]+\]", word.text) and len(patterns) == len(word.text.split()) == 1 else ""
+            why = f"{patterns[0]!r} may be a pattern of file names"
+            return Word(start + HOLE, where, Unknown(where, why), many=not start)
         return word
 
     def _value(self, part: _Part, where: str) -> Word | list[Word]:
