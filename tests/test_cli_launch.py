@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
+from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments, own_arguments
 from megatron_pg.cli import main
 from megatron_pg.cli.launch import MEGATRON_FLAGS, ONE_VALUE
 
@@ -125,6 +125,12 @@ def test_the_text_holds_formula_factors_and_weights(call):
     assert (code, err) == (0, "")
     for text in ("(Σ m·ℓ)/(N_r·L)", "N_r·L = 512·8192", "returned     K·D·S = 32·8·S", "10 tokens", "Dr. GRPO; verl"):
         assert text in out
+
+
+def test_every_flag_of_the_plugin_is_shown(call):
+    said = explained(call, "--pg-clip-eps-high", "0.28")
+    assert tuple(said["arguments"]) == own_arguments()
+    assert "  set        --pg-clip-eps-high 0.28\n" in call("explain", "--pg-clip-eps-high", "0.28")[1]
 
 
 def test_a_whole_launch_script_is_explained(call, script):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.cli.shell import HOLE, read_commands
+from megatron_pg.cli.shell import read_commands
+from megatron_pg.cli.shell_tokens import HOLE
 from megatron_pg.cli.terminal import InputError
 
 ROOT = Path(__file__).parents[1]

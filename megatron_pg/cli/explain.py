@@ -4,7 +4,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from megatron_pg.args import own_arguments
+from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.checks import check_or_stop
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
@@ -218,9 +218,18 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
         rows.append(("environment", ", ".join(launch.environment)))
     rows.append(("elsewhere", ELSEWHERE[launch.args.loss_aggregation]))
     rows += [("note", text) for text in (*remarks, *launch.caveats)]
+    if given := _given(launch.args):
+        rows.append(("set", given))
     if launch.others:
         rows.append(("not read", f"{len(launch.others)} further arguments, which belong to other parsers"))
     return rows
+
+
+def _given(args: argparse.Namespace) -> str:
+    """The flags of megatron_pg that differ from their defaults."""
+    defaults = vars(add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([]))
+    changed = {name: vars(args)[name] for name, default in defaults.items() if vars(args)[name] != default}
+    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
 
 
 def _document(

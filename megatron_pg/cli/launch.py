@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments, own_arguments
-from megatron_pg.cli.shell import HOLE, Command, Word, read_commands
+from megatron_pg.cli.shell import Command, Word, read_commands
+from megatron_pg.cli.shell_tokens import HOLE
 from megatron_pg.cli.terminal import InputError, show_path
 from megatron_pg.printable import printable
 

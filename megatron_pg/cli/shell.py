@@ -10,16 +10,13 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_pg.cli.shell_tokens import ASSIGNMENT, HOLE, NAME, Lexer, Part, Token, evaluate
 from megatron_pg.cli.terminal import InputError, read_text, show_path
 
-HOLE = "\0"  # stands for an unknown piece inside a word; no argument of a process can hold it
-_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-_OPERATORS = re.compile(r"\|&|\|\||&&|;;&|;;|;&|\d*(?:<<<|<<-|<<|<>|>>|>\||[<>]&?)|&>>?|[;&|()\n]")
-_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
 _SCRIPT_FOLDER = re.compile(
     r"""(cd\s+(?:--\s+)?"?\$\()?\s*dirname\s+(?:--\s+)?"?(?:\$0|\$\{(?:BASH_SOURCE(?:\[0\])?(?::-\$0)?|0)\})"?"""
     r"""(?:\)((?:/\.\.)*)"?(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?\s*&&\s*pwd(?:\s+-P)?)?\s*"""
@@ -65,23 +62,6 @@ class Command:
     stale: Unknown | None = None  # a function read it before one of its variables got its value
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    kind: str  # "text", "parameter", "arithmetic" or "command"
-    value: str
-    quoted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str  # "word", "array" or "operator"
-    line: int
-    parts: tuple[_Part, ...] = ()
-    text: str = ""  # the operator, or the array's name
-    append: bool = False
-    items: tuple["_Token", ...] = ()
-
-
 def read_commands(path: str | Path, *, arguments: Sequence[str], overrides: Mapping[str, str]) -> "Reading":
     """The simple commands of a bash script, in order, expanded as far as reading alone can.
 
@@ -122,9 +102,9 @@ class Reading:
         self._files += 1
         if self._files > 50:
             raise InputError(f"{show_path(path)}: is one of more than 50 sourced files. Is one sourcing itself?")
-        command: list[_Token] = []
+        command: list[Token] = []
         conditional = False
-        for token in _Lexer(read_text(path), f"{label or show_path(path)} ").tokens():
+        for token in Lexer(read_text(path), f"{label or show_path(path)} ").tokens():
             if token.kind != "operator" or token.text.lstrip("0123456789")[0] in "<>" or token.text[:2] == "&>":
                 command.append(token)
                 continue
@@ -133,7 +113,7 @@ class Reading:
             conditional, command = token.text in ("&&", "||", "|", "|&"), []
         self._run(command, label, conditional)
 
-    def _bracket(self, operator: str, before: list[_Token]) -> None:
+    def _bracket(self, operator: str, before: list[Token]) -> None:
         if operator == "(":
             names_function = len(before) == 1 and _literal(before[0]) not in {*_KEYWORDS, ""}
             self._blocks.append("function" if names_function else "(")
@@ -143,7 +123,7 @@ class Reading:
         elif operator == ")" and self._blocks[-1:] == ["function"]:
             self._blocks[-1] = "function name"  # waits for its `{`
 
-    def _run(self, tokens: list[_Token], label: str, conditional: bool) -> None:
+    def _run(self, tokens: list[Token], label: str, conditional: bool) -> None:
         tokens = _without_redirections(tokens)
         while tokens and (word := _literal(tokens[0])) in _KEYWORDS:
             self._keyword(word, conditional, _literal(tokens[1]) if len(tokens) > 1 else "")
@@ -179,12 +159,12 @@ class Reading:
         """Whether what is read now runs exactly once."""
         return all(block == "{" for block in self._blocks)
 
-    def _run_simple(self, tokens: list[_Token], label: str) -> None:
+    def _run_simple(self, tokens: list[Token], label: str) -> None:
         where, self._read = _where(label, tokens[0]), set()
         words = [word for token in tokens for word in self._expand(token, label)]
         name = words[0].text if words else ""
         if self._blocks[-2:] == ["(", "("] or name == "let":  # arithmetic
-            self._forget(re.findall(_NAME, " ".join(word.text for word in words)), where, "is changed by arithmetic")
+            self._forget(re.findall(NAME, " ".join(word.text for word in words)), where, "is changed by arithmetic")
         elif name in ("source", ".") and len(words) > 1:
             self._source(words[1], where)
         elif name in ("cd", "pushd", "popd"):
@@ -218,13 +198,13 @@ class Reading:
         self._tainted = Unknown(where, f"`source` reads {shown}, which is not to be had here and may set it")
         self.caveats.append(f"{where}: {shown} is not read; what it changes is not seen")
 
-    def _assign(self, token: _Token, label: str, conditional: bool) -> None:
+    def _assign(self, token: Token, label: str, conditional: bool) -> None:
         where = _where(label, token)
         if token.kind == "array":
             name, append = token.text, token.append
             value: Word | list[Word] = [word for item in token.items for word in self._expand(item, label)]
         else:
-            match = _ASSIGNMENT.match(token.parts[0].value) if token.parts else None
+            match = ASSIGNMENT.match(token.parts[0].value) if token.parts else None
             if match is None:  # `export NAME`, `local -a`
                 return
             name, append = match.group(1), bool(match.group(2))
@@ -235,7 +215,7 @@ class Reading:
         else:
             self._set(name, self._joined(name, value) if append else value)
 
-    def _assign_unknown(self, name: str, token: _Token, label: str, why: str) -> None:
+    def _assign_unknown(self, name: str, token: Token, label: str, why: str) -> None:
         if "function" in self._blocks:
             self._functions.setdefault(self._function, set()).add(name)
         self._forget([name], _where(label, token), why)
@@ -289,7 +269,7 @@ class Reading:
         return Word(everything[int(name)], where) if int(name) < len(everything) else None
 
     def _parameter(self, text: str, where: str) -> Word | list[Word]:
-        match = re.fullmatch(rf"({_NAME}|\d+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
+        match = re.fullmatch(rf"({NAME}|\d+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
         if match is None:
             return self._other_parameter(text, where)
         name, index, operator, rest = match.groups()
@@ -313,7 +293,7 @@ class Reading:
         return value
 
     def _other_parameter(self, text: str, where: str) -> Word:
-        length = re.fullmatch(rf"#({_NAME})\[[@*]\]", text)
+        length = re.fullmatch(rf"#({NAME})\[[@*]\]", text)
         found = self._lookup(length.group(1), where) if length else None
         if isinstance(found, list) and not any(word.many for word in found):
             return Word(str(len(found)), where)
@@ -341,7 +321,7 @@ class Reading:
 
     def _expand_text(self, text: str, where: str) -> Word:
         """The word behind `:-` and its like."""
-        tokens = list(_Lexer(text if re.search("[\"']", text) else f'"{text}"', "").tokens())
+        tokens = list(Lexer(text if re.search("[\"']", text) else f'"{text}"', "").tokens())
         if len(tokens) > 1:
             why = f"{text!r} is a default of several words, some in quotes, which is not read here"
             return Word(HOLE, where, Unknown(where, why), many=True)
@@ -361,7 +341,7 @@ class Reading:
         return Word(os.path.abspath(folder + match.group(2)), where)
 
     def _arithmetic(self, text: str, where: str) -> Word:
-        plain = re.sub(rf"\$\{{({_NAME}|\d+)\}}|\$({_NAME}|\d+)", lambda m: f" {m.group(1) or m.group(2)} ", text)
+        plain = re.sub(rf"\$\{{({NAME}|\d+)\}}|\$({NAME}|\d+)", lambda m: f" {m.group(1) or m.group(2)} ", text)
         unknown: list[Unknown] = []
 
         def value_of(name: str) -> int:
@@ -373,7 +353,7 @@ class Reading:
             return int(word.text or 0)
 
         try:
-            result = _evaluate(ast.parse(plain.strip(), mode="eval").body, value_of)
+            result = evaluate(ast.parse(plain.strip(), mode="eval").body, value_of)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             unknown.append(Unknown(where, f"$(({text.strip()})) is arithmetic that is not read here"))
             result = 0
@@ -381,7 +361,7 @@ class Reading:
 
     # --- expansion of words ---
 
-    def _expand_one(self, token: _Token, where: str) -> Word:
+    def _expand_one(self, token: Token, where: str) -> Word:
         """The value of an assignment: no splitting, arrays joined with blanks."""
         text, unknown, many = "", None, False
         for part in token.parts:
@@ -392,7 +372,7 @@ class Reading:
             many = many or any(word.many for word in words)
         return Word(text, where, unknown, many)
 
-    def _expand(self, token: _Token, label: str) -> list[Word]:
+    def _expand(self, token: Token, label: str) -> list[Word]:
         """The arguments that a word of a command becomes."""
         where = _where(label, token)
         fields = _Fields(where)
@@ -406,7 +386,7 @@ class Reading:
             fields.add(value, quoted=part.quoted or part.kind == "text", joined=joined)
         return fields.finish()
 
-    def _left_by_the_shell(self, word: Word, part: _Part, where: str, is_alone: bool) -> Word:
+    def _left_by_the_shell(self, word: Word, part: Part, where: str, is_alone: bool) -> Word:
         """A word outside quotes, or what is not known of it: file names, braces, and splitting at an own IFS."""
         if word.unknown or word.whole:
             return word
@@ -427,7 +407,7 @@ class Reading:
             return Word(start + HOLE, where, Unknown(where, why), many=not start)
         return word
 
-    def _value(self, part: _Part, where: str) -> Word | list[Word]:
+    def _value(self, part: Part, where: str) -> Word | list[Word]:
         if part.kind == "text":
             return Word(part.value, where)
         return {"parameter": self._parameter, "command": self._command, "arithmetic": self._arithmetic}[part.kind](
@@ -478,193 +458,17 @@ class _Fields:
         return self._done
 
 
-class _Lexer:
-    """Splits a script into words and operators."""
-
-    def __init__(self, text: str, label: str):
-        self._text, self._label = text.replace("\r\n", "\n").replace(HOLE, " "), label
-        self._at, self._line = 0, 1
-        self._here_documents: list[str] = []
-
-    def tokens(self) -> Iterator[_Token]:
-        while self._skip_blanks():
-            if match := _OPERATORS.match(self._text, self._at):
-                yield self._operator(match.group())
-            else:
-                yield self._word()
-
-    def _skip_blanks(self) -> bool:
-        while self._at < len(self._text):
-            if self._text.startswith("\\\n", self._at):
-                self._advance(2)
-            elif self._text[self._at] in " \t\r":
-                self._advance(1)
-            elif self._text[self._at] == "#":
-                end = self._text.find("\n", self._at)
-                self._advance((len(self._text) if end < 0 else end) - self._at)
-            else:
-                return True
-        return False
-
-    def _advance(self, count: int) -> str:
-        taken = self._text[self._at : self._at + count]
-        self._at += count
-        self._line += taken.count("\n")
-        return taken
-
-    def _operator(self, text: str) -> _Token:
-        token = _Token("operator", self._line, text=text)
-        self._advance(len(text))
-        if text.lstrip("0123456789") in ("<<", "<<-"):
-            self._skip_blanks()
-            self._here_documents.append("".join(part.value for part in self._word().parts))
-            return replace(token, text="<<")  # its word is taken
-        if text == "\n":
-            self._skip_here_documents()
-        return token
-
-    def _skip_here_documents(self) -> None:
-        for end in self._here_documents:
-            while self._at < len(self._text):
-                stop = self._text.find("\n", self._at)
-                stop = len(self._text) if stop < 0 else stop + 1
-                if self._advance(stop - self._at).strip() == end:
-                    break
-        self._here_documents.clear()
-
-    def _word(self) -> _Token:
-        line, parts = self._line, []
-        while self._at < len(self._text):
-            here = self._text[self._at]
-            if here in " \t\n;&|()<>":
-                name = _ASSIGNMENT.fullmatch(parts[0].value) if here == "(" and len(parts) == 1 else None
-                if name:
-                    return self._array(line, name.group(1), bool(name.group(2)))
-                break
-            parts += self._piece(here)
-        return _Token("word", line, _merged(parts))
-
-    def _array(self, line: int, name: str, append: bool) -> _Token:
-        self._advance(1)
-        items = []
-        while self._skip_blanks():
-            if self._text[self._at] == "\n":
-                self._advance(1)
-            elif self._text[self._at] == ")":
-                self._advance(1)
-                return _Token("array", line, text=name, append=append, items=tuple(items))
-            elif _OPERATORS.match(self._text, self._at):
-                raise self._unfinished(line, "an array that bash would not accept")
-            else:
-                items.append(self._word())
-        raise self._unfinished(line, "an array that never ends")
-
-    def _piece(self, here: str) -> list[_Part]:
-        if here == "\\":
-            taken = self._advance(2)
-            return [] if taken == "\\\n" else [_Part("text", taken[1:], True)]
-        if here == "'":
-            return [_Part("text", self._until("'", "a single quote"), True)]
-        if here == '"':
-            return self._double_quoted()
-        if here in "$`":
-            return [self._substitution(quoted=False)]
-        return [_Part("text", self._plain(r"[^ \t\n;&|()<>\\'\"$`]*"), False)]
-
-    def _plain(self, pattern: str) -> str:
-        return self._advance(re.compile(pattern).match(self._text, self._at).end() - self._at)
-
-    def _until(self, end: str, what: str) -> str:
-        stop = self._text.find(end, self._at + 1)
-        if stop < 0:
-            raise self._unfinished(self._line, f"{what} that never ends")
-        return self._advance(stop + 1 - self._at)[1:-1]
-
-    def _double_quoted(self) -> list[_Part]:
-        line, parts = self._line, []
-        self._advance(1)
-        while self._at < len(self._text):
-            here = self._text[self._at]
-            if here == '"':
-                self._advance(1)
-                return parts or [_Part("text", "", True)]
-            if here == "\\":
-                taken = self._advance(2)
-                keep = "" if taken == "\\\n" else taken[1:] if taken[1:] in ('"', "\\", "$", "`") else taken
-                parts.append(_Part("text", keep, True))
-            elif here in "$`":
-                parts.append(self._substitution(quoted=True))
-            else:
-                parts.append(_Part("text", self._plain(r"[^\"\\$`]*"), True))
-        raise self._unfinished(line, "a double quote that never ends")
-
-    def _substitution(self, *, quoted: bool) -> _Part:
-        text, at = self._text, self._at
-        if text[at] == "`":
-            return _Part("command", self._until("`", "a backquote"), quoted)
-        if text.startswith("$((", at):
-            body = self._balanced(3, "()", 1)
-            if body.endswith(")"):
-                return _Part("arithmetic", body[:-1], quoted)
-            return _Part("command", f"({body}", quoted)
-        if text.startswith("$(", at):
-            return _Part("command", self._balanced(2, "()", 0), quoted)
-        if text.startswith("${", at):
-            return _Part("parameter", self._balanced(2, "{}", 0), quoted)
-        if text.startswith("$'", at) and not quoted:
-            self._advance(1)
-            body = self._until("'", "a single quote")
-            return _Part("parameter", f"$'{body}'", True) if "\\" in body else _Part("text", body, True)
-        match = re.compile(rf"\$({_NAME}|[0-9@*#?$!-])").match(text, at)
-        if match is None:
-            return _Part("text", self._advance(1), quoted)
-        self._advance(match.end() - at)
-        return _Part("parameter", match.group(1), quoted)
-
-    def _balanced(self, skip: int, brackets: str, extra: int) -> str:
-        """What lies between brackets, nested ones and quotes included; the closing one is consumed."""
-        line, start, depth = self._line, self._at + skip, 1 + extra
-        self._advance(skip)
-        while self._at < len(self._text):
-            here = self._text[self._at]
-            if here == "\\":
-                self._advance(2)
-                continue
-            if here == "'" and brackets == "()":
-                self._until("'", "a single quote")
-                continue
-            depth += (here == brackets[0]) - (here == brackets[1])
-            self._advance(1)
-            if depth == 0:
-                return self._text[start : self._at - 1]
-        raise self._unfinished(line, f"a ${brackets[0]} that never ends")
-
-    def _unfinished(self, line: int, what: str) -> InputError:
-        return InputError(f"{self._label}line {line}: {what}, so the script cannot be read. Is the file cut short?")
-
-
-def _merged(parts: list[_Part]) -> tuple[_Part, ...]:
-    """Neighbouring text of one kind of quoting as one part."""
-    merged: list[_Part] = []
-    for part in parts:
-        if merged and part.kind == "text" == merged[-1].kind and part.quoted == merged[-1].quoted:
-            merged[-1] = replace(part, value=merged[-1].value + part.value)
-        else:
-            merged.append(part)
-    return tuple(merged)
-
-
-def _literal(token: _Token) -> str:
+def _literal(token: Token) -> str:
     """The word as it is written, where it is plain text without quotes; else nothing."""
     plain = len(token.parts) == 1 and token.parts[0].kind == "text" and not token.parts[0].quoted
     return token.parts[0].value if plain else ""
 
 
-def _where(label: str, token: _Token) -> str:
+def _where(label: str, token: Token) -> str:
     return f"{label} line {token.line}".strip()
 
 
-def _without_redirections(tokens: list[_Token]) -> list[_Token]:
+def _without_redirections(tokens: list[Token]) -> list[Token]:
     kept, skip = [], False
     for token in tokens:
         if token.kind == "operator":
@@ -676,11 +480,11 @@ def _without_redirections(tokens: list[_Token]) -> list[_Token]:
     return kept
 
 
-def _leading_assignments(tokens: list[_Token]) -> list[_Token]:
+def _leading_assignments(tokens: list[Token]) -> list[Token]:
     found = []
     for token in tokens:
         plain = token.parts and token.parts[0].kind == "text" and not token.parts[0].quoted
-        if token.kind != "array" and not (plain and _ASSIGNMENT.match(token.parts[0].value)):
+        if token.kind != "array" and not (plain and ASSIGNMENT.match(token.parts[0].value)):
             break
         found.append(token)
     return found
@@ -689,29 +493,3 @@ def _leading_assignments(tokens: list[_Token]) -> list[_Token]:
 def _is_empty(found: Word | list[Word]) -> bool:
     words = found if isinstance(found, list) else [found]
     return len(words) < 2 and all(word.text == "" and word.unknown is None for word in words)
-
-
-def _evaluate(node: ast.expr, value_of) -> int:
-    """Integer arithmetic with bash's division, which rounds towards zero."""
-    match node:
-        case ast.Constant(value=int() as value) if not isinstance(value, bool):
-            return value
-        case ast.Name(id=name):
-            return value_of(name)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand, value_of)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _evaluate(left, value_of), _evaluate(right, value_of)
-            quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if isinstance(op, ast.Div | ast.Mod) else 0
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return quotient
-                case ast.Mod():
-                    return a - b * quotient
-    raise ValueError
