@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass
 
-from megatron_pg.args import ArgumentError, validate_args
+from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
 from megatron_pg.cli.launch import Launch
 from megatron_pg.cli.terminal import InputError
 
@@ -31,7 +31,8 @@ def check(launch: Launch) -> Verdict:
                 )
         except ArgumentError as error:
             return Verdict(tuple(error.violations), ())
-    return Verdict((), tuple(str(each.message) for each in caught))
+    ours = (each for each in caught if issubclass(each.category, (ArgumentNotice, ArgumentWarning)))
+    return Verdict((), tuple(str(each.message) for each in ours))
 
 
 def check_or_stop(launch: Launch) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def _error_of(path: Path, number: int) -> RolloutFileError:
     from megatron_pg.rollouts import sample_of
 
     shown = printable(str(path), limit=None)
-    line = next(text for i, text in enumerate(raw_lines(path), start=1) if i == number)
+    line = next((text for i, text in enumerate(raw_lines(path), start=1) if i == number), b"")
     try:
         record = parse_line(line, f"{shown}:{number}")
         if number == 1:
