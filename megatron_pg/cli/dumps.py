@@ -180,7 +180,7 @@ def load_tensors(path: str) -> object:
             warnings.simplefilter("ignore")  # of the loader, about files that it then refuses
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or foreign file makes of the loader
-        if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        if refused := re.search(r"(?:GLOBAL |<class ')([\w.]+)", str(error)):
             raise InputError(
                 f"{shown}: holds {refused.group(1)}, and only tensors and plain values are loaded, because building anything else can "
                 "run code. Write the dump again without it (docs/cli.md shows how)."
