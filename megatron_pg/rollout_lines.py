@@ -53,10 +53,10 @@ def raw_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Iter
         raise RolloutFileError(f"{shown}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
 
 
-def no_samples(path: str | Path) -> RolloutFileError:
-    """The error of a file that holds a header at most."""
+def no_samples_message(path: str | Path) -> str:
+    """What is wrong with a file that holds a header at most."""
     shown = printable(str(path), limit=None)
-    return RolloutFileError(f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole.")
+    return f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
 
 
 def parse_line(line: bytes, where: str) -> dict:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import check_lengths
 from megatron_pg.printable import printable
-from megatron_pg.rollout_lines import FORMAT, VERSION, RolloutFileError, no_samples, read_records, shorten
+from megatron_pg.rollout_lines import FORMAT, VERSION, RolloutFileError, no_samples_message, read_records, shorten
 
 _REQUIRED = (
     "step",
@@ -144,7 +144,7 @@ def read_rollouts(path: str | Path) -> list[Sample]:
         except ValueError as error:
             raise RolloutFileError(f"{shown}:{number}: {error}") from error
     if not samples:
-        raise no_samples(path)
+        raise RolloutFileError(no_samples_message(path))
     return samples
 
 

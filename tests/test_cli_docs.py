@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ def checkout(tmp_path, monkeypatch):
     """A folder that looks like a checkout, with the files that the page's reader would have."""
     for name in ("examples", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (script,) = re.findall(r"```bash\n(LENGTH=.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "launch.sh").write_text(script)
+    (script,) = re.findall(r"^    LENGTH=.*\n(?:    .*\n)*", PAGE, re.MULTILINE)
+    (tmp_path / "launch.sh").write_text(textwrap.dedent(script))
     for name, top in (("a", 0.625), ("b", 0.8)):
         writer = MetricsFile(tmp_path / "runs" / name / "metrics.jsonl")
         for i in range(8):

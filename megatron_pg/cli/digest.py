@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_pg.cli.terminal import InputError, Progress, megabytes, show_path
 from megatron_pg.printable import printable
-from megatron_pg.rollout_lines import RolloutFileError, check_header, no_samples, parse_line, raw_lines
+from megatron_pg.rollout_lines import RolloutFileError, check_header, no_samples_message, parse_line, raw_lines
 
 _REQUIRED = frozenset(
     ("step", "prompt_id", "rollout_id", "tokens", "response_length", "loss_mask", "old_logprobs", "reward", "advantage")
@@ -88,7 +88,7 @@ def digest_rollouts(path: str | Path) -> Digest:
         progress.update(stop)
     progress.close()
     if not whole.steps:
-        raise no_samples(path)
+        raise RolloutFileError(no_samples_message(path))
     return whole
 
 

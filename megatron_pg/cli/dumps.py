@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_pg.cli.terminal import InputError, busy, show_path, unreadable
+from megatron_pg.cli.terminal import InputError, busy, show_path, unreadable_message
 from megatron_pg.printable import printable
 from megatron_pg.rollout_lines import RolloutFileError, raw_lines, shorten
 from megatron_pg.rollouts import Id
@@ -174,7 +174,7 @@ def load_tensors(path: str) -> object:
         with open(path, "rb"):
             pass
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise InputError(unreadable_message(path, error)) from error
     try:
         with busy(f"loading {shown}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the loader, about files that it then refuses

@@ -79,8 +79,11 @@ def layout_of(launch: Launch) -> Layout:
         )
     data = world // model if world is not None else None
     context = 1 if context is None and data else context
-    if "rampup_batch_size" in found or found.get("docs_per_step"):  # the number of samples is no constant, or a target
-        return Layout(world, data, context, found.get("docs_per_step") or None, micro, None)
+    if documents := found.get("docs_per_step"):  # as many micro-batches as they take
+        exact = found.get("docs_per_step_policy", "exact") == "exact"
+        return Layout(world, data, context, documents if exact else None, micro, None)
+    if "rampup_batch_size" in found:
+        return Layout(world, data, context, None, micro, None)
     batch = found.get("global_batch_size")
     if batch is None or micro is None or data is None:
         return Layout(world, data, context, batch, micro, None)
@@ -100,9 +103,8 @@ _SIZES = {
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
-    rows = [("N_r", _rollouts_text(layout)), ("K", _microbatches_text(layout)), ("D, C", _ranks_text(layout))]
-    if (denominator := _denominator(args, layout)) is not None:
-        rows.append(("denominator", denominator))
+    rows = [("N_r", _rollouts_text(layout)), ("K", _microbatches_text(args, layout)), ("D, C", _ranks_text(layout))]
+    rows += _denominator_rows(args, layout)
     if vars(args).get("calculate_per_token_loss", False):
         rows += [
             (
@@ -110,7 +112,7 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str
                 "Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, Q = Σ n = T (MoE: positions)",
             ),
             ("schedule, DDP", "× 1: neither K nor D nor C appears"),
-            ("finalize", "÷ Σ n = Q, so the gradient is ∇Σ w·ℓ, exactly"),
+            ("finalize", f"÷ Σ n = Q, so the gradient is {_gradient(args)}"),
         ]
         return rows
     return [
@@ -119,7 +121,7 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str
         ("schedule", f"× C{_equal(layout.context)}, ÷ K{_equal(layout.microbatches)}"),
         (
             "DDP",
-            f"÷ (D·C){_equal(layout.data and layout.data * layout.context)}, then the sum over ranks: ∇Σ w·ℓ, exactly",
+            f"÷ (D·C){_equal(layout.data and layout.data * layout.context)}, then the sum over ranks: {_gradient(args)}",
         ),
     ]
 
@@ -141,6 +143,11 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
     ]
 
 
+def _gradient(args: argparse.Namespace) -> str:
+    divisor = args.pg_grad_divisor
+    return "∇Σ w·ℓ, exactly" if divisor == 1 else f"∇Σ w·ℓ / {divisor:g}  (--pg-grad-divisor)"
+
+
 def _equal(value: int | None) -> str:
     return "" if value is None else f" = {value}"
 
@@ -151,7 +158,9 @@ def _product(layout: Layout) -> str:
     return f" = {layout.microbatches}·{layout.data}·S = {layout.microbatches * layout.data}·S"
 
 
-def _microbatches_text(layout: Layout) -> str:
+def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
+    if args.docs_per_step:
+        return "as many micro-batches as the step's documents take"
     sizes = (layout.batch, layout.micro, layout.data)
     batch, micro, data = (
         name if value is None else value for value, name in zip(sizes, ("N_r", "micro-batch size", "D"), strict=True)
@@ -168,21 +177,23 @@ def _ranks_text(layout: Layout) -> str:
 
 def _rollouts_text(layout: Layout) -> str:
     if layout.batch is None:
-        return "rollouts of the step, counted when it begins (--global-batch-size is not fixed here)"
+        return "rollouts of the step, counted when it begins; their number is not fixed here"
     return f"{layout.batch} rollouts, one sample each; counted anew in every step"
 
 
-def _denominator(args: argparse.Namespace, layout: Layout) -> str | None:
+def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
-        return None
+        return []
     if args.loss_aggregation == "constant":
-        product = layout.batch * args.loss_aggregation_divisor
-        return f"N_r·L = {layout.batch}·{args.loss_aggregation_divisor:g} = {product:.12g}, the same at every step, micro-batch and rank"
-    return {
+        length, product = args.loss_aggregation_divisor, layout.batch * args.loss_aggregation_divisor
+        text = f"N_r·L = {layout.batch}·{length:g} = {product:.12g}, the same at every step, micro-batch and rank"
+        return [("denominator", text)]
+    texts = {
         "sample_mean": f"N_r·M = {layout.batch}·M, M trained tokens of the rollout",
         "prompt_mean": "P·M, P prompts of the step, M trained tokens of the group",
         "token_mean": "T, the trained tokens of the step",
-    }[args.loss_aggregation]
+    }
+    return [("denominator", texts[args.loss_aggregation])]
 
 
 def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:

@@ -25,24 +25,31 @@ from megatron_pg.printable import printable
 MEGATRON_FLAGS: Mapping[str, dict] = {
     "calculate_per_token_loss": {"action": "store_true"},
     "context_parallel_size": {"type": int},
+    "cross_entropy_loss_fusion": {"action": "store_true"},
     "cuda_graph_impl": {},
     "cuda_graph_modules": {"nargs": "+"},
     "cuda_graph_scope": {"nargs": "+"},
     "dataloader_type": {},
     "ddp_average_in_collective": {"action": "store_true"},
+    "decrease_batch_size_if_needed": {"action": "store_true"},
+    "defer_embedding_wgrad_compute": {"action": "store_true"},
     "fp16": {"action": "store_true"},
     "hybrid_context_parallel": {"action": "store_true"},
     "iterations_to_skip": {"nargs": "+", "type": int},
+    "loss_scale": {"type": float},
     "moe_aux_loss_coeff": {"nargs": "+", "type": float},
     "moe_z_loss_coeff": {"type": float},
     "mtp_num_layers": {"type": int},
     "num_experts": {"type": int},
+    "output_logit_dtype": {},
     "overlap_moe_expert_parallel_comm": {"action": "store_true"},
     "perform_rl_step": {"action": "store_true"},
     "sft": {"action": "store_true"},
     "tensor_model_parallel_size": {"type": int},
     "tensor_parallel_num_weight_shards": {"type": int},  # Megatron derives gtp_weight_remat_size from it
+    "train_samples": {"type": int},
     "use_megatron_fsdp": {"action": "store_true"},
+    "use_mup": {"action": "store_true"},
     "use_torch_fsdp2": {"action": "store_true"},
     "pipeline_model_parallel_size": {"type": int},
     "micro_batch_size": {"type": int},
@@ -61,7 +68,13 @@ ONE_VALUE = {
         "--pretrained-checkpoint",
         "--save",
     ),
-    *("--seed", "--seq-length", "--tensorboard-dir", "--tokenizer-model", "--train-iters", "--train-samples"),
+    *(
+        "--seed",
+        "--seq-length",
+        "--tensorboard-dir",
+        "--tokenizer-model",
+        "--train-iters",
+    ),
     *("--vocab-file", "--wandb-entity", "--wandb-exp-name", "--wandb-project", "--wandb-save-dir"),
 }
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -255,7 +268,10 @@ def _check_spelling(others: Sequence[str], own: set[str]) -> None:
         flag = word.partition("=")[0]
         if not flag.startswith("--"):
             continue
-        close = difflib.get_close_matches(flag.replace("_", "-"), own, n=1, cutoff=0.8)
+        others_too = {
+            name for name in own if name == f"--pg-{flag[2:]}"
+        }  # --vocab-size is not a misspelt --pg-vocab-size
+        close = difflib.get_close_matches(flag.replace("_", "-"), own - others_too, n=1, cutoff=0.9)
         if _OURS.match(flag) or close:
             guess = close or difflib.get_close_matches(flag, own, n=1, cutoff=0.5)
             hint = f" Did you mean {guess[0]}?" if guess else ""

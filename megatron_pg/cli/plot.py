@@ -12,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_pg.cli.pictures import check_picture, new_figure, save_figure
-from megatron_pg.cli.terminal import InputError, Progress, megabytes, say, show_json, show_path, table, unreadable
+from megatron_pg.cli.terminal import (
+    InputError,
+    Progress,
+    megabytes,
+    say,
+    show_json,
+    show_path,
+    table,
+    unreadable_message,
+)
 from megatron_pg.printable import printable
 from megatron_pg.reporting import CONSOLE
 
@@ -64,8 +73,10 @@ def read_metrics(path: Path) -> dict[str, Curve]:
                 _add(curves, line, f"{shown}:{number}")
                 progress.update(file.tell())
         progress.close()
-    except (OSError, ValueError) as error:
-        raise error if isinstance(error, InputError) else unreadable(path, error) from error
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise InputError(unreadable_message(path, error)) from error
     if not curves:
         raise InputError(f"{shown}: holds no step yet, so there is nothing to draw. Wait for the first one.")
     return curves

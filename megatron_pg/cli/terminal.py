@@ -42,10 +42,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  " + "  ".join(line).rstrip() for line in aligned)
 
 
-def unreadable(path: str | Path, error: OSError | ValueError) -> InputError:
-    """The error of a file that cannot be opened or read."""
+def unreadable_message(path: str | Path, error: OSError | ValueError) -> str:
+    """What is wrong with a file that cannot be opened or read."""
     reason = getattr(error, "strerror", None) or error
-    return InputError(f"{show_path(path)}: cannot be read ({reason}). Give an existing file.")
+    return f"{show_path(path)}: cannot be read ({reason}). Give an existing file."
 
 
 def read_text(path: str | Path, *, limit: int = 16 * 2**20) -> str:
@@ -58,7 +58,7 @@ def read_text(path: str | Path, *, limit: int = 16 * 2**20) -> str:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise unreadable(path, error) from error
+        raise InputError(unreadable_message(path, error)) from error
     if len(content) > limit:
         raise InputError(
             f"{show_path(path)}: is larger than {limit} bytes, so it is no launch script. Give another file."
