@@ -21,6 +21,7 @@ setup(
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
     package_data={"megatron_pg": ["py.typed"]},
     python_requires=">=3.10",
+    entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16",

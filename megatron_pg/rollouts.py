@@ -8,7 +8,7 @@ import json
 import math
 import numbers
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +17,7 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import check_lengths
 from megatron_pg.printable import printable
-
-FORMAT = "megatron_pg.rollouts"
-VERSION = 1
-MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
+from megatron_pg.rollout_lines import FORMAT, VERSION, RolloutFileError, no_samples_message, read_records, shorten
 
 _REQUIRED = (
     "step",
@@ -36,10 +33,6 @@ _REQUIRED = (
 _OPTIONAL = ("rollout_logprobs", "ref_logprobs")
 
 Id = int | str
-
-
-class RolloutFileError(ValueError):
-    """A rollout file is malformed; the message begins with file and line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +69,7 @@ class Sample:
             value = getattr(self, name)
             if value is not None and not _is_id(value):
                 raise ValueError(
-                    f"{name}={_shorten(value)} of sample {self.sample_id} is neither a string of printable characters nor an integer "
+                    f"{name}={shorten(value)} of sample {self.sample_id} is neither a string of printable characters nor an integer "
                     "of 62 bits, so units could not be counted or named. Give one."
                 )
         for name in ("old_logprobs", "advantages", *_OPTIONAL):
@@ -145,15 +138,13 @@ def read_rollouts(path: str | Path) -> list[Sample]:
     path = Path(path)
     shown = printable(str(path), limit=None)
     samples = []
-    for number, record in _records(path, shown):
+    for number, record in read_records(path):
         try:
-            samples.append(_sample(record, f"{path.name}:{number}"))
+            samples.append(sample_of(record, f"{path.name}:{number}"))
         except ValueError as error:
             raise RolloutFileError(f"{shown}:{number}: {error}") from error
     if not samples:
-        raise RolloutFileError(
-            f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
-        )
+        raise RolloutFileError(no_samples_message(path))
     return samples
 
 
@@ -181,75 +172,18 @@ class RolloutWriter:
                 line = line[self._file.write(line) :]  # a full disk or a signal may cut one write short
 
 
-def _records(path: Path, shown: str) -> Iterator[tuple[int, dict]]:
-    if "\0" in str(path):
-        raise RolloutFileError(f"{shown}: no file can have this name. Give an existing rollout file.")
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-                record = _parse(line, f"{shown}:{number}")
-                if number == 1:
-                    _check_header(record, shown)
-                else:
-                    yield number, record
-    except OSError as error:
-        raise RolloutFileError(f"{shown}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
-
-
-def _parse(line: bytes, where: str) -> dict:
-    if len(line) > MAX_LINE_BYTES:
-        raise RolloutFileError(
-            f"{where}: line is longer than {MAX_LINE_BYTES} bytes, so it is no sample of this format."
-        )
-    try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise RolloutFileError(
-            f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        why = "was the file cut short?"
-        if not line.endswith(b"\n"):
-            why += " The line has no end: if its writer was killed, delete it."
-        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}); {why}") from error
-    if not isinstance(record, dict):
-        raise RolloutFileError(f"{where}: is a JSON {type(record).__name__}, not an object. Write one object per line.")
-    return record
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate field {_shorten(next(n for n in names if names.count(n) > 1))}")
-    return record
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_header(record: dict, shown: str) -> None:
-    if record.get("format") != FORMAT or record.get("version") != VERSION:
-        raise RolloutFileError(
-            f"{shown}:1: header has format {_shorten(record.get('format'))}, version {_shorten(record.get('version'))}, so the "
-            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSION}}}.'
-        )
-    if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
-        raise RolloutFileError(f"{shown}:1: unknown header field {_shorten(unknown[0])}; your own fields begin with x_")
-
-
-def _sample(record: dict, sample_id: str) -> Sample:
+def sample_of(record: dict, sample_id: str) -> Sample:
+    """The sample of one line's object, checked; a ValueError says what is wrong with it."""
     if missing := [name for name in _REQUIRED if name not in record]:
         raise ValueError(
             f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(_REQUIRED)}."
         )
     extra = {name: value for name, value in record.items() if name not in _REQUIRED and name not in _OPTIONAL}
     if unknown := [name for name in extra if not name.startswith("x_")]:
-        raise ValueError(f"unknown field {_shorten(unknown[0])}; is it misspelt? Your own fields begin with x_.")
+        raise ValueError(f"unknown field {shorten(unknown[0])}; is it misspelt? Your own fields begin with x_.")
     for name, check in _FIELD_TYPES.items():
         if name in record and not check(record[name]):
-            raise ValueError(f"{name}={_shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
+            raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
     return Sample.build(
         tokens=record["tokens"],
         response_length=record["response_length"],
@@ -323,11 +257,6 @@ _FIELD_TYPES = {
     "rollout_logprobs": _is_list(_is_number),
     "ref_logprobs": _is_list(_is_number),
 }
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _as_mask(loss_mask: Sequence[int], label: object) -> Tensor:

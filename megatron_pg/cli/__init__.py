@@ -1,0 +1,72 @@
+"""`megatron-pg explain | validate | compare | plot | convert | doctor`.
+
+Each subcommand is one module with `add_options(parser)` and `run(options) -> exit code`, imported when it is asked
+for: `explain` needs no torch. Bad input is one line on the standard error, exit code 2, and nothing written.
+"""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from megatron_pg import __version__
+from megatron_pg.cli.terminal import InputError
+from megatron_pg.printable import printable
+
+SUBCOMMANDS = {
+    "explain": "the objective that flags or a launch script put in force, as a formula with numbers",
+    "validate": "the startup checks of flags or a launch script, without starting; exit code 2 when one fails",
+    "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
+    "plot": "curves of the metrics.jsonl of one or several runs",
+    "convert": "dumps of slime, miles, NeMo-RL and verl as rollout files",
+    "doctor": "what is installed, which contract and kernels apply, what would fail and why",
+}
+LAUNCHES = ("explain", "validate")  # they take the launch's own flags, which belong to other parsers
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are the one line that every mistake of the command is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} ({self.prog} --help shows the options)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 1 doctor found a fault, 2 bad input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Σ, a path that is no UTF-8
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in argv if word in SUBCOMMANDS), None)
+    try:
+        options = _parse(argv, name)
+        code = import_module(f"megatron_pg.cli.{options.subcommand}").run(options)
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        sys.stderr.write(f"megatron-pg{f' {name}' if name else ''}: {printable(str(error), limit=None)}\n")
+        return 2
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
+    parser = _Parser(prog="megatron-pg", description="Exactly normalised policy-gradient losses for Megatron-LM.")
+    parser.add_argument("--version", action="version", version=f"megatron-pg {__version__}")
+    choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    for each, summary in SUBCOMMANDS.items():
+        shape = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        sub = choices.add_parser(each, help=summary, description=f"Show {summary}.", **shape)
+        if each == name:
+            import_module(f"megatron_pg.cli.{each}").add_options(sub)
+            sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    if name not in LAUNCHES:
+        return parser.parse_args(argv)
+    options, options.words = parser.parse_known_args(argv)
+    return options

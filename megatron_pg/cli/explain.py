@@ -1,0 +1,284 @@
+"""`megatron-pg explain`: the objective in force as a formula with numbers, and which factor comes from where."""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from megatron_pg.args import add_arguments, own_arguments
+from megatron_pg.cli.checks import check_or_stop
+from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.terminal import InputError, say, show_json, table
+from megatron_pg.explain import banner, describe
+
+# The same weights under the names of other frameworks; what differs silently is said with them.
+ELSEWHERE = {
+    "sample_mean": "slime, miles: the default; verl: seq-mean-token-mean (weighs rows); TRL: grpo (rows); NeMo-RL: token_level_loss false",
+    "prompt_mean": "DAPO as printed; ScaleRL's prompt average; no flag of slime, miles, verl or TRL",
+    "token_mean": "slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: token_level_loss true",
+    "constant": "Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is max_completion_length)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes that the launch gives; None where it does not."""
+
+    world: int | None
+    data: int | None  # D
+    context: int | None  # C
+    batch: int | None  # samples of one optimizer step
+    micro: int | None
+    microbatches: int | None  # K
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `explain`."""
+    add_launch_options(parser)
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=(10, 100, 1000),
+        metavar="N,N,…",
+        help="trained tokens of the answers whose weight is shown (default 10,100,1000)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the objective."""
+    launch = read_launch(options)
+    remarks = check_or_stop(launch)
+    layout = layout_of(launch)
+    if layout.data is not None:
+        launch.args.data_parallel_size = layout.data
+    factors, weights = factor_rows(launch.args, layout), weight_rows(launch.args, layout, options.lengths)
+    if options.json:
+        show_json(_document(launch, layout, remarks, factors, weights))
+        return 0
+    say(banner(launch.args))
+    _say_rows("the numbers of one optimizer step", factors)
+    _say_weights(launch.args, layout, weights)
+    _say_rows("read from", _origin(launch, remarks))
+    return 0
+
+
+def layout_of(launch: Launch) -> Layout:
+    """The sizes, from the flags and the world size.
+
+    Raises:
+        InputError: they do not divide each other.
+    """
+    found = {name: value for name, value in vars(launch.args).items() if value is not None}
+    for name in _SIZES & found.keys():
+        if found[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')} {found[name]} is no size. Give 1 or more.")
+    world, context, micro = launch.world_size, found.get("context_parallel_size"), found.get("micro_batch_size")
+    model = math.prod(found.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context"))
+    if world is not None and (world < 1 or world % model):
+        raise InputError(
+            f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
+        )
+    data = world // model if world is not None else None
+    context = 1 if context is None and data else context
+    if documents := found.get("docs_per_step"):  # as many micro-batches as they take
+        exact = found.get("docs_per_step_policy", "exact") == "exact"
+        return Layout(world, data, context, documents if exact else None, micro, None)
+    if "rampup_batch_size" in found:
+        return Layout(world, data, context, None, micro, None)
+    batch = found.get("global_batch_size")
+    if batch is None or micro is None or data is None:
+        return Layout(world, data, context, batch, micro, None)
+    if batch % (micro * data):
+        raise InputError(
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} times {data} data-parallel ranks, so Megatron "
+            "would not start. Correct one of them."
+        )
+    return Layout(world, data, context, batch, micro, batch // (micro * data))
+
+
+_SIZES = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("micro_batch_size", "global_batch_size"),
+}
+
+
+def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
+    """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
+    rows = [("N_r", _rollouts_text(layout)), ("K", _microbatches_text(args, layout)), ("D, C", _ranks_text(layout))]
+    rows += _denominator_rows(args, layout)
+    if vars(args).get("calculate_per_token_loss", False):
+        rows += [
+            (
+                "returned",
+                "Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, Q = Σ n = T (MoE: positions)",
+            ),
+            ("schedule, DDP", "× 1: neither K nor D nor C appears"),
+            ("finalize", f"÷ Σ n = Q, so the gradient is {_gradient(args)}"),
+        ]
+        return rows
+    return [
+        *rows,
+        ("returned", f"K·D·S{_product(layout)}, S = Σ w·ℓ of the rank and micro-batch"),
+        ("schedule", f"× C{_equal(layout.context)}, ÷ K{_equal(layout.microbatches)}"),
+        (
+            "DDP",
+            f"÷ (D·C){_equal(layout.data and layout.data * layout.context)}, then the sum over ranks: {_gradient(args)}",
+        ),
+    ]
+
+
+def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ...]) -> list[dict[str, float]]:
+    """Weight of a token and of a whole answer for each length, in a step that holds the lengths in equal numbers.
+
+    Without the number of rollouts the weights are in units of 1/N_r.
+    """
+    if args.custom_pg_loss_reducer_function_path is not None:
+        return []
+    mean = sum(lengths) / len(lengths)
+    unit = {"constant": args.loss_aggregation_divisor, "token_mean": mean}.get(args.loss_aggregation)
+    tokens = [1 / ((layout.batch or 1) * (unit or length)) for length in lengths]
+    answers = [token * length for token, length in zip(tokens, lengths, strict=True)]
+    return [
+        {"length": length, "token": token, "answer": answer, "share": answer / sum(answers)}
+        for length, token, answer in zip(lengths, tokens, answers, strict=True)
+    ]
+
+
+def _gradient(args: argparse.Namespace) -> str:
+    divisor = args.pg_grad_divisor
+    return "∇Σ w·ℓ, exactly" if divisor == 1 else f"∇Σ w·ℓ / {divisor:g}  (--pg-grad-divisor)"
+
+
+def _equal(value: int | None) -> str:
+    return "" if value is None else f" = {value}"
+
+
+def _product(layout: Layout) -> str:
+    if layout.microbatches is None:
+        return ""
+    return f" = {layout.microbatches}·{layout.data}·S = {layout.microbatches * layout.data}·S"
+
+
+def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
+    if args.docs_per_step:
+        return "as many micro-batches as the step's documents take"
+    sizes = (layout.batch, layout.micro, layout.data)
+    batch, micro, data = (
+        name if value is None else value for value, name in zip(sizes, ("N_r", "micro-batch size", "D"), strict=True)
+    )
+    count = f"{layout.microbatches} = " if layout.microbatches else ""
+    return f"{count}{batch} / ({micro}·{data}) micro-batches"
+
+
+def _ranks_text(layout: Layout) -> str:
+    if layout.data is None:
+        return "data-parallel and context-parallel ranks; D is not known here, --world-size gives it"
+    return f"{layout.data} data-parallel and {layout.context} context-parallel ranks of {layout.world}"
+
+
+def _rollouts_text(layout: Layout) -> str:
+    if layout.batch is None:
+        return "rollouts of the step, counted when it begins; their number is not fixed here"
+    return f"{layout.batch} rollouts, one sample each; counted anew in every step"
+
+
+def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
+    if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
+        return []
+    if args.loss_aggregation == "constant":
+        length, product = args.loss_aggregation_divisor, layout.batch * args.loss_aggregation_divisor
+        text = f"N_r·L = {layout.batch}·{length:g} = {product:.12g}, the same at every step, micro-batch and rank"
+        return [("denominator", text)]
+    texts = {
+        "sample_mean": f"N_r·M = {layout.batch}·M, M trained tokens of the rollout",
+        "prompt_mean": "P·M, P prompts of the step, M trained tokens of the group",
+        "token_mean": "T, the trained tokens of the step",
+    }
+    return [("denominator", texts[args.loss_aggregation])]
+
+
+def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
+    say(f"── {title} ──")
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        say(f"  {name:<{width}}  {text}")
+
+
+def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
+    say(f"── what an answer weighs{'' if layout.batch else ', in units of 1/N_r'} ──")
+    if not weights:
+        say("  what your reducer gives it, divided by N_r (with --calculate-per-token-loss by T): its derivative")
+        return
+    cells = [
+        (f"{row['length']} tokens", f"{row['token']:.4g}", f"{row['answer']:.4g}", f"{row['share']:.1%}")
+        for row in weights
+    ]
+    say(table(("answer of", "one token", "whole answer", "share of the step"), cells))
+    say(f"  {_assumption(args)}")
+
+
+def _assumption(args: argparse.Namespace) -> str:
+    text = "in a step that holds these lengths in equal numbers"
+    if args.loss_aggregation == "prompt_mean":
+        text += ", every prompt group of one length; in groups that mix them, an answer weighs as under token_mean"
+    return text
+
+
+def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
+    rows = [("arguments", launch.source)]
+    if launch.environment:
+        rows.append(("environment", ", ".join(launch.environment)))
+    rows.append(("elsewhere", ELSEWHERE[launch.args.loss_aggregation]))
+    rows += [("note", text) for text in (*remarks, *launch.caveats)]
+    if given := _given(launch.args):
+        rows.append(("set", given))
+    if launch.others:
+        rows.append(("not read", f"{len(launch.others)} further arguments, which belong to other parsers"))
+    return rows
+
+
+def _given(args: argparse.Namespace) -> str:
+    """The flags of megatron_pg that differ from their defaults."""
+    defaults = vars(add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([]))
+    changed = {name: vars(args)[name] for name, default in defaults.items() if vars(args)[name] != default}
+    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+
+
+def _document(
+    launch: Launch,
+    layout: Layout,
+    remarks: tuple[str, ...],
+    factors: list[tuple[str, str]],
+    weights: list[dict[str, float]],
+) -> dict[str, object]:
+    own = {name: vars(launch.args)[name] for name in own_arguments()}
+    sizes = {
+        "world": layout.world,
+        "D": layout.data,
+        "C": layout.context,
+        "K": layout.microbatches,
+        "N_r": layout.batch,
+    }
+    return {
+        "source": launch.source,
+        "arguments": own,
+        "megatron_arguments": {name: value for name, value in read_arguments(launch).items() if name not in own},
+        "objective": dict(describe(launch.args)),
+        "sizes": sizes,
+        "factors": dict(factors),
+        "weights_unit": "1" if layout.batch else "1/N_r",
+        "weights": weights,
+        "elsewhere": ELSEWHERE[launch.args.loss_aggregation],
+        "remarks": [*remarks, *launch.caveats],
+        "environment": list(launch.environment),
+        "other_arguments": list(launch.others),
+    }
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = (0,)
+    if not all(0 < length < 2**31 for length in lengths):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive lengths such as 10,1000")
+    return lengths

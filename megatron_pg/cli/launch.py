@@ -1,0 +1,311 @@
+"""From flags or a launch script to the arguments that the startup checks read.
+
+megatron_pg's own flags are parsed by its own parser. Of Megatron's hundreds of flags only those are read that a check
+or the layout needs; whatever else the command holds belongs to other parsers and is left alone, as long as none of
+it can hide one of ours.
+"""
+
+import argparse
+import difflib
+import itertools
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments, own_arguments
+from megatron_pg.cli.shell import Command, Word, read_commands
+from megatron_pg.cli.shell_tokens import HOLE
+from megatron_pg.cli.terminal import InputError, show_path
+from megatron_pg.printable import printable
+
+# Megatron's flags that a rule or the layout reads: attribute, and what argparse is told. A release may lack some.
+MEGATRON_FLAGS: Mapping[str, dict] = {
+    "calculate_per_token_loss": {"action": "store_true"},
+    "context_parallel_size": {"type": int},
+    "cross_entropy_loss_fusion": {"action": "store_true"},
+    "cuda_graph_impl": {},
+    "cuda_graph_modules": {"nargs": "+"},
+    "cuda_graph_scope": {"nargs": "+"},
+    "dataloader_type": {},
+    "ddp_average_in_collective": {"action": "store_true"},
+    "decrease_batch_size_if_needed": {"action": "store_true"},
+    "defer_embedding_wgrad_compute": {"action": "store_true"},
+    "fp16": {"action": "store_true"},
+    "hybrid_context_parallel": {"action": "store_true"},
+    "iterations_to_skip": {"nargs": "+", "type": int},
+    "loss_scale": {"type": float},
+    "moe_aux_loss_coeff": {"nargs": "+", "type": float},
+    "moe_z_loss_coeff": {"type": float},
+    "mtp_num_layers": {"type": int},
+    "num_experts": {"type": int},
+    "output_logit_dtype": {},
+    "overlap_moe_expert_parallel_comm": {"action": "store_true"},
+    "perform_rl_step": {"action": "store_true"},
+    "sft": {"action": "store_true"},
+    "tensor_model_parallel_size": {"type": int},
+    "tensor_parallel_num_weight_shards": {"type": int},  # Megatron derives gtp_weight_remat_size from it
+    "train_samples": {"type": int},
+    "use_megatron_fsdp": {"action": "store_true"},
+    "use_mup": {"action": "store_true"},
+    "use_torch_fsdp2": {"action": "store_true"},
+    "pipeline_model_parallel_size": {"type": int},
+    "micro_batch_size": {"type": int},
+    "global_batch_size": {"type": int},
+    "rampup_batch_size": {"nargs": 3},
+    "yaml_cfg": {},
+}
+# Flags with one value, a path or a number that scripts take from outside: what is not known there is taken as that value.
+ONE_VALUE = {
+    *(
+        "--data-cache-path",
+        "--load",
+        "--log-interval",
+        "--merge-file",
+        "--moe-layer-freq",
+        "--pretrained-checkpoint",
+        "--save",
+    ),
+    *(
+        "--seed",
+        "--seq-length",
+        "--tensorboard-dir",
+        "--tokenizer-model",
+        "--train-iters",
+    ),
+    *("--vocab-file", "--wandb-entity", "--wandb-exp-name", "--wandb-project", "--wandb-save-dir"),
+}
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launch says: its arguments, and what reading it has shown."""
+
+    args: argparse.Namespace
+    source: str  # where the arguments come from, for a reader
+    world_size: int | None
+    others: tuple[str, ...]  # arguments that belong to other parsers
+    environment: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}. Correct the flag; megatron-pg explain --help lists those of megatron_pg.")
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommands that take a launch, and the flags of megatron_pg in their help."""
+    name = parser.prog.split()[-1]
+    parser.usage = f"{parser.prog} [options] [SCRIPT] [flags and arguments of the launch]"
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks, where the launch does not say it")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value of a shell variable of SCRIPT that cannot be known without running it; may be repeated",
+    )
+    parser.add_argument("--line", type=int, metavar="N", help="the line of SCRIPT whose command is meant, of several")
+    shown = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    flags = add_arguments(shown).format_help().partition("\n")[2].strip()
+    parser.epilog = (
+        f"SCRIPT is a bash script that starts torchrun; it is read, never run. Examples:\n"
+        f"  megatron-pg {name} launch.sh\n"
+        f"  megatron-pg {name} --loss-aggregation constant --loss-aggregation-divisor 8192\n\n"
+        f"flags of megatron_pg:\n  {flags}"
+    )
+
+
+def read_launch(options: argparse.Namespace) -> Launch:
+    """The launch that a subcommand's words describe: flags, or a script and its arguments.
+
+    Raises:
+        InputError: a flag is misspelt or malformed, or the script leaves open what the flags are.
+    """
+    words = [word for word in options.words if word != "--"]
+    overrides = dict(_assignment(text) for text in options.set)
+    if words and not words[0].startswith("-"):
+        return _from_script(words[0], words[1:], overrides, options)
+    if overrides or options.line:
+        raise InputError("--set and --line are for a launch script, and none is given. Give one, or leave them out.")
+    if not words:
+        raise InputError(
+            "neither flags nor a launch script are given. Give one of them, for instance --loss-aggregation token_mean."
+        )
+    args, others, _ = _parse([Word(text, "the command line") for text in words])
+    return Launch(args, "flags", options.world_size, others)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    try:
+        shlex.split(value)  # as the elements of an array
+    except ValueError:
+        equals = ""
+    if not equals or not name.isidentifier():
+        raise InputError(
+            f"--set {printable(text)} is not NAME=VALUE. Write for instance --set NUM_GPUS=8, or --set 'ARGS=--a 1 --b' for an array."
+        )
+    return name, value
+
+
+def _from_script(path: str, arguments: list[str], overrides: dict[str, str], options: argparse.Namespace) -> Launch:
+    if not Path(path).is_file():
+        raise InputError(f"{show_path(path)}: is no file, so there is no launch script. Flags begin with --.")
+    reading = read_commands(path, arguments=arguments, overrides=overrides)
+    try:
+        command = _choose(reading.commands, options.line)
+        if command.stale:
+            raise InputError(
+                f"{command.stale}. Call the training outside of the function, or give the flags themselves."
+            )
+        before, after = _split(command)
+        args, others, taken = _parse(after)
+    except InputError as error:
+        raise InputError(f"{show_path(path)}: {error}") from error
+    _fill_in(args)
+    return Launch(
+        args,
+        f"{show_path(path)}, {command.where}",
+        options.world_size or _world_size(before),
+        others,
+        tuple(sorted(reading.environment)),
+        (*reading.caveats, *taken, *_reservations(command)),
+    )
+
+
+def _reservations(command: Command) -> list[str]:
+    if command.is_certain:
+        return []
+    return [f"{command.where} is inside a branch, a loop or a function; whether and how often it runs is not known"]
+
+
+def _choose(commands: Sequence[Command], line: int | None) -> Command:
+    found = [command for command in commands if _starts_training(command)]
+    launchers = [command for command in found if any(_is_launcher(word) for word in command.words)]
+    with_ours = [command for command in found if any(_OURS.match(word.text) for word in command.words)]
+    if line is not None:
+        found = [command for command in found if command.where == f"line {line}"]
+        if len(found) != 1:
+            raise InputError(f"no training is started in line {line}. Give the line where the command begins.")
+        return found[0]
+    for candidates in (launchers, with_ours, found):
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            places = ", ".join(command.where for command in candidates)
+            raise InputError(f"several commands start a training ({places}). Choose one with --line.")
+    raise InputError(
+        "no command starts a training: neither torchrun nor python with a .py file. Give the flags themselves."
+    )
+
+
+def _is_launcher(word: Word) -> bool:
+    return word.text.rpartition("/")[2] in _LAUNCHERS
+
+
+def _starts_training(command: Command) -> bool:
+    if command.words[0].text in ("echo", "printf"):
+        return False
+    names = [word.text.rpartition("/")[2] for word in command.words]
+    runs_python = any(re.fullmatch(r"python[\d.]*", name) or HOLE in name for name in names)
+    return any(name in _LAUNCHERS for name in names) or (runs_python and any(n.endswith(".py") for n in names))
+
+
+def _split(command: Command) -> tuple[list[Word], list[Word]]:
+    """What the launcher reads, and what the training script reads."""
+    words = list(command.words)
+    start = next((i + 1 for i, word in enumerate(words) if _is_launcher(word)), 0)
+    for i, word in enumerate(words[start:], start=start):
+        if word.text.endswith(".py"):
+            return words[start:i], words[i + 1 :]
+    return words[start:], words[start:]  # torchrun -m module
+
+
+def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...], list[str]]:
+    parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
+    own = set(parser._option_string_actions)
+    aggregation = parser._option_string_actions["--loss-aggregation"]
+    aggregation.choices = None  # rule E3 refuses, and says what another framework's word is here
+    for name, keywords in MEGATRON_FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **keywords)
+    taken = _check_known(words, set(parser._option_string_actions))
+    args, others = parser.parse_known_args([word.text for word in words])
+    _check_spelling(others, own)
+    if "yaml_cfg" in args:
+        raise InputError(
+            "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
+        )
+    return args, tuple(others), taken
+
+
+def _check_known(words: list[Word], read: set[str]) -> list[str]:
+    """What is taken for granted about unknown words, none of which may hide a flag that is read, or its value."""
+    taken = []
+    for before, word in zip([Word("", ""), *words], words, strict=False):
+        if word.unknown is None:
+            continue
+        flag = word.text.partition("=")[0]
+        starts_open = word.text.startswith(HOLE) or word.many
+        if before.text in ONE_VALUE and starts_open:
+            taken.append(f"taken as the one value of {before.text}, because it is not known: {word.unknown}")
+        elif flag in read or before.text in read or starts_open or (flag.startswith("-") and HOLE in flag):
+            place = f" after {printable(before.text.replace(HOLE, '…'))}" if before.text else ""
+            raise InputError(
+                f"{word.where}: the argument{place} is not known, and a flag could hide there, because {word.unknown}. Give "
+                "the variable with --set NAME=VALUE, or in the environment."
+            )
+    return taken
+
+
+def _check_spelling(others: Sequence[str], own: set[str]) -> None:
+    for word in others:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--"):
+            continue
+        others_too = {
+            name for name in own if name == f"--pg-{flag[2:]}"
+        }  # --vocab-size is not a misspelt --pg-vocab-size
+        close = difflib.get_close_matches(flag.replace("_", "-"), own - others_too, n=1, cutoff=0.9)
+        if _OURS.match(flag) or close:
+            guess = close or difflib.get_close_matches(flag, own, n=1, cutoff=0.5)
+            hint = f" Did you mean {guess[0]}?" if guess else ""
+            raise InputError(
+                f"{printable(flag)} is no flag of megatron_pg, so training would not start or would ignore it.{hint}"
+            )
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """What Megatron derives from its flags before the checks run."""
+    found = vars(args)
+    found.setdefault("dataloader_type", "single")
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        found.setdefault(name, 1)
+    if shards := found.get("tensor_parallel_num_weight_shards"):
+        args.gtp_weight_remat_size = shards // max(args.tensor_model_parallel_size, 1)
+
+
+def _world_size(words: Sequence[Word]) -> int | None:
+    """Ranks that torchrun's options name, where they are numbers."""
+    sizes = {"nproc-per-node": None, "nnodes": 1}
+    texts = [part for word in words for part in ([word.text] if HOLE in word.text else word.text.split("=", 1))]
+    for flag, value in itertools.pairwise(texts):
+        name = flag.lstrip("-").replace("_", "-")
+        if flag.startswith("--") and name in sizes:
+            sizes[name] = int(value) if value.isdecimal() else None
+    options = zip([Word("", ""), *words], words, strict=False)
+    may_hold_more = any(word.many and not before.text.startswith("-") for before, word in options)
+    if may_hold_more or None in sizes.values():
+        return None
+    return sizes["nproc-per-node"] * sizes["nnodes"]
+
+
+def read_arguments(launch: Launch) -> dict[str, object]:
+    """Every flag that was read, with its value, for a machine."""
+    names = [*own_arguments(), *MEGATRON_ARGUMENTS, *MEGATRON_FLAGS]
+    return {name: vars(launch.args)[name] for name in dict.fromkeys(names) if name in vars(launch.args)}

@@ -1,0 +1,165 @@
+"""`megatron-pg plot`: curves of the metrics.jsonl of one or several runs, as a table with small curves, or as a picture.
+
+A file may be read while its run writes it: a last line without its end is left out.
+"""
+
+import argparse
+import difflib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_pg.cli.pictures import check_picture, new_figure, save_figure
+from megatron_pg.cli.terminal import (
+    InputError,
+    Progress,
+    megabytes,
+    say,
+    show_json,
+    show_path,
+    table,
+    unreadable_message,
+)
+from megatron_pg.printable import printable
+from megatron_pg.reporting import CONSOLE
+
+SHOWN = (*CONSOLE, "aggregation_ess", "reward", "response_length")
+_BARS = "▁▂▃▄▅▆▇█"
+_MAX_LINE = 2**20  # bytes; a step's metrics are a few kilobytes
+
+Curve = dict[int, float]  # value by optimizer step
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `plot`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a metrics.jsonl, or the folder that holds it")
+    parser.add_argument("--metrics", metavar="NAME,…", help=f"default: those of {', '.join(SHOWN)} that a run has")
+    parser.add_argument("--output", metavar="FILE", help="a picture, .png, .svg or .pdf; needs matplotlib")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the curves and draw them."""
+    if options.output:
+        check_picture(options.output, overwrite=options.overwrite)
+    runs = {label: read_metrics(path) for label, path in _labelled(options.runs).items()}
+    names = _chosen(options.metrics, runs)
+    if options.output:
+        _draw(runs, names, options)
+    if options.json:
+        show_json({label: {n: _listed(curves[n]) for n in names if n in curves} for label, curves in runs.items()})
+        return 0
+    for name in names:
+        say(name)
+        say(table(("run", "steps", "first", "last", "min", "max", "curve"), _rows(runs, name)))
+    return 0
+
+
+def read_metrics(path: Path) -> dict[str, Curve]:
+    """Every metric of a metrics file, by step; a value that was not finite is left out.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no step's record.
+    """
+    shown, curves = show_path(path), {}
+    try:
+        progress = Progress(f"reading {shown}", path.stat().st_size, megabytes)
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
+                if len(line) <= _MAX_LINE and not line.endswith(b"\n"):
+                    break  # its run is writing it
+                _add(curves, line, f"{shown}:{number}")
+                progress.update(file.tell())
+        progress.close()
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise InputError(unreadable_message(path, error)) from error
+    if not curves:
+        raise InputError(f"{shown}: holds no step yet, so there is nothing to draw. Wait for the first one.")
+    return curves
+
+
+def _add(curves: dict[str, Curve], line: bytes, where: str) -> None:
+    try:
+        record = json.loads(line) if len(line) <= _MAX_LINE else None
+        step = record["iteration"]
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{where}: is no line of a metrics file (one JSON object with an iteration, below {_MAX_LINE} bytes). Give the "
+            "metrics.jsonl of a run."
+        ) from error
+    for name, value in record.items():
+        if name != "iteration" and type(value) in (int, float) and abs(value) < math.inf:
+            curves.setdefault(name, {})[step] = float(value)
+
+
+def _labelled(paths: Sequence[str]) -> dict[str, Path]:
+    """The runs by a name that tells them apart."""
+    files = [Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path) for path in paths]
+    short = [printable(file.parent.name if file.name == "metrics.jsonl" else file.stem) or "." for file in files]
+    labels = short if len(set(short)) == len(short) else [show_path(path) for path in paths]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise InputError(f"{twice}: is given twice, so its curves would hide each other. Give every run once.")
+    return dict(zip(labels, files, strict=True))
+
+
+def _chosen(asked: str | None, runs: Mapping[str, dict[str, Curve]]) -> list[str]:
+    known = list(dict.fromkeys(name for curves in runs.values() for name in curves))
+    if asked is None:
+        return [name for name in SHOWN if name in known] or known[:8]
+    names = asked.split(",")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else f" There are {', '.join(map(printable, known[:20]))}."
+            raise InputError(f"--metrics {printable(name)}: no run has this metric.{hint}")
+    return list(dict.fromkeys(names))
+
+
+def _rows(runs: Mapping[str, dict[str, Curve]], name: str) -> list[tuple[str, ...]]:
+    rows = []
+    for label, curves in runs.items():
+        if name not in curves:
+            rows.append((label, "0", "–", "–", "–", "–", ""))
+            continue
+        values = [value for _, value in sorted(curves[name].items())]
+        numbers = (values[0], values[-1], min(values), max(values))
+        rows.append((label, str(len(values)), *(f"{value:.4g}" for value in numbers), small_curve(values)))
+    return rows
+
+
+def small_curve(values: Sequence[float], width: int = 40) -> str:
+    """The values as a line of bars, each the mean of its stretch, from the smallest to the largest."""
+    edges = [round(i * len(values) / min(width, len(values))) for i in range(min(width, len(values)) + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1)) if span else 3] for mean in means)
+
+
+def _listed(curve: Curve) -> dict[str, list]:
+    steps = sorted(curve)
+    return {"iterations": steps, "values": [curve[step] for step in steps]}
+
+
+def _draw(runs: Mapping[str, dict[str, Curve]], names: Sequence[str], options: argparse.Namespace) -> None:
+    columns = min(len(names), 3)
+    rows = -(-len(names) // columns)
+    figure, axes = new_figure(rows, columns, width=4.2 * columns, height=2.9 * rows)
+    panels = list(axes.flat)
+    for name, axis in zip(names, panels, strict=False):
+        for label, curves in runs.items():
+            steps = sorted(curves.get(name, {}))
+            axis.plot(steps, [curves[name][step] for step in steps] if steps else [], label=label, linewidth=1.3)
+        axis.set_title(printable(name), fontsize=10)
+        axis.grid(alpha=0.3)
+    for axis in panels[len(names) :]:
+        axis.set_visible(False)
+    panels[0].legend(fontsize=8)
+    figure.supxlabel("optimizer step", fontsize=10)
+    save_figure(figure, options.output, overwrite=options.overwrite)

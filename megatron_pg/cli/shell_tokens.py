@@ -1,0 +1,237 @@
+"""Words and operators of a bash script, with its quotes, continuations, comments, arrays and here documents."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from megatron_pg.cli.terminal import InputError
+
+HOLE = "\0"  # stands for an unknown piece inside a word; no argument of a process can hold it
+NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+ASSIGNMENT = re.compile(rf"({NAME})(\+?)=")
+_OPERATORS = re.compile(r"\|&|\|\||&&|;;&|;;|;&|\d*(?:<<<|<<-|<<|<>|>>|>\||[<>]&?)|&>>?|[;&|()\n]")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a word: text, or what the shell would replace."""
+
+    kind: str  # "text", "parameter", "arithmetic" or "command"
+    value: str
+    quoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word, the assignment of an array, or an operator."""
+
+    kind: str  # "word", "array" or "operator"
+    line: int
+    parts: tuple[Part, ...] = ()
+    text: str = ""  # the operator, or the array's name
+    append: bool = False
+    items: tuple["Token", ...] = ()
+
+
+class Lexer:
+    """Splits a script into words and operators."""
+
+    def __init__(self, text: str, label: str):
+        self._text, self._label = text.replace("\r\n", "\n").replace(HOLE, " "), label
+        self._at, self._line = 0, 1
+        self._here_documents: list[str] = []
+
+    def tokens(self) -> Iterator[Token]:
+        """Every token, in order; an InputError where the script ends inside one."""
+        while self._skip_blanks():
+            if match := _OPERATORS.match(self._text, self._at):
+                yield self._operator(match.group())
+            else:
+                yield self._word()
+
+    def _skip_blanks(self) -> bool:
+        while self._at < len(self._text):
+            if self._text.startswith("\\\n", self._at):
+                self._advance(2)
+            elif self._text[self._at] in " \t\r":
+                self._advance(1)
+            elif self._text[self._at] == "#":
+                end = self._text.find("\n", self._at)
+                self._advance((len(self._text) if end < 0 else end) - self._at)
+            else:
+                return True
+        return False
+
+    def _advance(self, count: int) -> str:
+        taken = self._text[self._at : self._at + count]
+        self._at += count
+        self._line += taken.count("\n")
+        return taken
+
+    def _operator(self, text: str) -> Token:
+        token = Token("operator", self._line, text=text)
+        self._advance(len(text))
+        if text.lstrip("0123456789") in ("<<", "<<-"):
+            self._skip_blanks()
+            self._here_documents.append("".join(part.value for part in self._word().parts))
+            return replace(token, text="<<")  # its word is taken
+        if text == "\n":
+            self._skip_here_documents()
+        return token
+
+    def _skip_here_documents(self) -> None:
+        for end in self._here_documents:
+            while self._at < len(self._text):
+                stop = self._text.find("\n", self._at)
+                stop = len(self._text) if stop < 0 else stop + 1
+                if self._advance(stop - self._at).strip() == end:
+                    break
+        self._here_documents.clear()
+
+    def _word(self) -> Token:
+        line, parts = self._line, []
+        while self._at < len(self._text):
+            here = self._text[self._at]
+            if here in " \t\n;&|()<>":
+                name = ASSIGNMENT.fullmatch(parts[0].value) if here == "(" and len(parts) == 1 else None
+                if name:
+                    return self._array(line, name.group(1), bool(name.group(2)))
+                break
+            parts += self._piece(here)
+        return Token("word", line, _merged(parts))
+
+    def _array(self, line: int, name: str, append: bool) -> Token:
+        self._advance(1)
+        items = []
+        while self._skip_blanks():
+            if self._text[self._at] == "\n":
+                self._advance(1)
+            elif self._text[self._at] == ")":
+                self._advance(1)
+                return Token("array", line, text=name, append=append, items=tuple(items))
+            elif _OPERATORS.match(self._text, self._at):
+                raise self._unfinished(line, "an array that bash would not accept")
+            else:
+                items.append(self._word())
+        raise self._unfinished(line, "an array that never ends")
+
+    def _piece(self, here: str) -> list[Part]:
+        if here == "\\":
+            taken = self._advance(2)
+            return [] if taken == "\\\n" else [Part("text", taken[1:], True)]
+        if here == "'":
+            return [Part("text", self._until("'", "a single quote"), True)]
+        if here == '"':
+            return self._double_quoted()
+        if here in "$`":
+            return [self._substitution(quoted=False)]
+        return [Part("text", self._plain(r"[^ \t\n;&|()<>\\'\"$`]*"), False)]
+
+    def _plain(self, pattern: str) -> str:
+        return self._advance(re.compile(pattern).match(self._text, self._at).end() - self._at)
+
+    def _until(self, end: str, what: str) -> str:
+        stop = self._text.find(end, self._at + 1)
+        if stop < 0:
+            raise self._unfinished(self._line, f"{what} that never ends")
+        return self._advance(stop + 1 - self._at)[1:-1]
+
+    def _double_quoted(self) -> list[Part]:
+        line, parts = self._line, []
+        self._advance(1)
+        while self._at < len(self._text):
+            here = self._text[self._at]
+            if here == '"':
+                self._advance(1)
+                return parts or [Part("text", "", True)]
+            if here == "\\":
+                taken = self._advance(2)
+                keep = "" if taken == "\\\n" else taken[1:] if taken[1:] in ('"', "\\", "$", "`") else taken
+                parts.append(Part("text", keep, True))
+            elif here in "$`":
+                parts.append(self._substitution(quoted=True))
+            else:
+                parts.append(Part("text", self._plain(r"[^\"\\$`]*"), True))
+        raise self._unfinished(line, "a double quote that never ends")
+
+    def _substitution(self, *, quoted: bool) -> Part:
+        text, at = self._text, self._at
+        if text[at] == "`":
+            return Part("command", self._until("`", "a backquote"), quoted)
+        if text.startswith("$((", at):
+            body = self._balanced(3, "()", 1)
+            if body.endswith(")"):
+                return Part("arithmetic", body[:-1], quoted)
+            return Part("command", f"({body}", quoted)
+        if text.startswith("$(", at):
+            return Part("command", self._balanced(2, "()", 0), quoted)
+        if text.startswith("${", at):
+            return Part("parameter", self._balanced(2, "{}", 0), quoted)
+        if text.startswith("$'", at) and not quoted:
+            self._advance(1)
+            body = self._until("'", "a single quote")
+            return Part("parameter", f"$'{body}'", True) if "\\" in body else Part("text", body, True)
+        match = re.compile(rf"\$({NAME}|[0-9@*#?$!-])").match(text, at)
+        if match is None:
+            return Part("text", self._advance(1), quoted)
+        self._advance(match.end() - at)
+        return Part("parameter", match.group(1), quoted)
+
+    def _balanced(self, skip: int, brackets: str, extra: int) -> str:
+        """What lies between brackets, nested ones and quotes included; the closing one is consumed."""
+        line, start, depth = self._line, self._at + skip, 1 + extra
+        self._advance(skip)
+        while self._at < len(self._text):
+            here = self._text[self._at]
+            if here == "\\":
+                self._advance(2)
+                continue
+            if here == "'" and brackets == "()":
+                self._until("'", "a single quote")
+                continue
+            depth += (here == brackets[0]) - (here == brackets[1])
+            self._advance(1)
+            if depth == 0:
+                return self._text[start : self._at - 1]
+        raise self._unfinished(line, f"a ${brackets[0]} that never ends")
+
+    def _unfinished(self, line: int, what: str) -> InputError:
+        return InputError(f"{self._label}line {line}: {what}, so the script cannot be read. Is the file cut short?")
+
+
+def _merged(parts: list[Part]) -> tuple[Part, ...]:
+    """Neighbouring text of one kind of quoting as one part."""
+    merged: list[Part] = []
+    for part in parts:
+        if merged and part.kind == "text" == merged[-1].kind and part.quoted == merged[-1].quoted:
+            merged[-1] = replace(part, value=merged[-1].value + part.value)
+        else:
+            merged.append(part)
+    return tuple(merged)
+
+
+def evaluate(node: ast.expr, value_of: Callable[[str], int]) -> int:
+    """Integer arithmetic with bash's division, which rounds towards zero."""
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.Name(id=name):
+            return value_of(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -evaluate(operand, value_of)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = evaluate(left, value_of), evaluate(right, value_of)
+            quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if isinstance(op, ast.Div | ast.Mod) else 0
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return quotient
+                case ast.Mod():
+                    return a - b * quotient
+    raise ValueError

@@ -1,0 +1,169 @@
+"""What every subcommand shares: one line for a mistake, progress after two seconds, files that are whole or absent."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_pg.printable import printable
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; one line says what, why and what to do. The command ends with exit code 2."""
+
+
+def say(text: str) -> None:
+    """Write a line to the standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def show_json(value: object) -> None:
+    """Write one JSON document to the standard output."""
+    say(json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False))
+
+
+def show_path(path: str | Path) -> str:
+    """A path as messages may show it."""
+    return printable(str(path), limit=None)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first one left-aligned, the others right-aligned."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    aligned = [
+        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        for line in lines
+    ]
+    return "\n".join("  " + "  ".join(line).rstrip() for line in aligned)
+
+
+def unreadable_message(path: str | Path, error: OSError | ValueError) -> str:
+    """What is wrong with a file that cannot be opened or read."""
+    reason = getattr(error, "strerror", None) or error
+    return f"{show_path(path)}: cannot be read ({reason}). Give an existing file."
+
+
+def read_text(path: str | Path, *, limit: int = 16 * 2**20) -> str:
+    """A UTF-8 text of at most `limit` bytes.
+
+    Raises:
+        InputError: it cannot be read, is larger, or is not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise InputError(unreadable_message(path, error)) from error
+    if len(content) > limit:
+        raise InputError(
+            f"{show_path(path)}: is larger than {limit} bytes, so it is no launch script. Give another file."
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{show_path(path)}: is not UTF-8 text (byte {error.start}). Give another file.") from error
+
+
+@contextmanager
+def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A scratch path beside `path` that takes its name when the block succeeds, and is removed when it fails.
+
+    Raises:
+        InputError: `path` exists and may not be overwritten, or its folder does not exist or cannot be written to.
+    """
+    path = Path(path)
+    check_output(path, overwrite=overwrite)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    except OSError as error:
+        raise InputError(
+            f"{show_path(path)}: cannot be written ({error.strerror or error}). Give another path."
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def check_output(path: str | Path, *, overwrite: bool) -> None:
+    """Refuse an output path early, before the work is done.
+
+    Raises:
+        InputError: as `written_whole`.
+    """
+    path = Path(path)
+    if "\0" in str(path) or not path.parent.is_dir():
+        raise InputError(f"{show_path(path)}: its folder does not exist, so nothing can be written. Make it first.")
+    if path.is_dir():
+        raise InputError(f"{show_path(path)}: is a folder, so nothing can be written. Give the path of a file.")
+    if path.exists() and not overwrite:
+        raise InputError(f"{show_path(path)}: exists already and is kept. Give another path, or --overwrite.")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{show_path(path)}: its folder cannot be written to. Give another path.")
+
+
+class Progress:
+    """A line on the standard error from the second second on: what is done, of how much, and the time left.
+
+    Args:
+        what: the work, as a verb.
+        total: its size.
+        show: how a size is written.
+    """
+
+    DELAY = 2.0  # seconds before the first line
+    PERIOD = 1.0  # seconds between two on a terminal
+    LOG_PERIOD = 5.0  # and in a log
+
+    def __init__(self, what: str, total: int, show: Callable[[int], str] = str):
+        self._what, self._total, self._show = what, total, show
+        self._start = self._last = time.monotonic()
+        self._shown = False
+
+    def update(self, done: int) -> None:
+        """Say how far the work is, if it is time to."""
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
+        period = self.PERIOD if is_terminal else self.LOG_PERIOD
+        if now - self._start < self.DELAY or (self._shown and now - self._last < period):
+            return
+        self._last, self._shown = now, True
+        left = (now - self._start) / done * (self._total - done) if done else 0.0
+        text = f"{self._what}: {self._show(done)} of {self._show(self._total)}, {left:.0f} s left"
+        sys.stderr.write(f"{text}\x1b[K\r" if is_terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """Remove the line from a terminal."""
+        if self._shown and sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+
+
+def megabytes(size: int) -> str:
+    """A size in bytes as text."""
+    return f"{size / 1e6:,.0f} MB"
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say from the second second on that one long call is still under way."""
+    done, start = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        wait = Progress.DELAY
+        while not done.wait(wait):
+            sys.stderr.write(f"{what}: {time.monotonic() - start:.0f} s\n")
+            sys.stderr.flush()
+            wait = Progress.LOG_PERIOD
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
