@@ -43,9 +43,9 @@ PARALLEL_ARGS=(
     --pipeline-model-parallel-size "$PP"
     --context-parallel-size "$CP"
     --expert-model-parallel-size "$EP"
+    ${SP:+--sequence-parallel}
     --use-distributed-optimizer
 )
-if [[ ${SP:-0} == 1 ]]; then PARALLEL_ARGS+=(--sequence-parallel); fi
 
 ROLLOUT_ARGS=(
     --warm-up-iters 60
