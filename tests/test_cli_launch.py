@@ -294,6 +294,18 @@ def test_the_training_is_told_from_tools(call, script):
     assert explained(call, path)["arguments"]["loss_aggregation"] == "prompt_mean"
 
 
+def test_what_a_branch_adds_stops_only_where_it_is_a_flag_that_is_read(call, script):
+    text = 'A=(--dataloader-type external)\nif [[ $SP == 1 ]]; then A+=({}); fi\ntorchrun t.py "${{A[@]}}"\n'
+    said = explained(call, script(text.format("--sequence-parallel --x 2")))
+    assert said["remarks"] == [
+        f"line 2: {flag} is passed only where a branch is taken" for flag in ("--sequence-parallel", "--x")
+    ]
+    for words in ("--loss-aggregation token_mean", "--fp16", "--pg-temperature=2", "2"):
+        code, _, err = call("explain", script(text.format(words)))
+        assert code == 2
+        assert f"line 2: {words.split()[0]} is passed only where a branch is taken" in err
+
+
 def test_a_step_of_documents_has_their_number_of_rollouts(call):
     documents = ["--docs-per-step", "256", "--micro-batch-size", "1", "--world-size", "8"]
     said = explained(call, *documents)

@@ -157,6 +157,25 @@ def test_an_unknown_word_may_be_several_unless_it_is_quoted(write):
     ]
 
 
+def test_an_element_that_a_branch_adds_may_be_there(write):
+    path = write(
+        'A=(--a 1)\nif [ "$UNSET" ]; then A+=(--b 2); fi\ntorchrun t.py "${A[@]}" "${A[*]}" ${#A[@]} "${A[1]}" "${A[2]}"\n'
+    )
+    words = torchrun_of(path)
+    assert [(word.text, word.maybe and word.maybe.where) for word in words[:5]] == [
+        ("t.py", None),
+        ("--a", None),
+        ("1", None),
+        ("--b", "line 2"),
+        ("2", "line 2"),
+    ]
+    assert [bool(word.unknown) for word in words[5:]] == [True, True, False, True]
+    (word,) = [
+        word for word in torchrun_of(write("if true; then A=(1); A+=($(x)); fi\ntorchrun t.py ${A[@]}")) if word.unknown
+    ]
+    assert word.unknown.where == "line 1"
+
+
 def test_a_sourced_file_is_read_and_named(write, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.sh").write_text("MODEL=(\n  --layers 2\n)\nBAD=$(x)\n")

@@ -246,7 +246,7 @@ def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...], list
 
 def _check_known(words: list[Word], read: set[str]) -> list[str]:
     """What is taken for granted about unknown words, none of which may hide a flag that is read, or its value."""
-    taken = []
+    taken = _check_branches(words, read)
     for before, word in zip([Word("", ""), *words], words, strict=False):
         if word.unknown is None:
             continue
@@ -260,6 +260,23 @@ def _check_known(words: list[Word], read: set[str]) -> list[str]:
                 f"{word.where}: the argument{place} is not known, and a flag could hide there, because {word.unknown}. Give "
                 "the variable with --set NAME=VALUE, or in the environment."
             )
+    return taken
+
+
+def _check_branches(words: list[Word], read: set[str]) -> list[str]:
+    """What is passed only where a branch is taken, none of which may be a flag that is read, or its value."""
+    taken = []
+    for before, word in zip([Word("", ""), *words], words, strict=False):
+        if word.maybe is None:
+            continue
+        is_value = not word.text.startswith("-")
+        if word.text.partition("=")[0] in read or (is_value and before.maybe is None):
+            raise InputError(
+                f"{word.maybe.where}: {printable(word.text)} is passed {word.maybe.reason}, and whether it is cannot be known without running "
+                "the script. Take it out of the branch, or give the flags themselves."
+            )
+        if not is_value:
+            taken.append(f"{word.maybe.where}: {printable(word.text)} is passed {word.maybe.reason}")
     return taken
 
 

@@ -49,6 +49,7 @@ class Word:
     unknown: Unknown | None = None
     many: bool = False
     whole: bool = False  # was quoted where it was written: not split
+    maybe: Unknown | None = None  # known, but there only where a branch is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,15 @@ class Reading:
             name, append = match.group(1), bool(match.group(2))
             head = replace(token.parts[0], value=token.parts[0].value[match.end() :])
             value = self._expand_one(replace(token, parts=(head, *token.parts[1:])), where)
-        if conditional or not self._is_certain:
+        is_certain = self._is_certain and not conditional
+        old = self._lookup(name, where) if append and token.kind == "array" else None
+        if not is_certain and isinstance(old, list) and not any(word.unknown for word in value):
+            self._set(
+                name, [*old, *(replace(word, maybe=Unknown(where, "only where a branch is taken")) for word in value)]
+            )
+            if "function" in self._blocks:
+                self._functions.setdefault(self._function, set()).add(name)
+        elif not is_certain:
             self._assign_unknown(name, token, label, "is assigned inside a branch, a loop or a function")
         else:
             self._set(name, self._joined(name, value) if append else value)
@@ -279,6 +288,8 @@ class Reading:
         found = self._select(self._lookup(name, where), index, is_list)
         if operator is None:
             return self._unset(name, where, is_list) if found is None else found
+        if isinstance(found, list) and (unsure := next((word.maybe for word in found if word.maybe), None)):
+            return [Word(HOLE, where, unsure, many=True)]
         empty = found is None or (operator[0] == ":" and _is_empty(found))
         if operator[-1] == "+":
             return Word("", where) if empty else self._expand_text(rest, where)
@@ -295,7 +306,7 @@ class Reading:
     def _other_parameter(self, text: str, where: str) -> Word:
         length = re.fullmatch(rf"#({NAME})\[[@*]\]", text)
         found = self._lookup(length.group(1), where) if length else None
-        if isinstance(found, list) and not any(word.many for word in found):
+        if isinstance(found, list) and not any(word.many or word.maybe for word in found):
             return Word(str(len(found)), where)
         return Word(HOLE, where, Unknown(where, f"${{{text}}} is a form that is not read here"), many=True)
 
@@ -304,8 +315,8 @@ class Reading:
             return [found] if isinstance(found, Word) else found
         if isinstance(found, list):
             position = int(index or 0)
-            if any(word.many for word in found[: position + 1]):
-                return next(word for word in found if word.many)
+            if unsure := next((word for word in found[: position + 1] if word.many or word.maybe), None):
+                return Word(HOLE, unsure.where, unsure.unknown or unsure.maybe, many=True)
             return found[position] if position < len(found) else None
         return found
 
@@ -368,9 +379,11 @@ class Reading:
             value = self._value(part, where)
             words = value if isinstance(value, list) else [value]
             text += " ".join(word.text for word in words)
-            unknown = unknown or next((word.unknown for word in words if word.unknown), None)
-            many = many or any(word.many for word in words)
-        return Word(text, where, unknown, many)
+            unknown = unknown or next(
+                (word.unknown or word.maybe for word in words if word.unknown or word.maybe), None
+            )
+            many = many or any(word.many or word.maybe for word in words)
+        return Word(HOLE if unknown and not text.count(HOLE) else text, where, unknown, many)
 
     def _expand(self, token: Token, label: str) -> list[Word]:
         """The arguments that a word of a command becomes."""
@@ -425,8 +438,8 @@ class _Fields:
 
     def add(self, value: Word | list[Word], *, quoted: bool, joined: bool) -> None:
         if isinstance(value, list) and quoted and joined:
-            unknown = next((word.unknown for word in value if word.unknown), None)
-            value = Word(" ".join(word.text for word in value), self._where, unknown)
+            unknown = next((word.unknown or word.maybe for word in value if word.unknown or word.maybe), None)
+            value = Word(HOLE if unknown else " ".join(word.text for word in value), self._where, unknown)
         for i, word in enumerate(value if isinstance(value, list) else [value]):
             if i:
                 self._close()
@@ -446,7 +459,13 @@ class _Fields:
 
     def _append(self, word: Word) -> None:
         old = self._open or Word("", self._where)
-        self._open = Word(old.text + word.text, self._where, old.unknown or word.unknown, old.many or word.many)
+        self._open = Word(
+            old.text + word.text,
+            self._where,
+            old.unknown or word.unknown,
+            old.many or word.many,
+            maybe=old.maybe or word.maybe,
+        )
 
     def _close(self) -> None:
         if self._open is not None:
