@@ -51,6 +51,7 @@ LAYOUTS = {
     "CP2 × TP2": (4, {"CP": "2", "TP": "2"}, (), "1 GPU"),
 }
 STEPS = 4
+SECONDS = 120  # of one run
 
 
 def launch(name: str, out: Path, rollouts: Path | None) -> Path:
@@ -73,12 +74,13 @@ def launch(name: str, out: Path, rollouts: Path | None) -> Path:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
     )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "output.txt").write_text(done.stdout + done.stderr)
-    if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
-        print(f"{name}: exit code {done.returncode}: {lines[-1] if lines else 'see output.txt'}", flush=True)
+    output = folder / "output.txt"
+    with output.open("w") as file:  # no pipe: a process that stays behind would hold it open
+        code = subprocess.run(["timeout", str(SECONDS), *command], env=environment, stdout=file, stderr=file).returncode
+    if code:
+        lines = [line for line in output.read_text().splitlines() if "Error" in line]
+        print(f"{name}: exit code {code}: {lines[-1] if lines else 'see output.txt'}", flush=True)
     return folder
 
 
