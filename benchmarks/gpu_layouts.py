@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -54,13 +55,29 @@ STEPS = 4
 SECONDS = 120  # of one run
 
 
-def launch(name: str, out: Path, rollouts: Path | None) -> Path:
-    """Run a layout; its folder."""
+def folder_of(name: str, out: Path) -> Path:
+    """Where a layout's run is kept."""
+    return out / re.sub(r"[^a-z0-9]+", "-", name.lower())
+
+
+def launch(name: str, out: Path, rollouts: Path | None, gpu: int | None = None) -> Path:
+    """Run a layout, on one GPU if it is given; its folder."""
     processes, environment, flags, _ = LAYOUTS[name]
-    folder = out / re.sub(r"[^a-z0-9]+", "-", name.lower())
+    folder = folder_of(name, out)
     command = ["bash", str(ROOT / "examples" / "launch_gpu.sh")]
     command += ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "6", "--warm-up-iters", "0"]
-    command += ["--train-iters", str(STEPS), "--lr-warmup-iters", "0", "--exact-match-interval", "1000", "--lr", "1e-4"]
+    command += [
+        "--train-iters",
+        str(STEPS),
+        "--log-interval",
+        "1",
+        "--lr-warmup-iters",
+        "0",
+        "--exact-match-interval",
+        "1000",
+        "--lr",
+        "1e-4",
+    ]
     command += ["--exact-match-prompts", "64", "--prompts-per-rollout", "32", *flags]
     command += ["--rollouts", str(rollouts)] if rollouts else []
     environment = (
@@ -74,6 +91,8 @@ def launch(name: str, out: Path, rollouts: Path | None) -> Path:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
     )
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / "output.txt"
     with output.open("w") as file:  # no pipe: a process that stays behind would hold it open
@@ -101,19 +120,20 @@ def read(folder: Path) -> dict | None:
 def table(results: dict[str, dict | None]) -> str:
     """Markdown: every layout beside the one that it is compared with."""
     lines = [
-        "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | GiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | ms a step | GiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, result in results.items():
         reference = results.get(LAYOUTS[name][3])
         if result is None or reference is None:
-            lines.append(f"| {name} | failed | | | | |")
+            lines.append(f"| {name} | failed | | | | | |")
             continue
         size = max(map(abs, reference["loss"]))
         loss = max(abs(a - b) for a, b in zip(result["loss"], reference["loss"], strict=True)) / size
         norm = max(abs(a / b - 1) for a, b in zip(result["grad_norm"], reference["grad_norm"], strict=True))
         lines.append(
-            f"| {name} | {result['loss'][0]:.6f} | {loss:.1e} | {result['grad_norm'][0]:.5f} | {norm:.1e} | {result['gib']:.2f} |"
+            f"| {name} | {result['loss'][0]:.6f} | {loss:.1e} | {result['grad_norm'][0]:.5f} | {norm:.1e} | "
+            f"{result['ms']:.0f} | {result['gib']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -124,12 +144,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "layouts")
     out = parser.parse_args().out.resolve()
     gpus = torch.cuda.device_count()
-    sampled = launch("1 GPU", out / "sampled", None)
+    rollouts = launch("1 GPU", out / "sampled", None) / "rollouts.jsonl"
+    names = [name for name, (processes, *_) in LAYOUTS.items() if processes <= gpus]
+    single = [name for name in names if LAYOUTS[name][0] == 1]
+    with ThreadPoolExecutor(gpus) as pool:  # side by side
+        list(pool.map(lambda i: launch(single[i], out, rollouts, gpu=i % gpus), range(len(single))))
     results = {}
-    for name, (processes, *_) in LAYOUTS.items():
-        if processes <= gpus:
-            results[name] = read(launch(name, out, sampled / "rollouts.jsonl"))
-            print(name, json.dumps(results[name]), flush=True)
+    for name in names:
+        results[name] = read(folder_of(name, out) if name in single else launch(name, out, rollouts))
+        print(name, json.dumps(results[name]), flush=True)
     text = f"{gpus} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
     (out / "layouts.md").write_text(text)
     (out / "layouts.json").write_text(json.dumps(results, indent=1))
