@@ -20,6 +20,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = (
+    "--disable-bias-linear",
+    "--no-bias-gelu-fusion",
     "--num-experts",
     "4",
     "--moe-router-topk",
