@@ -142,8 +142,9 @@ def logprobs_and_entropy(
     """
     _check_head(hidden, weight)
     _check_choice("backward", backward, HEAD_BACKWARDS)
-    hidden = _enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     vocabulary = _vocabulary(weight, temperature, vocab_size, tp_group, impl)
+    hidden = _enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
+    _check_targets(hidden, targets)
     targets = targets if rows is None else targets.index_select(0, rows)
     return _LogprobsAndEntropy.apply(hidden, weight, targets, rows, vocabulary, main_grad, backward == "split")
 
@@ -269,6 +270,7 @@ def policy_gradient_head_loss(
     rows = policy_loss.mask.nonzero()[:, 0] if rows is None else rows
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden = _enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
+    _check_targets(hidden, targets)
     targets, split = targets.index_select(0, rows), backward == "split"
     if mode == "forward" and trains and len(rows):
         job = _Job(targets, rows, vocabulary, policy_loss.at(rows), main_grad, split, grad_scale, entropy, [])
@@ -498,6 +500,8 @@ def _vocabulary(
     weight: Tensor, temperature: float, vocab_size: int | None, tp_group: ProcessGroup | None, impl: str
 ) -> _Vocabulary:
     _check_choice("impl", impl, KERNELS)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'.")
     ranks = 1 if tp_group is None else tp_group.size()
     kind = _Triton if impl == "triton" else _Eager
     return kind(len(weight), temperature, checked_vocab_size(vocab_size, len(weight) * ranks), tp_group)
@@ -721,6 +725,14 @@ def _check_head(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
             "be what this function avoids. Upgrade torch."
+        )
+
+
+def _check_targets(hidden: Tensor, targets: Tensor) -> None:
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype} for {len(hidden)} rows of hidden states, not "
+            f"[{len(hidden)}] int64, so tokens and rows would not align. Give one token id per row, of all sequence-parallel ranks."
         )
 
 

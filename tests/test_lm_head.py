@@ -386,6 +386,12 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
         ({"weight": torch.zeros(48, 15, dtype=torch.float64, device=DEVICE)}, "not [..., H] and [V / tp, H]"),
         ({"weight": torch.zeros(48, 16, device=DEVICE)}, "of one dtype, so there is no product"),
         ({"vocab_size": 49}, "vocab_size=49 is not in 1 .. 48"),
+        ({"temperature": 0.0}, "temperature=0.0 is not > 0"),
+        (
+            {"hidden": torch.zeros(5, 16, dtype=torch.float64, device=DEVICE)},
+            "for 5 rows of hidden states, not [5] int64",
+        ),
+        ({"targets": torch.zeros(21, device=DEVICE)}, "dtype torch.float32 for 21 rows of hidden states"),
     ],
 )
 def test_bad_input_is_refused(changes, message):
