@@ -43,8 +43,8 @@ def finished(launches: list[subprocess.Popen], *, timeout: float) -> Iterator[No
         yield
     finally:
         for process in launches:
-            process.kill()
-            process.wait()
+            process.terminate()  # the launcher ends its ranks; killed, it would leave them behind
+            process.wait(timeout=60)
             process.stdout.close()
 
 

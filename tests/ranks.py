@@ -8,6 +8,7 @@ aggregation and saves the gradients, `dp2-constant-docs` takes the same samples 
 ranks.
 """
 
+import gc
 import json
 import random
 import sys
@@ -28,6 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rank_model import OPTIONS, VOCABULARY, WIDTH, Layout
 from support import random_step
+from torch.distributed import distributed_c10d
 
 from megatron_pg.accumulation import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.batch import pack
@@ -200,6 +202,14 @@ def save_error(path: Path, error: Exception, seconds: float) -> None:
     path.write_text(json.dumps(record), encoding="utf-8")
 
 
+def free_groups() -> None:
+    """Megatron forgets its groups and never frees them, and every one of gloo's keeps its threads."""
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -208,8 +218,8 @@ def main() -> None:
         started = time.monotonic()
         case = None if name.startswith("startup-") else Case.parse(name)
         groups = None if case is None or case.fault else (case.layout.sizes, case.layout.virtual_stages)
-        if groups is None or groups != previous:  # Megatron's groups are never freed, and a fault gets its own
-            parallel_state.destroy_model_parallel()
+        if groups is None or groups != previous:  # a fault gets its own
+            free_groups()
             if case is not None:
                 rank_model.initialize(case.layout)
         previous = groups
