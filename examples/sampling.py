@@ -36,7 +36,7 @@ class Policy:
         logits = self._whole_logits(rows)
         for chunk in self._chunks:
             chunk.train()
-        return torch.log_softmax(logits.float().cpu() / self._temperature, dim=-1)
+        return torch.log_softmax(logits.cpu() / self._temperature, dim=-1)
 
     def score(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
         """Log-probability of every token of given responses."""
@@ -86,16 +86,15 @@ class Policy:
             forward_only=True,
             collect_non_loss_data=True,
         )
-        logits = data[0].contiguous() if data else None
+        logits = data[0].float().contiguous() if data else None  # of bfloat16 or, with --fp32-lm-head, float32
         return self._gather(logits, len(rows), index, device)
 
     def _gather(self, logits: torch.Tensor | None, count: int, index: torch.Tensor, device) -> torch.Tensor:
         """Whole logits on every rank from [B, W/C, V/tp] on the last stage."""
-        config = self._chunks[0].config
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             vocabulary = self._chunks[0].vocab_size // mpu.get_tensor_model_parallel_world_size()
             if logits is None:
-                logits = torch.empty(count, len(index), vocabulary, dtype=config.params_dtype, device=device)
+                logits = torch.empty(count, len(index), vocabulary, device=device)
             source = mpu.get_pipeline_model_parallel_last_rank()
             torch.distributed.broadcast(logits, source, group=mpu.get_pipeline_model_parallel_group())
         logits = torch.cat(_all_gather(logits, mpu.get_tensor_model_parallel_group()), dim=-1)

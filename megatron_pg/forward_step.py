@@ -92,7 +92,7 @@ class PolicyGradientStep:
     def attach(self, model: nn.Module) -> nn.Module:
         """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
         self._attached = True
-        if self.settings.float32_logits:
+        if self.settings.float32_logits or self.settings.fused_head:  # a sampler's logits have the loss's precision
             compute_in_float32(model.output_layer, backward=self.settings.head_backward)
         deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.fused_head else None
         language_model_loss = model.compute_language_model_loss
@@ -304,6 +304,11 @@ class PolicyGradientStep:
             raise ContractError(
                 "config.finalize_model_grads_func is None, so gradients would be neither reduced over ranks nor divided; set it to "
                 "megatron.core.distributed.finalize_model_grads"
+            )
+        vocabulary, columns = self.settings.vocab_size, get_attr_wrapped_model(chunks[0], "vocab_size")
+        if vocabulary is not None and vocabulary > columns:
+            raise ContractError(
+                f"--pg-vocab-size {vocabulary} is more than the {columns} columns of the model's logits; give the rollout engine's"
             )
         is_last_stage = any(get_attr_wrapped_model(chunk, "post_process") for chunk in chunks)
         if is_last_stage and not self._attached:

@@ -27,7 +27,7 @@ from megatron_pg.lm_head import policy_gradient_head_loss
 from megatron_pg.metrics import Reduction, TokenValues
 from megatron_pg.objective_flags import REJECTS_BY_DATA, correction_numbers, objective_numbers
 from megatron_pg.objectives import Objective, Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
+from megatron_pg.objectives.custom import custom_objective_of
 from megatron_pg.output_layer import HeadCall
 from megatron_pg.plan import StepPlan
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer, token_weights
@@ -126,10 +126,9 @@ def _terms(args: Namespace, correction: Correction) -> LossTerms:
 
 
 def _objective(args: Namespace) -> Objective:
-    numbers = objective_numbers(args)
     if args.pg_custom_objective_path is not None:
-        return load_custom_objective(args.pg_custom_objective_path, **numbers)
-    return objective_of(args.pg_objective, **numbers)
+        return custom_objective_of(args)
+    return objective_of(args.pg_objective, **objective_numbers(args))
 
 
 def _available_kernel(asked: str | None) -> str:

@@ -28,6 +28,8 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(loss, reducer=breaking_reducer)
     if fault == "flag":
         return dataclasses.replace(loss, per_token=False)
+    if fault == "columns":
+        return dataclasses.replace(loss, vocab_size=VOCABULARY + 1)
     if fault == "noref":
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, kl_coef=0.1, kl_estimator="k3"))
     if fault == "norollout":

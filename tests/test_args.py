@@ -704,6 +704,7 @@ NEAR_MISSES = [
     row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
     row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),
+    # whether it reads whole sequences is known once it was tried
     row("E55", "custom objective", head(**pg("grpo", custom_objective_path="user_package.turns:two"))),
     row("E30", "null", {"sft": None}),
     row("E28", "one shard", {"gtp_weight_remat_size": 1}),

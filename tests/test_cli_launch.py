@@ -386,6 +386,22 @@ def test_validate_probes_a_custom_reducer(call, tmp_path, monkeypatch):
     assert "[E16] custom reducer 'cli_reducers:local_mean'" in err
 
 
+def test_validate_tries_an_objective_of_the_users_own(call, tmp_path, monkeypatch):
+    (tmp_path / "cli_objectives.py").write_text(
+        "def mean(tokens, parameters):\n    return (tokens.ratios * tokens.advantages).mean()\n\n\n"
+        "def sequences(tokens, parameters):\n    return -tokens.sequence_ratios * tokens.advantages\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = call("validate", "--pg-custom-objective-path", "cli_objectives:mean")
+    assert code == 2
+    assert "[E16] custom objective 'cli_objectives:mean' gives shape ()" in err
+    words = ["validate", "--pg-custom-objective-path", "cli_objectives:sequences", "--pg-fused-head"]
+    code, _, err = call(*words)
+    assert code == 2
+    assert "[E55] --pg-fused-head forward makes" in err
+    assert call(*words, "recompute")[0] == 0
+
+
 # --- the command itself ---
 
 

@@ -1,13 +1,17 @@
 """The whole step through Megatron's schedules, DDP and finalize, on real ranks over gloo."""
 
 import argparse
+import types
 from itertools import product
 
 import processes
 import pytest
+import torch
 from processes import gradients, report, worst_difference
 
 from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
+from megatron_pg.forward_step import PolicyGradientStep
+from megatron_pg.loss import LossSettings
 
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
@@ -72,9 +76,10 @@ DOCUMENTS = [
     *("tp2t-constant-docs", "tp2s-token_mean-docs", "tp2ts-prompt_mean-docs"),
     *("pp2-sample_mean-docs", "pp2t-token_mean-docs", "pp2v-constant-docs", "pp2tv-token_mean-docs"),
     *("cp2t-prompt_mean-docs", "cp2-constant-docs", "cp2t-token_mean-docs"),
+    *("dp2t-constant-fused-docs", "pp2tv-token_mean-fused-docs", "cp2t-sample_mean-gspo-recompute-docs"),
 ]
 DOCUMENTS_4 = [f"dp2cp2{kind}-{mode}-docs" for kind in ("", "t") for mode in MODES]
-EVALUATION = "dp2-constant-evaluate"
+EVALUATIONS = ["dp2-constant-evaluate", "tp2s-constant-fused-evaluate", "pp2-prompt_mean-fused-evaluate"]
 STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *(
         "loss_aggregation",
@@ -113,6 +118,7 @@ FAULTS = {
     "tp2-constant-vocabulary": "holds token id 16, the vocabulary has 16",
     "dp2-constant-positions": "holds a document of 25 positions, the model has 24",
     "dp2-constant-unreduced": "config.finalize_model_grads_func is None",
+    "pp2-constant-columns": "--pg-vocab-size 17 is more than the 16 columns of the model's logits",
     "pp2-token_mean-shape": "pipeline parallelism sends (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
     "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs nan",
@@ -154,7 +160,7 @@ def results(tmp_path_factory, cases):
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     startups = [f"startup-{name}" for name in [*STARTUP, "source", "nothing", "sourceless", "nan"]]
     launches = [
-        processes.start(2, two, [*cases, *DOCUMENTS, EVALUATION, *FAULTS, *startups]),
+        processes.start(2, two, [*cases, *DOCUMENTS, *EVALUATIONS, *FAULTS, *startups]),
         processes.start(1, one, REFERENCES),
     ]
     with processes.finished(launches, timeout=400):
@@ -244,10 +250,12 @@ def test_megatrons_own_average_of_the_report_is_the_objective(results, mode):
     assert value == pytest.approx(report(two, f"dp2-{mode}", 0)["metrics"]["pg_loss"], rel=1e-5, abs=1e-7)
 
 
-def test_evaluation_reports_the_same_metrics_and_leaves_no_gradient(results):
-    two, _ = results
-    assert report(two, EVALUATION, 0)["metrics"] == report(two, "dp2-constant", 0)["metrics"]
-    assert all(not copy.any() for copies in gradients(two, EVALUATION).values() for copy in copies)
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_evaluation_reports_the_metrics_of_a_training_step_and_leaves_no_gradient(results, case):
+    two, one = results
+    expected = report(one, reference_of(case), 0)["metrics"]
+    assert report(two, case, 0)["metrics"] == pytest.approx(expected, rel=2e-5, abs=2e-6)
+    assert all(not copy.any() for copies in gradients(two, case).values() for copy in copies)
 
 
 def test_a_missing_or_nan_gradient_passes_no_comparison(results):
@@ -301,3 +309,18 @@ def test_equal_arguments_start(results):
 def test_values_that_are_equal_and_refused_meet_their_own_rule(results):
     for error in processes.errors(results[0], "startup-nan", ranks=2):
         assert "[E8] --loss-aggregation-divisor must be finite and > 0, got nan" in error["message"]
+
+
+@pytest.mark.parametrize("words", [["--pg-fused-head"], ["--fp32-lm-head"], ["--fp32-lm-head", "--pg-fused-head"], []])
+def test_logits_without_a_loss_have_the_precision_of_the_loss(words):
+    """What a sampler reads: rounded, they would put the ratio of an on-policy step off 1."""
+    layer = types.SimpleNamespace(_forward_impl=lambda *, input, weight, **_: input @ weight.t())
+    model = types.SimpleNamespace(output_layer=layer, compute_language_model_loss=None)
+    args = add_arguments(argparse.ArgumentParser()).parse_args(words)
+    PolicyGradientStep(LossSettings.from_args(args)).attach(model)
+    states, weight = (torch.randn(3, 1, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16))
+    options = dict.fromkeys(("bias", "grad_output_buffer", "sequence_parallel", "tp_group"), None)
+    logits = layer._forward_impl(input=states, weight=weight, **options)
+    exact = states.double() @ weight.double().t()
+    assert logits.dtype == (torch.float32 if words else torch.bfloat16)
+    assert ((logits.double() - exact).abs().max() < 1e-5) == bool(words)

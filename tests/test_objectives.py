@@ -1,5 +1,6 @@
 """Objectives, KL and entropy terms: hand-worked values, gradients in float64, the papers' identities, a user's own."""
 
+import argparse
 import dataclasses
 import math
 import random
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from megatron_pg import objective_flags
-from megatron_pg.args import ArgumentError
+from megatron_pg.args import ArgumentError, add_arguments
 from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
 from megatron_pg.kl import ESTIMATORS
+from megatron_pg.loss import LossSettings
 from megatron_pg.objectives import OBJECTIVES, Tokens, objective_of
 from megatron_pg.objectives.custom import load_custom_objective
 from megatron_pg.sequences import Sequences
@@ -429,6 +431,31 @@ def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monk
     ((rule, message),) = caught.value.violations
     assert rule == "E16"
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("body", "reads"),
+    [
+        ("return -tokens.ratios * tokens.advantages", False),
+        ("return -tokens.sequence_ratios * tokens.advantages", True),
+        ("return -tokens.ratios * tokens.sequence_advantages", True),
+        ("return -tokens.ratios * (tokens.advantages if tokens.sequence_advantages is None else 1)", True),
+    ],
+)
+def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path, monkeypatch, body, reads):
+    words = ["--pg-custom-objective-path", write_module(tmp_path, monkeypatch, body)]
+    parser = add_arguments(argparse.ArgumentParser())
+    for head in ([], ["--pg-fused-head", "recompute"]):
+        settings = LossSettings.from_args(parser.parse_args([*words, *head]))
+        assert settings.terms.reads_sequences == reads
+        assert any(metric.name == "num_segments" for metric in settings.metrics.metrics) == reads
+    fused = parser.parse_args([*words, "--pg-fused-head"])
+    if not reads:
+        assert LossSettings.from_args(fused).fused_head == "forward"
+        return
+    with pytest.raises(ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences") as caught:
+        LossSettings.from_args(fused)
+    assert [rule for rule, _ in caught.value.violations] == ["E55"]
 
 
 def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, monkeypatch):

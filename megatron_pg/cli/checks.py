@@ -17,7 +17,7 @@ class Verdict:
 
 
 def check(launch: Launch) -> Verdict:
-    """Run the decision table on the launch's arguments, which it reconciles; a custom reducer is probed (rule E16)."""
+    """Run the decision table on the launch's arguments, which it reconciles; a user's functions are tried."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -29,6 +29,10 @@ def check(launch: Launch) -> Verdict:
                     args.custom_pg_loss_reducer_function_path,
                     calculate_per_token_loss=vars(args).get("calculate_per_token_loss", False),
                 )
+            if args.pg_custom_objective_path is not None:
+                from megatron_pg.objectives.custom import custom_objective_of  # imports torch
+
+                custom_objective_of(args)
         except ArgumentError as error:
             return Verdict(tuple(error.violations), ())
     ours = (each for each in caught if issubclass(each.category, (ArgumentNotice, ArgumentWarning)))

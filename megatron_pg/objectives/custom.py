@@ -1,21 +1,37 @@
 """A user's own objective: the signature of ours, imported and tried on tiny sequences at startup."""
 
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from megatron_pg.args import ArgumentError
+from megatron_pg.head_flags import needs_recompute
 from megatron_pg.import_path import load_function
-from megatron_pg.objective_flags import OBJECTIVE_PARAMETERS
+from megatron_pg.objective_flags import OBJECTIVE_PARAMETERS, objective_numbers
 from megatron_pg.objectives.table import Objective
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
 _SIZE = 6
 
 
+def custom_objective_of(args: Namespace) -> Objective:
+    """The objective of `--pg-custom-objective-path`, from arguments without violations.
+
+    Raises:
+        ArgumentError: rule E16, or E55, when it reads whole sequences and the fused head cannot.
+        ImportPathError: it cannot be imported or called.
+    """
+    path = args.pg_custom_objective_path
+    objective = load_custom_objective(path, **objective_numbers(args))
+    if objective.reads_sequences and args.pg_fused_head == "forward":
+        raise ArgumentError([needs_recompute(f"--pg-custom-objective-path {path}")])
+    return objective
+
+
 def load_custom_objective(path: str, **numbers: float) -> Objective:
-    """Import the objective at `path` and try it. It may read averages over whole sequences.
+    """Import the objective at `path` and try it, without averages over whole sequences too.
 
     Raises:
         ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, or a token's loss depends on other
@@ -26,7 +42,7 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     parameters = Parameters(**numbers)
     if reason := _probe(loss, parameters):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    return Objective(name=path, loss=loss, reads_sequences=True, parameters=parameters)
+    return Objective(name=path, loss=loss, reads_sequences=_reads_sequences(loss, parameters), parameters=parameters)
 
 
 def _probe(loss: Callable, parameters: Parameters) -> str | None:
@@ -51,7 +67,17 @@ def _probe(loss: Callable, parameters: Parameters) -> str | None:
     return None
 
 
-def _try(loss: Callable, parameters: Parameters, index: Tensor) -> tuple[Tensor, Tensor]:
+def _reads_sequences(loss: Callable, parameters: Parameters) -> bool:
+    """Whether it fails, or gives something else, where there are no averages over whole sequences."""
+    index = torch.arange(_SIZE)
+    try:
+        without = _try(loss, parameters, index, averages=False)
+    except Exception:  # whatever the user's code makes of None
+        return True
+    return not all(map(torch.equal, without, _try(loss, parameters, index)))
+
+
+def _try(loss: Callable, parameters: Parameters, index: Tensor, *, averages: bool = True) -> tuple[Tensor, Tensor]:
     """Values and gradients of the tokens at `index` of a fixed list."""
     ramp = torch.linspace(-1.0, 1.0, _SIZE, dtype=torch.float64)
     logprobs = (ramp.cos() - 2.0)[index].requires_grad_()
@@ -62,8 +88,8 @@ def _try(loss: Callable, parameters: Parameters, index: Tensor) -> tuple[Tensor,
         old_logprobs=old_logprobs,
         advantages=(ramp + 0.3)[index],
         log_ratios=log_ratios,
-        sequence_log_ratios=0.001 + log_ratios - log_ratios.detach(),
-        sequence_advantages=torch.full((len(index),), 0.3, dtype=torch.float64),
+        sequence_log_ratios=0.001 + log_ratios - log_ratios.detach() if averages else None,
+        sequence_advantages=torch.full((len(index),), 0.3, dtype=torch.float64) if averages else None,
     )
     values = loss(tokens, parameters)
     if not isinstance(values, Tensor):
