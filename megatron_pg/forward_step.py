@@ -186,7 +186,9 @@ class PolicyGradientStep:
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
         found: list[Tensor] = []
-        with self._checked_before_finalize(chunks[0].config, found):
+        # with gradients on, the fused head adds to main_grad in the forward
+        trains = torch.is_grad_enabled() and not arguments.get("forward_only")
+        with self._checked_before_finalize(chunks[0].config, found), torch.set_grad_enabled(trains):
             losses = forward_backward_func(**arguments)
         rows = found[0] if found else self._gather_and_check()
         metrics = self.settings.metrics

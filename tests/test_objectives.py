@@ -453,7 +453,9 @@ def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path
     if not reads:
         assert LossSettings.from_args(fused).fused_head == "forward"
         return
-    with pytest.raises(ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences") as caught:
+    with pytest.raises(
+        ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences"
+    ) as caught:
         LossSettings.from_args(fused)
     assert [rule for rule, _ in caught.value.violations] == ["E55"]
 
