@@ -110,12 +110,12 @@ def _fused_rules(args: argparse.Namespace, megatron: Callable[[str], object]) ->
                 "use --pg-fused-head recompute",
             )
     if reader := _reads_sequences(args):
-        yield needs_recompute(reader)
+        yield from needs_recompute(reader)
 
 
-def needs_recompute(reader: str) -> tuple[str, str]:
+def needs_recompute(reader: str) -> Iterator[tuple[str, str]]:
     """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
-    return (
+    yield (
         "E55",
         f"--pg-fused-head forward makes the gradient of a chunk before the next is read, and {reader} reads whole sequences; "
         "use --pg-fused-head recompute",

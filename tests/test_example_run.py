@@ -108,3 +108,10 @@ def test_training_from_a_file_scales_with_the_divisor_and_changes_nothing_else(s
     assert {k: v for k, v in found[0].items() if k not in scaled} == {
         k: v for k, v in found[1].items() if k not in scaled
     }
+
+
+def test_a_sampler_of_two_stages_has_the_float32_logits_of_the_loss(tmp_path):
+    """bfloat16 stages, and logits in float32 on the last: what is sent has one dtype, and the first ratio is 1."""
+    flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "2", "--bf16", "--pg-fused-head"]
+    launch(tmp_path, *flags, "--warm-up-iters", "0", "--train-iters", "2")
+    assert records(tmp_path)[0]["mean_abs_log_ratio"] < 1e-6

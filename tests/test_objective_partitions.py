@@ -6,16 +6,22 @@ correctness and partition invariance in one.
 
 import dataclasses
 import random
+import threading
+from functools import partial
 
 import cases
 import objective_cases
 import objective_oracle as oracle
 import pytest
 import simulation
+import torch
 from compare import gradient_error
 from simulation import Layout
 
+from megatron_pg import lm_head
+from megatron_pg.loss import microbatch_head_loss
 from megatron_pg.objectives import OBJECTIVES
+from megatron_pg.output_layer import HeadCall
 
 LAYOUTS = [
     Layout(),
@@ -39,6 +45,45 @@ def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, fu
     worst, count = 0.0, 62 if full else 3
     for layout in LAYOUTS:
         rng = random.Random(f"{objective}{layout}")
+        found = [objective_cases.random_case(rng, objective) for _ in range(count)]
+        outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
+        errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
+        bad = {f"{layout} case {i}: {found[i].expected}": e for i, e in enumerate(errors) if not e <= LIMIT}
+        assert not bad, bad
+        worst = max(worst, *errors)
+    evidence(cases=count * len(LAYOUTS), worst=worst)
+
+
+def fused(upstreams: dict[int, float], rows, local, loss, tp_group, *, cp_group=None):
+    """The loss by the fused head, whose hidden states are the logits: its weight is the identity, and padding columns."""
+    columns = rows.shape[1]
+    padding = 4 if tp_group is None else 0
+    weight = torch.nn.Parameter(torch.cat([torch.eye(columns), torch.full((padding, columns), 3.0)]).to(rows.dtype))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    mode = "recompute" if loss.terms.reads_sequences or len(local.trained) % 2 else "forward"
+    loss = dataclasses.replace(loss, fused_head=mode, vocab_size=columns if padding else None)
+    call = HeadCall(rows, weight, tp_group, sequence_parallel=False)
+    return microbatch_head_loss(call, local, loss, cp_group=cp_group, upstream=upstreams[threading.get_ident()])
+
+
+@pytest.mark.proof("Fused head: every objective and term over layouts, float64: within 1e-12 of the oracle")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evidence, monkeypatch):
+    upstreams, schedule = {}, simulation._schedule
+
+    def schedule_with_upstream(locals_, leaves, contract, *rest):
+        upstreams[threading.get_ident()] = contract.upstream
+        return schedule(locals_, leaves, contract, *rest)
+
+    monkeypatch.setattr(simulation, "_schedule", schedule_with_upstream)
+    monkeypatch.setattr(simulation, "microbatch_loss", partial(fused, upstreams))
+    # a rank's hidden states are its own columns of the logits: there is nothing to add over the ranks
+    monkeypatch.setattr(lm_head, "_enter", lambda hidden, *_: hidden)
+    monkeypatch.setattr(lm_head, "_chunk_rows", lambda *_: 3)
+    monkeypatch.setattr(lm_head, "_block_rows", lambda *_: 6)
+    worst, count = 0.0, 30 if full else 2
+    for layout in LAYOUTS:
+        rng = random.Random(f"{objective}{layout}fused")
         found = [objective_cases.random_case(rng, objective) for _ in range(count)]
         outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
         errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]

@@ -25,8 +25,9 @@ def custom_objective_of(args: Namespace) -> Objective:
     """
     path = args.pg_custom_objective_path
     objective = load_custom_objective(path, **objective_numbers(args))
+    reader = f"--pg-custom-objective-path {path}"
     if objective.reads_sequences and args.pg_fused_head == "forward":
-        raise ArgumentError([needs_recompute(f"--pg-custom-objective-path {path}")])
+        raise ArgumentError(list(needs_recompute(reader)))
     return objective
 
 
