@@ -37,21 +37,27 @@ LAYOUTS = [
 LIMIT = 1e-12
 
 
-@pytest.mark.proof(
-    "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle"
-)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, full, evidence):
-    worst, count = 0.0, 62 if full else 3
+def worst_over_layouts(objective: str, count: int, seed: str = "") -> float:
+    """Worst error of `count` random cases in every layout; each that misses the limit is named."""
+    worst = 0.0
     for layout in LAYOUTS:
-        rng = random.Random(f"{objective}{layout}")
+        rng = random.Random(f"{objective}{layout}{seed}")
         found = [objective_cases.random_case(rng, objective) for _ in range(count)]
         outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
         errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
         bad = {f"{layout} case {i}: {found[i].expected}": e for i, e in enumerate(errors) if not e <= LIMIT}
         assert not bad, bad
         worst = max(worst, *errors)
-    evidence(cases=count * len(LAYOUTS), worst=worst)
+    return worst
+
+
+@pytest.mark.proof(
+    "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle"
+)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, full, evidence):
+    count = 62 if full else 3
+    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count))
 
 
 def fused(upstreams: dict[int, float], rows, local, loss, tp_group, *, cp_group=None):
@@ -81,16 +87,8 @@ def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evide
     monkeypatch.setattr(lm_head, "_enter", lambda hidden, *_: hidden)
     monkeypatch.setattr(lm_head, "_chunk_rows", lambda *_: 3)
     monkeypatch.setattr(lm_head, "_block_rows", lambda *_: 6)
-    worst, count = 0.0, 30 if full else 2
-    for layout in LAYOUTS:
-        rng = random.Random(f"{objective}{layout}fused")
-        found = [objective_cases.random_case(rng, objective) for _ in range(count)]
-        outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
-        errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
-        bad = {f"{layout} case {i}: {found[i].expected}": e for i, e in enumerate(errors) if not e <= LIMIT}
-        assert not bad, bad
-        worst = max(worst, *errors)
-    evidence(cases=count * len(LAYOUTS), worst=worst)
+    count = 30 if full else 2
+    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
 
 
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
