@@ -353,7 +353,7 @@ class _Chunks:
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: "_Vocabulary"):
         self._hidden, self._weight, self._targets, self._rows = hidden, weight, targets, rows
         self._vocabulary = vocabulary
-        buffers = 1 if vocabulary.tp_group is None or vocabulary.tp_group.size() == 1 else 2
+        buffers = min(vocabulary.ranks, 2)
         self.rows = _chunk_rows(weight, buffers)
         size = min(self.rows, len(targets)), len(weight)
         self._buffers = [hidden.new_empty(size, dtype=_logits_dtype(hidden)) for _ in range(buffers)]
@@ -374,7 +374,7 @@ class _Chunks:
         for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self._buffers))
             shares = self._vocabulary.statistics(z, self._targets[chunk])
-            waiting.append((chunk, z, *_start_gather(shares, self._vocabulary.tp_group)))
+            waiting.append((chunk, z, *self._vocabulary.start_gather(shares)))
             if len(waiting) == len(self._buffers):
                 yield self._combined(*waiting.popleft())
         while waiting:
@@ -386,15 +386,6 @@ class _Chunks:
         return chunk, z, self._vocabulary.combine(shares, self._targets[chunk])
 
 
-def _start_gather(shares: Tensor, tp_group: ProcessGroup | None) -> tuple[Tensor, object | None]:
-    if tp_group is None or tp_group.size() == 1:
-        return shares[None], None
-    gathered = shares.new_empty(tp_group.size(), *shares.shape)
-    return gathered, torch.distributed.all_gather_into_tensor(
-        gathered.flatten(0, 1), shares, group=tp_group, async_op=True
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Vocabulary:
     """This rank's columns, and what reads the logits of them."""
@@ -403,6 +394,19 @@ class _Vocabulary:
     temperature: float
     vocab_size: int
     tp_group: ProcessGroup | None
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks that share the vocabulary."""
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    def start_gather(self, shares: Tensor) -> tuple[Tensor, object | None]:
+        """[tp, c, 4] that will hold every rank's shares, and what to wait for first."""
+        if self.ranks == 1:
+            return shares[None], None
+        gathered = shares.new_empty(self.ranks, *shares.shape)
+        into = gathered.flatten(0, 1)
+        return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=self.tp_group, async_op=True)
 
     def one_launch(self, policy_loss: PolicyLoss, targets: Tensor) -> Callable | None:
         """What makes loss and gradient of a chunk in one pass over its logits, where there is such a kernel."""
@@ -418,12 +422,13 @@ class _Vocabulary:
 
 
 class _Eager(_Vocabulary):
-    def _shard(self) -> eager.Shard:
-        return eager.Shard.of_rank(self.columns, self.tp_group)
+    def _without_padding(self, z: Tensor) -> tuple[Tensor, eager.Shard]:
+        shard = eager.Shard.of_rank(self.columns, self.tp_group)
+        z[:, max(self.vocab_size - shard.first, 0) :] = -torch.inf
+        return z, shard
 
     def statistics(self, z: Tensor, targets: Tensor) -> Tensor:
-        shard = self._shard()
-        z[:, max(self.vocab_size - shard.first, 0) :] = -torch.inf
+        z, shard = self._without_padding(z)
         return eager.statistics(z, targets, shard, self.temperature)
 
     def combine(self, shares: Tensor, targets: Tensor) -> Rows:
@@ -432,8 +437,7 @@ class _Eager(_Vocabulary):
         return rows._replace(logprobs=torch.where(exists, rows.logprobs, torch.nan))
 
     def write_gradient(self, z: Tensor, out: Tensor, targets: Tensor, rows: Rows, *slopes: Tensor) -> None:
-        shard = self._shard()
-        z[:, max(self.vocab_size - shard.first, 0) :] = -torch.inf
+        z, shard = self._without_padding(z)
         out.copy_(eager.gradient(z, targets, rows, *slopes, shard, self.temperature))
 
 
@@ -456,8 +460,7 @@ class _Triton(_Vocabulary):
         kernels.write_gradient(z, out, targets, _trained(targets), rows, *slopes, shard, self.temperature)
 
     def one_launch(self, policy_loss: PolicyLoss, targets: Tensor) -> Callable | None:
-        whole = self.tp_group is None or self.tp_group.size() == 1
-        if not (whole and targets.is_cuda and policy_loss.terms.is_plain_grpo):
+        if not (self.ranks == 1 and targets.is_cuda and policy_loss.terms.is_plain_grpo):
             return None
         from megatron_pg.kernels import triton_loss
 
