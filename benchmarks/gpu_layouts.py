@@ -1,6 +1,7 @@
 """The example under every layout that the GPUs of this machine allow: do the first steps agree, how fast, how much memory?
 
     python benchmarks/gpu_layouts.py --out runs/layouts            # writes layouts.md and layouts.json there
+    python benchmarks/gpu_layouts.py --out runs/layouts --only CP  # those whose name holds the expression
 
 One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights, through
 examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of the same model.
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -20,17 +22,11 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = (
-    "--disable-bias-linear",
-    "--no-bias-gelu-fusion",
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--moe-aux-loss-coeff",
-    "0",
-    "--moe-token-dispatcher-type",
-    "alltoall",
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0"),
+    *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear", "--no-bias-gelu-fusion"),
 )
+DOCUMENTS = ("--docs-per-step", "256")
+ENGINE = ("--transformer-impl", "transformer_engine")
 # name: processes, environment, further flags, what it is compared with
 LAYOUTS = {
     "1 GPU": (1, {}, (), "1 GPU"),
@@ -49,12 +45,26 @@ LAYOUTS = {
     "CP2, gspo": (2, {"CP": "2"}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
     "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
     "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
+    "1 GPU, --docs-per-step": (1, {}, DOCUMENTS, "1 GPU"),
+    "DP2, --docs-per-step": (2, {}, DOCUMENTS, "1 GPU"),
+    "CP2, --docs-per-step": (2, {"CP": "2"}, DOCUMENTS, "1 GPU"),
+    "1 GPU, Transformer Engine": (1, {}, ENGINE, "1 GPU"),
+    "TP2 + SP, Transformer Engine": (2, {"TP": "2", "SP": "1"}, ENGINE, "1 GPU"),
+    "PP2, Transformer Engine": (2, {"PP": "2"}, ENGINE, "1 GPU"),
+    "CP2, Transformer Engine": (2, {"CP": "2"}, ENGINE, "1 GPU"),
+    "DP2, --docs-per-step, Transformer Engine": (2, {}, DOCUMENTS + ENGINE, "1 GPU"),
+    "CP2, --docs-per-step, Transformer Engine": (2, {"CP": "2"}, DOCUMENTS + ENGINE, "1 GPU"),
+    "EP2, 4 experts, Transformer Engine": (2, {"EP": "2"}, EXPERTS + ENGINE, "1 GPU, 4 experts"),
     "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
     "PP2 × DP2": (4, {"PP": "2"}, (), "1 GPU"),
     "CP2 × TP2": (4, {"CP": "2", "TP": "2"}, (), "1 GPU"),
 }
 STEPS = 4
 SECONDS = 120  # of one run
+FLAGS = shlex.split(
+    f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 "
+    "--lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32"
+)
 
 
 def folder_of(name: str, out: Path) -> Path:
@@ -66,43 +76,26 @@ def launch(name: str, out: Path, rollouts: Path | None, gpu: int | None = None) 
     """Run a layout, on one GPU if it is given; its folder."""
     processes, environment, flags, _ = LAYOUTS[name]
     folder = folder_of(name, out)
-    command = ["bash", str(ROOT / "examples" / "launch_gpu.sh")]
-    command += ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "6", "--warm-up-iters", "0"]
-    command += [
-        "--train-iters",
-        str(STEPS),
-        "--log-interval",
-        "1",
-        "--lr-warmup-iters",
-        "0",
-        "--exact-match-interval",
-        "1000",
-        "--lr",
-        "1e-4",
-    ]
-    command += ["--exact-match-prompts", "64", "--prompts-per-rollout", "32", *flags]
-    command += ["--rollouts", str(rollouts)] if rollouts else []
-    environment = (
-        os.environ
-        | environment
-        | {
-            "PROCESSES": str(processes),
-            "RUN_DIR": str(folder),
-            "SCRIPT": str(ROOT / "benchmarks" / "layout_run.py"),
-            "PYTHON": sys.executable,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        }
-    )
+    given = [*FLAGS, *flags, *(["--rollouts", str(rollouts)] if rollouts else [])]
+    run(folder, "layout_run.py", given, environment | {"PROCESSES": str(processes)}, gpu)
+    return folder
+
+
+def run(folder: Path, script: str, flags: list[str], environment: dict[str, str], gpu: int | None = None) -> None:
+    """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
+    environment = os.environ | environment
+    environment |= {"RUN_DIR": str(folder), "SCRIPT": str(Path(__file__).with_name(script)), "PYTHON": sys.executable}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     folder.mkdir(parents=True, exist_ok=True)
+    command = ["timeout", str(SECONDS), "bash", str(ROOT / "examples" / "launch_gpu.sh"), *flags]
     output = folder / "output.txt"
     with output.open("w") as file:  # no pipe: a process that stays behind would hold it open
-        code = subprocess.run(["timeout", str(SECONDS), *command], env=environment, stdout=file, stderr=file).returncode
+        code = subprocess.run(command, env=environment, stdout=file, stderr=file).returncode
     if code:
         lines = [line for line in output.read_text().splitlines() if "Error" in line]
-        print(f"{name}: exit code {code}: {lines[-1] if lines else 'see output.txt'}", flush=True)
-    return folder
+        print(f"{folder.name}: exit code {code}: {lines[-1] if lines else 'see output.txt'}", flush=True)
 
 
 def read(folder: Path) -> dict | None:
@@ -144,10 +137,12 @@ def main() -> None:
     """Sample once, train under every layout, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "layouts")
-    out = parser.parse_args().out.resolve()
-    gpus = torch.cuda.device_count()
+    parser.add_argument("--only", default="", help="regular expression of the layouts' names")
+    options = parser.parse_args()
+    out, gpus = options.out.resolve(), torch.cuda.device_count()
     rollouts = launch("1 GPU", out / "sampled", None) / "rollouts.jsonl"
-    names = [name for name, (processes, *_) in LAYOUTS.items() if processes <= gpus]
+    wanted = {n for name in LAYOUTS if re.search(options.only, name) for n in (name, LAYOUTS[name][3])}
+    names = [name for name, (processes, *_) in LAYOUTS.items() if name in wanted and processes <= gpus]
     single = [name for name in names if LAYOUTS[name][0] == 1]
     with ThreadPoolExecutor(gpus) as pool:  # side by side
         list(pool.map(lambda i: launch(single[i], out, rollouts, gpu=i % gpus), range(len(single))))

@@ -5,6 +5,7 @@ end every rank's peak memory is written to the run's folder.
 """
 
 import hashlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -61,10 +62,13 @@ class SameEverywhere(train_grpo.Example):
         return model
 
 
+def write_peak(folder: Path) -> None:
+    """This rank's peak memory, in bytes."""
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    (folder / f"peak.{os.environ['RANK']}").write_text(str(peak))
+
+
 if __name__ == "__main__":
     train_grpo.Example = SameEverywhere
-    folder = Path(sys.argv[sys.argv.index("--run-dir") + 1])
     train_grpo.main()
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    rank = train_grpo.torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    (folder / f"peak.{rank}").write_text(str(peak))
+    write_peak(Path(sys.argv[sys.argv.index("--run-dir") + 1]))

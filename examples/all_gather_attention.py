@@ -2,12 +2,13 @@
 
 Megatron's own local attention refuses context parallelism. This core gathers keys and values over the group, puts
 them into natural order, and attends causally within each document from the positions that this rank holds. It keeps
-a score for every pair of positions: fine for tests, not for long sequences.
+a mask of every pair of positions: fine for tests, not for long sequences.
 """
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_pg.cp_utils import zigzag_index
 
@@ -35,15 +36,15 @@ class AllGatherAttention(nn.Module):
         documents = _documents(packed_seq_params, len(query) * group.size())
         order = torch.cat([zigzag_index(documents, cp_rank=r, cp_size=group.size()) for r in range(group.size())])
         natural = torch.argsort(order).to(query.device)
-        heads_per_group = query.shape[2] // key.shape[2]
-        keys, values = (
-            _GatherSequence.apply(x, group)[natural].repeat_interleave(heads_per_group, dim=2) for x in (key, value)
-        )
+        keys, values = (_GatherSequence.apply(x, group)[natural] for x in (key, value))
         mine = zigzag_index(documents, cp_rank=group.rank(), cp_size=group.size()).to(query.device)
-        scores = torch.einsum("qbhc,kbhc->bhqk", query, keys) * self._scale
-        allowed = _allowed(documents, query.device)[mine]
-        weights = scores.masked_fill(~allowed, float("-inf")).float().softmax(dim=-1).to(values.dtype)
-        return torch.einsum("bhqk,kbhc->qbhc", weights, values).flatten(2)
+        attended = scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (query, keys, values)),  # [b, heads, s, channels]
+            attn_mask=_allowed(documents, query.device)[mine],
+            scale=self._scale,
+            enable_gqa=True,
+        )
+        return attended.permute(2, 0, 1, 3).flatten(2)
 
 
 def use_in(spec):

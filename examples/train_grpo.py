@@ -30,10 +30,11 @@ if not torch.cuda.is_available():
     cpu_megatron.enable()
 
 import digit_sort as task
-from local_layers import layer_spec
+import local_layers
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
@@ -77,12 +78,16 @@ class Example:
     # --- callbacks of pretrain() ---
 
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """A GPT model with Megatron's local layers."""
+        """A GPT model of Transformer Engine's layers or, with `--transformer-impl local`, of Megatron's own."""
         args = get_args()
         config = config or core_transformer_config_from_args(args)
+        if args.transformer_impl == "transformer_engine":
+            spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, config.moe_grouped_gemm)
+        else:
+            spec = local_layers.layer_spec(config, packed=bool(args.docs_per_step), vp_stage=vp_stage)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, packed=bool(args.docs_per_step), vp_stage=vp_stage),
+            transformer_layer_spec=spec,
             vocab_size=task.VOCABULARY,  # releases differ in what NullTokenizer adds
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
