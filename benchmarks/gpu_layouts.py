@@ -10,6 +10,7 @@ examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of exper
 import argparse
 import json
 import os
+import queue
 import re
 import shlex
 import statistics
@@ -58,9 +59,13 @@ LAYOUTS = {
     "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
     "PP2 × DP2": (4, {"PP": "2"}, (), "1 GPU"),
     "CP2 × TP2": (4, {"CP": "2", "TP": "2"}, (), "1 GPU"),
+    "TP4 + SP": (4, {"TP": "4", "SP": "1"}, (), "1 GPU"),
+    "TP2 + SP × PP2, --pg-fused-head": (4, {"TP": "2", "SP": "1", "PP": "2"}, ("--pg-fused-head",), "1 GPU"),
+    "EP2 × DP2, 4 experts": (4, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
+    "CP2 × DP2, --docs-per-step": (4, {"CP": "2"}, DOCUMENTS, "1 GPU"),
 }
 STEPS = 4
-SECONDS = 120  # of one run
+SECONDS = 90  # of one run
 FLAGS = shlex.split(
     f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 "
     "--lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32"
@@ -72,22 +77,22 @@ def folder_of(name: str, out: Path) -> Path:
     return out / re.sub(r"[^a-z0-9]+", "-", name.lower())
 
 
-def launch(name: str, out: Path, rollouts: Path | None, gpu: int | None = None) -> Path:
-    """Run a layout, on one GPU if it is given; its folder."""
+def launch(name: str, out: Path, rollouts: Path | None, gpus: str | None = None) -> Path:
+    """Run a layout, on these GPUs if they are given; its folder."""
     processes, environment, flags, _ = LAYOUTS[name]
     folder = folder_of(name, out)
     given = [*FLAGS, *flags, *(["--rollouts", str(rollouts)] if rollouts else [])]
-    run(folder, "layout_run.py", given, environment | {"PROCESSES": str(processes)}, gpu)
+    run(folder, "layout_run.py", given, environment | {"PROCESSES": str(processes)}, gpus)
     return folder
 
 
-def run(folder: Path, script: str, flags: list[str], environment: dict[str, str], gpu: int | None = None) -> None:
+def run(folder: Path, script: str, flags: list[str], environment: dict[str, str], gpus: str | None = None) -> None:
     """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
     environment = os.environ | environment
     environment |= {"RUN_DIR": str(folder), "SCRIPT": str(Path(__file__).with_name(script)), "PYTHON": sys.executable}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     folder.mkdir(parents=True, exist_ok=True)
     command = ["timeout", str(SECONDS), "bash", str(ROOT / "examples" / "launch_gpu.sh"), *flags]
     output = folder / "output.txt"
@@ -96,6 +101,23 @@ def run(folder: Path, script: str, flags: list[str], environment: dict[str, str]
     if code:
         lines = [line for line in output.read_text().splitlines() if "Error" in line]
         print(f"{folder.name}: exit code {code}: {lines[-1] if lines else 'see output.txt'}", flush=True)
+
+
+def launch_all(names: list[str], out: Path, rollouts: Path, gpus: int, size: int) -> None:
+    """Run layouts of `size` GPUs, as many side by side as there are GPUs for."""
+    free = queue.Queue()
+    for first in range(0, gpus - size + 1, size):
+        free.put(",".join(map(str, range(first, first + size))))
+
+    def one(name: str) -> None:
+        mine = free.get()
+        try:
+            launch(name, out, rollouts, mine)
+        finally:
+            free.put(mine)
+
+    with ThreadPoolExecutor(gpus // size) as pool:
+        list(pool.map(one, names))
 
 
 def read(folder: Path) -> dict | None:
@@ -140,16 +162,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression of the layouts' names")
     options = parser.parse_args()
     out, gpus = options.out.resolve(), torch.cuda.device_count()
-    rollouts = launch("1 GPU", out / "sampled", None) / "rollouts.jsonl"
+    rollouts = folder_of("1 GPU", out / "sampled") / "rollouts.jsonl"
+    if not rollouts.exists():
+        launch("1 GPU", out / "sampled", None)
     wanted = {n for name in LAYOUTS if re.search(options.only, name) for n in (name, LAYOUTS[name][3])}
-    names = [name for name, (processes, *_) in LAYOUTS.items() if name in wanted and processes <= gpus]
-    single = [name for name in names if LAYOUTS[name][0] == 1]
-    with ThreadPoolExecutor(gpus) as pool:  # side by side
-        list(pool.map(lambda i: launch(single[i], out, rollouts, gpu=i % gpus), range(len(single))))
-    results = {}
-    for name in names:
-        results[name] = read(folder_of(name, out) if name in single else launch(name, out, rollouts))
-        print(name, json.dumps(results[name]), flush=True)
+    for size in sorted({processes for processes, *_ in LAYOUTS.values() if processes <= gpus}):
+        launch_all([name for name in LAYOUTS if name in wanted and LAYOUTS[name][0] == size], out, rollouts, gpus, size)
+    results = {name: read(folder_of(name, out)) for name in LAYOUTS if name in wanted and LAYOUTS[name][0] <= gpus}
     text = f"{gpus} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
     (out / "layouts.md").write_text(text)
     (out / "layouts.json").write_text(json.dumps(results, indent=1))

@@ -31,6 +31,10 @@ LAYOUTS = {  # name: GPUs, environment
     "TP2 + SP": (2, {"TP": "2", "SP": "1"}),
     "PP2": (2, {"PP": "2"}),
     "CP2": (2, {"CP": "2"}),
+    "DP4": (4, {}),
+    "TP4 + SP": (4, {"TP": "4", "SP": "1"}),
+    "CP2 × DP2": (4, {"CP": "2"}),
+    "PP2 × DP2": (4, {"PP": "2"}),
 }
 BASELINE = ", Megatron's cross-entropy"
 
@@ -88,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     local = shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn")
     engine, out, results = local if options.local_attention else list(ENGINE), options.out.resolve(), {}
-    for name, (environment, flags) in runs(torch.cuda.device_count()).items():
+    for name, (environment, flags) in runs(torch.cuda.device_count()).items():  # one after the other: they are timed
         if re.search(options.only, name):
             run(folder_of(name, out), "throughput_run.py", [*FLAGS, *engine, *flags], environment)
             results[name] = read(folder_of(name, out))

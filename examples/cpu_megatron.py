@@ -52,13 +52,13 @@ def _is_cuda(device: object) -> bool:
 
 
 class _NoStream:
-    """A stream or event that does nothing."""
+    """A stream or event that does nothing; the event that a stream records is one."""
 
     def __init__(self, *args, **kwargs):
         self.cuda_stream = 0
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: self
 
 
 def enable() -> None:
@@ -107,6 +107,12 @@ def _patch_torch_cuda() -> None:
 
 def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def as_numpy(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_numpy  # which leaves a tensor that is on the CPU already
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
