@@ -1,10 +1,11 @@
-"""The example under every layout that the GPUs of this machine allow: do the first steps agree, how fast, how much memory?
+"""The example under every layout that the GPUs of this machine allow: do the first steps agree?
 
     python benchmarks/gpu_layouts.py --out runs/layouts            # writes layouts.md and layouts.json there
     python benchmarks/gpu_layouts.py --out runs/layouts --only CP  # those whose name holds the expression
 
 One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights, through
 examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of the same model.
+Several runs share a GPU, so their times mean nothing: for those, throughput.py.
 """
 
 import argparse
@@ -13,10 +14,11 @@ import os
 import queue
 import re
 import shlex
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,7 +67,8 @@ LAYOUTS = {
     "CP2 × DP2, --docs-per-step": (4, {"CP": "2"}, DOCUMENTS, "1 GPU"),
 }
 STEPS = 4
-SECONDS = 90  # of one run
+SECONDS = 120  # of one run
+SHARE = 4  # runs on a GPU at a time
 FLAGS = shlex.split(
     f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 "
     "--lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32"
@@ -103,33 +106,32 @@ def run(folder: Path, script: str, flags: list[str], environment: dict[str, str]
         print(f"{folder.name}: exit code {code}: {lines[-1] if lines else 'see output.txt'}", flush=True)
 
 
-def launch_all(names: list[str], out: Path, rollouts: Path, gpus: int, size: int) -> None:
-    """Run layouts of `size` GPUs, as many side by side as there are GPUs for."""
+def side_by_side(jobs: list[Callable[[str], object]], gpus: int, size: int, share: int) -> None:
+    """Call every job with the GPUs that it may use, `size` of them, and `share` jobs on a GPU at a time."""
+    places = [",".join(map(str, range(first, first + size))) for first in range(0, gpus - size + 1, size)] * share
     free = queue.Queue()
-    for first in range(0, gpus - size + 1, size):
-        free.put(",".join(map(str, range(first, first + size))))
+    for place in places:
+        free.put(place)
 
-    def one(name: str) -> None:
+    def run_on_free_gpus(job: Callable[[str], object]) -> None:
         mine = free.get()
         try:
-            launch(name, out, rollouts, mine)
+            job(mine)
         finally:
             free.put(mine)
 
-    with ThreadPoolExecutor(gpus // size) as pool:
-        list(pool.map(one, names))
+    with ThreadPoolExecutor(len(places)) as pool:
+        list(pool.map(run_on_free_gpus, jobs))
 
 
 def read(folder: Path) -> dict | None:
-    """Losses and gradient norms of the steps, milliseconds of a step, peak memory; None if the run failed."""
+    """Losses and gradient norms of the steps, peak memory; None if the run failed."""
     if not (folder / "peak.0").exists():
         return None
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", (folder / "megatron.log").read_text())
     return {
         "loss": [r["pg_loss"] for r in records],
         "grad_norm": [r["grad_norm"] for r in records],
-        "ms": statistics.median(float(t) for t in times[1:]) if len(times) > 1 else None,
         "gib": max(int(path.read_text()) for path in folder.glob("peak.*")) / 2**30,
     }
 
@@ -137,26 +139,37 @@ def read(folder: Path) -> dict | None:
 def table(results: dict[str, dict | None]) -> str:
     """Markdown: every layout beside the one that it is compared with."""
     lines = [
-        "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | ms a step | GiB |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | GiB |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for name, result in results.items():
         reference = results.get(LAYOUTS[name][3])
         if result is None or reference is None:
-            lines.append(f"| {name} | failed | | | | | |")
+            lines.append(f"| {name} | failed | | | | |")
             continue
         size = max(map(abs, reference["loss"]))
         loss = max(abs(a - b) for a, b in zip(result["loss"], reference["loss"], strict=True)) / size
         norm = max(abs(a / b - 1) for a, b in zip(result["grad_norm"], reference["grad_norm"], strict=True))
         lines.append(
             f"| {name} | {result['loss'][0]:.6f} | {loss:.1e} | {result['grad_norm'][0]:.5f} | {norm:.1e} | "
-            f"{result['ms']:.0f} | {result['gib']:.2f} |"
+            f"{result['gib']:.2f} |"
         )
     return "\n".join(lines)
 
 
+def write(out: Path, names: list[str]) -> None:
+    """The table of these layouts, as layouts.md, and its numbers as layouts.json."""
+    results = {name: read(folder_of(name, out)) for name in names}
+    text = (
+        f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
+    )
+    (out / "layouts.md").write_text(text)
+    (out / "layouts.json").write_text(json.dumps(results, indent=1))
+    print(text, flush=True)
+
+
 def main() -> None:
-    """Sample once, train under every layout, print and write the table."""
+    """Sample once, train under every layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "layouts")
     parser.add_argument("--only", default="", help="regular expression of the layouts' names")
@@ -166,13 +179,12 @@ def main() -> None:
     if not rollouts.exists():
         launch("1 GPU", out / "sampled", None)
     wanted = {n for name in LAYOUTS if re.search(options.only, name) for n in (name, LAYOUTS[name][3])}
-    for size in sorted({processes for processes, *_ in LAYOUTS.values() if processes <= gpus}):
-        launch_all([name for name in LAYOUTS if name in wanted and LAYOUTS[name][0] == size], out, rollouts, gpus, size)
-    results = {name: read(folder_of(name, out)) for name in LAYOUTS if name in wanted and LAYOUTS[name][0] <= gpus}
-    text = f"{gpus} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
-    (out / "layouts.md").write_text(text)
-    (out / "layouts.json").write_text(json.dumps(results, indent=1))
-    print(text)
+    done = []
+    for size in (size for size in (1, 2, 4) if size <= gpus):
+        names = [name for name in LAYOUTS if name in wanted and LAYOUTS[name][0] == size]
+        side_by_side([partial(launch, name, out, rollouts) for name in names], gpus, size, SHARE)
+        done += names
+        write(out, [name for name in LAYOUTS if name in done])
 
 
 if __name__ == "__main__":

@@ -3,25 +3,26 @@
     python benchmarks/throughput.py --out runs/throughput         # writes throughput.md there
 
 The example with a GPT of 1.5 billion parameters (28 layers of 1536, a vocabulary of 151,936) on random rows of 4096 tokens, half of
-them response; beside it, the same model on the same rows by Megatron's own cross-entropy. A step is 131,072 tokens.
+them response; beside it, the same model on the same rows by Megatron's own cross-entropy. A step is 131,072 tokens. Runs share the
+machine where there are GPUs for several, but no GPU.
 """
 
 import argparse
-import json
 import re
 import shlex
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_layouts import ENGINE, ROOT, folder_of, run
+from gpu_layouts import ENGINE, ROOT, folder_of, run, side_by_side
 
 LENGTH, ROWS, STEPS = 4096, 32, 6
 FLAGS = shlex.split(
     f"--rollouts random --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 --lr-warmup-iters 0 --exact-match-interval 1000 "
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size 2 --global-batch-size {ROWS} "
     "--prompts-per-rollout 4 --num-layers 28 --hidden-size 1536 --ffn-hidden-size 8960 --num-attention-heads 12 "
-    "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--group-query-attention --num-query-groups 4 --swiglu --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --loss-aggregation constant --loss-aggregation-divisor 4096 --pg-metrics basic"
 )
 HEADS = {"": (), ", --fp32-lm-head": ("--fp32-lm-head",), ", --pg-fused-head": ("--pg-fused-head",)}
@@ -39,14 +40,14 @@ LAYOUTS = {  # name: GPUs, environment
 BASELINE = ", Megatron's cross-entropy"
 
 
-def runs(gpus: int) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]:
-    """name: environment, flags."""
-    found = {}
-    for name, (size, environment) in LAYOUTS.items():
-        if size <= gpus:
-            for head, flags in {BASELINE: ("--cross-entropy",), **HEADS}.items():
-                found[name + head] = (environment | {"PROCESSES": str(size)}, flags)
-    return found
+def runs(size: int) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]:
+    """Of every layout of so many GPUs with every head. name: environment, flags."""
+    return {
+        name + head: (environment, flags)
+        for name, (processes, environment) in LAYOUTS.items()
+        for head, flags in {BASELINE: ("--cross-entropy",), **HEADS}.items()
+        if processes == size
+    }
 
 
 def read(folder: Path) -> tuple[float, float] | None:
@@ -91,17 +92,23 @@ def main() -> None:
     )
     options = parser.parse_args()
     local = shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn")
-    engine, out, results = local if options.local_attention else list(ENGINE), options.out.resolve(), {}
-    for name, (environment, flags) in runs(torch.cuda.device_count()).items():  # one after the other: they are timed
-        if re.search(options.only, name):
-            run(folder_of(name, out), "throughput_run.py", [*FLAGS, *engine, *flags], environment)
-            results[name] = read(folder_of(name, out))
-            print(name, json.dumps(results[name]), flush=True)
-    text = (
-        f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
-    )
-    (out / "throughput.md").write_text(text)
-    print(text)
+    engine, out = local if options.local_attention else list(ENGINE), options.out.resolve()
+    gpus, results = torch.cuda.device_count(), {}
+    for size in (size for size in (1, 2, 4) if size <= gpus):
+        chosen = {
+            name: (environment | {"PROCESSES": str(size)}, flags)
+            for name, (environment, flags) in runs(size).items()
+            if re.search(options.only, name)
+        }
+        jobs = [
+            partial(run, folder_of(name, out), "throughput_run.py", [*FLAGS, *engine, *flags], environment)
+            for name, (environment, flags) in chosen.items()
+        ]
+        side_by_side(jobs, gpus, size, share=1)
+        results |= {name: read(folder_of(name, out)) for name in chosen}
+        text = f"{gpus} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
+        (out / "throughput.md").write_text(text)
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
