@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_pg.collectives import all_gather_rows
 from megatron_pg.cp_utils import zigzag_index
 
 
@@ -53,8 +54,11 @@ class Policy:
         done = Completions([[] for _ in prompts], [[] for _ in prompts])
         for _ in range(max_tokens):
             open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
-            if not open_rows:
+            if not _some_expert_peer_has(open_rows):
                 break
+            if not open_rows:
+                self.logprobs(self._rows([[stop]]))  # the peers' tokens need this rank's experts
+                continue
             sequences = [prompts[i] + done.responses[i] for i in open_rows]
             ends = torch.tensor([len(sequence) - 1 for sequence in sequences])
             last = self.logprobs(self._rows(sequences))[torch.arange(len(sequences)), ends]
@@ -103,6 +107,16 @@ class Policy:
         for rank, part in enumerate(parts):
             whole[:, zigzag_index([self._width], cp_rank=rank, cp_size=len(parts))] = part
         return whole
+
+
+def _some_expert_peer_has(rows: list[int]) -> bool:
+    """Whether a rank that shares its experts with this one has rows to go on with."""
+    group = mpu.get_expert_model_parallel_group()
+    return (
+        any(int(count) for count in all_gather_rows(torch.tensor([len(rows)]), group))
+        if group.size() > 1
+        else bool(rows)
+    )
 
 
 def _forward(tokens, positions, data_iterator, model):

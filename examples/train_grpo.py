@@ -406,6 +406,11 @@ def check_example(args) -> None:
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
             f"over {size} data-parallel ranks and steps of --global-batch-size {args.global_batch_size}. Choose multiples."
         )
+    if args.docs_per_step and not args.rollouts and args.expert_model_parallel_size > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} with --docs-per-step: every rank samples when it has used up "
+            "its own rollouts, and its experts' peers would not be there. Train from --rollouts."
+        )
     if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
         raise ValueError(
             f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "

@@ -14,7 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 WIDTH, VOCABULARY, LAYERS = 24, 16, 4
-OPTIONS = ("tied", "dist", "overlap", "fp32", "fused", "recompute")
+EXPERTS = 4
+OPTIONS = ("tied", "dist", "overlap", "fp32", "fused", "recompute", "experts")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Layout:
     """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and options.
 
     Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction),
-    fp32 (float32 logits), fused and recompute (the fused head, in its two modes).
+    fp32 (float32 logits), fused and recompute (the fused head, in its two modes), experts (a mixture of experts, which ep
+    distributes over data-parallel ranks).
     """
 
     name: str
@@ -30,8 +32,8 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        given = dict(re.findall(r"(tp|pp|cp)(\d)", self.name))
-        return {name: int(given.get(name, 1)) for name in ("tp", "pp", "cp")}
+        given = dict(re.findall(r"(tp|pp|cp|ep)(\d)", self.name))
+        return {name: int(given.get(name, 1)) for name in ("tp", "pp", "cp", "ep")}
 
     @property
     def qkv_format(self) -> str:
@@ -47,7 +49,7 @@ class Layout:
 
     @property
     def _letters(self) -> str:
-        return re.fullmatch(r"(?:(?:dp|tp|pp|cp)\d)+([tsv]*)", self.name)[1]
+        return re.fullmatch(r"(?:(?:dp|tp|pp|cp|ep)\d)+([tsv]*)", self.name)[1]
 
 
 def initialize(layout: Layout, timeout_minutes: float = 30) -> None:
@@ -58,6 +60,7 @@ def initialize(layout: Layout, timeout_minutes: float = 30) -> None:
         sizes["pp"],
         layout.virtual_stages if layout.virtual_stages > 1 else None,
         context_parallel_size=sizes["cp"],
+        expert_model_parallel_size=sizes["ep"],
         distributed_timeout_minutes=timeout_minutes,
     )
 
@@ -87,6 +90,12 @@ def build(layout: Layout, *, per_token: bool) -> list[GPTModel]:
 
 def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
     virtual = layout.virtual_stages > 1
+    experts = {
+        "num_moe_experts": EXPERTS,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    }
     return TransformerConfig(
         num_layers=LAYERS,
         hidden_size=32,
@@ -95,6 +104,7 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
         pipeline_model_parallel_size=layout.sizes["pp"],
         virtual_pipeline_model_parallel_size=layout.virtual_stages if virtual else None,
         context_parallel_size=layout.sizes["cp"],
+        expert_model_parallel_size=layout.sizes["ep"],
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=virtual,  # batched transfers over gloo give virtual stages wrong gradients
         batch_p2p_comm=not virtual,
@@ -107,14 +117,20 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
         persist_layer_norm=False,
         bias_dropout_fusion=False,
         calculate_per_token_loss=per_token,
+        **(experts if "experts" in layout.options else {}),
     )
 
 
 def global_name(model: GPTModel, name: str) -> str:
-    """The parameter's name with its layer counted over all pipeline stages; a tied head is the embedding."""
+    """The parameter's name with layer and expert counted over all ranks; a tied head is the embedding."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        first = parallel_state.get_expert_model_parallel_rank() * model.config.num_moe_experts
+        first //= parallel_state.get_expert_model_parallel_world_size()
+        parts[place] = str(first + int(parts[place]))
     if model.share_embeddings_and_output_weights and parts[0] == "output_layer":
         parts = ["embedding", "word_embeddings", "weight"]
     return ".".join(parts)
@@ -175,10 +191,13 @@ def save_gradients(path: Path, layout: Layout, wrapped: list[DistributedDataPara
 
 def _gather_shards(wrapped: list[DistributedDataParallel]) -> None:
     """Under the distributed optimizer a rank holds the sum of its own shard of every bucket only."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dense, expert = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_group(),
+    )
     for chunk in wrapped:
-        for buffer in chunk.buffers:
-            for bucket in buffer.buckets:
+        for buffers, group in ((chunk.buffers, dense), (chunk.expert_parallel_buffers, expert)):
+            for bucket in [bucket for buffer in buffers for bucket in buffer.buckets]:
                 shards = bucket.grad_data.chunk(group.size())
                 whole = [torch.empty_like(shard) for shard in shards]
                 torch.distributed.all_gather(whole, shards[group.rank()].clone(), group=group)

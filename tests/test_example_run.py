@@ -115,3 +115,12 @@ def test_a_sampler_of_two_stages_has_the_float32_logits_of_the_loss(tmp_path):
     flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "2", "--bf16", "--pg-fused-head"]
     launch(tmp_path, *flags, "--warm-up-iters", "0", "--train-iters", "2")
     assert records(tmp_path)[0]["mean_abs_log_ratio"] < 1e-6
+
+
+def test_ranks_that_share_their_experts_sample_for_the_same_number_of_tokens(tmp_path):
+    """Without it the ranks wait for each other for ever: one has a response that the other's prompts do not need."""
+    experts = ["--num-experts", "4", "--moe-aux-loss-coeff", "0", "--moe-token-dispatcher-type", "alltoall"]
+    sharing = ["--disable-bias-linear", "--expert-model-parallel-size", "2"]
+    launch(tmp_path, *experts, *sharing, "--warm-up-iters", "0", "--train-iters", "2")
+    assert records(tmp_path)[0]["mean_abs_log_ratio"] < 1e-6
+    assert records(tmp_path)[1]["exact_match"] >= 0

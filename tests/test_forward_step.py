@@ -16,7 +16,8 @@ from megatron_pg.loss import LossSettings
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
-# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused and recompute: the fused head, uneven: all samples on one data-parallel rank.
+# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused and recompute: the fused head, experts: a
+# mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one data-parallel rank.
 FAST = [
     *(f"{layout}-{mode}" for layout in ("dp2", "cp2") for mode in MODES),
     *("tp2-constant", "tp2-token_mean", "tp2s-sample_mean", "tp2s-token_mean-tied"),
@@ -32,6 +33,7 @@ FAST = [
     ),
     *("tp2-constant-fp32-dist-overlap", "dp2-sample_mean-recompute-tied-dist-overlap"),
     *("cp2t-sample_mean-gspo-recompute", "tp2s-constant-gspo-recompute"),
+    *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 OPTIONS = ["", "-tied", "-dist", "-overlap", "-tied-dist-overlap"]
@@ -59,8 +61,13 @@ GSPO = [
     for mode in MODES
     for head in ("", "-recompute")
 ]
+EXPERTS = [
+    f"ep2{kind}-{mode}-experts{option}" for kind in ("", "t") for mode in MODES for option in ("", "-dist-overlap")
+]
 FULL = [
     *GSPO,
+    *EXPERTS,
+    *(f"cp2-{mode}-experts" for mode in MODES),
     *("-".join(parts) + option for parts in product(TWO, MODES) for option in [*OPTIONS, *HEADS]),
     "dp2-token_mean-uneven",
 ]
@@ -69,7 +76,13 @@ FULL_4 = [
     for parts in product(FOUR, MODES)
     for option in ("", "-tied-dist-overlap", "-fused-tied-dist-overlap")
 ]
-REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo")]
+FULL_4 += [
+    f"{layout}-{mode}-experts{option}"
+    for layout in ("ep4", "dp4ep2", "ep2pp2", "ep2cp2")
+    for mode in MODES
+    for option in ("", "-dist-overlap")
+]
+REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts")]
 # docs: the same samples as a step of --docs-per-step
 DOCUMENTS = [
     *("dp2t-sample_mean-docs", "dp2-prompt_mean-docs", "dp2t-token_mean-docs", "dp2t-constant-dist-overlap-docs"),
@@ -168,7 +181,7 @@ def results(tmp_path_factory, cases):
 
 
 def reference_of(case: str) -> str:
-    option = next((f"-{name}" for name in ("tied", "gspo") if name in case), "")
+    option = next((f"-{name}" for name in ("tied", "gspo", "experts") if name in case), "")
     return f"dp1-{case.split('-')[1]}{option}"
 
 
