@@ -161,7 +161,9 @@ def test_an_open_value_of_a_flag_that_is_read_stops(call, script):
     text = SCRIPT.replace("4096", "$(cat length.txt)")
     code, out, err = call("explain", script(text))
     assert (code, out) == (2, "")
-    assert "line 27: the argument after --loss-aggregation-divisor is not known" in err
+    assert (
+        "line 24: the argument after --loss-aggregation-divisor is not known, and it decides a flag that is read" in err
+    )
     assert "line 24: $(cat length.txt) is the output of a command" in err
 
 
@@ -174,30 +176,75 @@ def test_an_open_variable_can_be_set(call, script):
 
 def test_an_open_array_can_be_set(call, script):
     text = 'read -r -a MODEL_ARGS < args.txt\ntorchrun t.py --dataloader-type external "${MODEL_ARGS[@]}"\n'
-    assert "MODEL_ARGS is set by `read`" in call("explain", script(text))[2]
+    assert "MODEL_ARGS is set by `read`" in call("validate", script(text))[2]
     said = explained(call, script(text), "--set", "MODEL_ARGS=--loss-aggregation token_mean --x 'a b'")
     assert said["arguments"]["loss_aggregation"] == "token_mean"
     assert said["other_arguments"] == ["--x", "a b"]
 
 
-HIDING = {  # a word in which a flag could hide
+HIDING = {  # a word from outside in which a flag could hide
     "torchrun t.py $EXTRA": "the argument is not known",
     'torchrun t.py "$EXTRA"': "the argument is not known",
     'torchrun t.py --bf16 "$EXTRA"': "the argument after --bf16 is not known",
-    'torchrun t.py "--$NAME" 3': "the argument is not known",
-    'torchrun t.py --pg-temperature="$T"': "the argument is not known",
     'torchrun t.py "${EXTRA[@]}"': "the argument is not known",
-    "torchrun t.py --x /*": "may be a pattern of file names",
+    "torchrun t.py --x /*": "the argument after --x is not known",
+    "torchrun t.py --x $DIR/x": "the argument after --x is not known",
+    "torchrun t.py $(seq 2 8)": "the argument is not known",
 }
 
 
 @pytest.mark.parametrize("text", HIDING)
-def test_a_word_that_could_hide_a_flag_stops(call, script, text):
-    code, out, err = call("explain", script(text))
+def test_what_comes_from_outside_is_assumed_by_explain_and_refused_by_validate(call, script, text):
+    path = script(f"{text} --dataloader-type external")
+    (assumed,) = explained(call, path)["assumed"]
+    assert assumed.startswith("line 1: ")
+    code, out, err = call("explain", path)
+    assert (code, err) == (0, "")
+    where, _, reason = assumed.partition(": ")
+    assert re.search(rf"\n── assumed to hold no flag that is read .*──\n  {where}  {re.escape(reason)}\n$", out)
+    code, out, err = call("validate", path)
     assert (code, out) == (2, "")
-    assert "line 1: " in err
-    assert HIDING[text] in err
+    assert f"line 1: {HIDING[text]}, and a flag could hide there, because {assumed}" in err
     assert err.count("\n") == 1
+
+
+WRITTEN = {  # the script itself may have put a flag that is read there
+    "if [ -e x ]; then X=--fp16; fi; torchrun t.py $X": "--fp16 may be in it",
+    "X=--fp16; torchrun t.py ${X/a/b}": "--fp16 may be in it",
+    "X=$(echo --loss-aggregation token_mean); torchrun t.py $X": "--loss-aggregation may be in it",
+    "while [ -e x ]; do X=--sft; done; torchrun t.py $X": "--sft may be in it",
+    "torchrun t.py {--fp16,--bf16}": "--fp16 may be in it",
+    'torchrun t.py "--$NAME" 3': "it decides a flag that is read",
+    'torchrun t.py --pg-temperature="$T"': "it decides a flag that is read",
+    "torchrun t.py --pg-temperature $T": "it decides a flag that is read",
+    "torchrun t.py --moe-aux-loss-coeff 1 $T": "it decides a flag that is read",
+    "torchrun t.py --pg-fused-head $T": "it decides a flag that is read",
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+@pytest.mark.parametrize("command", ["explain", "validate"])
+def test_what_the_script_writes_is_never_assumed_away(call, script, text, command):
+    code, out, err = call(command, script(text))
+    assert (code, out) == (2, "")
+    assert "line 1: the argument" in err
+    assert WRITTEN[text] in err
+    assert err.count("\n") == 1
+
+
+CERTAIN = [  # whatever the unknown is, it is no flag that is read
+    "if [ -e x ]; then N=1; else N=2; fi; torchrun t.py --x $N",
+    "if [ -e x ]; then X='--a 1'; else X=--b; fi; torchrun t.py $X",
+    "torchrun t.py --x $(($(nproc) * 2))",
+    "X=(1); [ -e x ] && X+=(2); torchrun t.py --n ${#X[@]}",
+]
+
+
+@pytest.mark.parametrize("text", CERTAIN)
+def test_an_unknown_that_cannot_be_a_flag_is_no_assumption(call, script, text):
+    path = script(f"{text} --dataloader-type external")
+    assert explained(call, path)["assumed"] == []
+    assert call("validate", path)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -300,10 +347,12 @@ def test_what_a_branch_adds_stops_only_where_it_is_a_flag_that_is_read(call, scr
     assert said["remarks"] == [
         f"line 2: {flag} is passed only where a branch is taken" for flag in ("--sequence-parallel", "--x")
     ]
-    for words in ("--loss-aggregation token_mean", "--fp16", "--pg-temperature=2", "2"):
+    for words in ("--loss-aggregation token_mean", "--fp16", "--pg-temperature=2"):
         code, _, err = call("explain", script(text.format(words)))
         assert code == 2
         assert f"line 2: {words.split()[0]} is passed only where a branch is taken" in err
+    err = call("explain", script(text.format("2")))[2]  # one more value of the flag before it
+    assert "line 1: --dataloader-type is passed only where a branch is taken" in err
 
 
 def test_a_step_of_documents_has_their_number_of_rollouts(call):
@@ -319,13 +368,90 @@ def test_the_divisor_of_the_gradient_is_one_of_the_factors(call):
     assert said["factors"]["DDP"].endswith("∇Σ w·ℓ / 256  (--pg-grad-divisor)")
 
 
-def test_a_training_inside_a_function_is_explained_with_a_reservation(call, script):
+def test_a_training_inside_a_branch_is_explained_with_a_reservation(call, script):
     said = explained(call, script("main() {\n  torchrun t.py --dataloader-type external\n}\nmain\n"))
-    assert said["remarks"] == [
-        "line 2 is inside a branch, a loop or a function; whether and how often it runs is not known"
+    assert said["remarks"] == []
+    said = explained(call, script("if [ -e x ]; then\n  torchrun t.py --dataloader-type external\nfi\n"))
+    assert said["remarks"] == ["line 2 is inside a branch or a loop; whether and how often it runs is not known"]
+
+
+def test_a_script_that_ends_itself_asks_for_its_arguments(call, script):
+    path = script(
+        'if [ $# -lt 1 ]; then\n  echo usage\n  exit 1\nfi\ntorchrun t.py --dataloader-type external --pg-temperature "$1"\n'
+    )
+    code, _, err = call("explain", path)
+    assert code == 2
+    assert "line 3: the script ends itself here, before it starts a training. Give its arguments behind it" in err
+    assert explained(call, path, "2")["arguments"]["pg_temperature"] == 2
+
+
+RAY = """#!/bin/bash
+set -ex
+pkill -9 ray || true
+COUNT=$(nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9]' | wc -l)
+if [ "$COUNT" -gt 0 ]; then
+    LINK=1
+else
+    LINK=0
+fi
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${HERE}/model.sh"
+ROOT="$(cd -- "${HERE}/.." && pwd)"
+read -ra MORE_ARGS <<< "$(python3 "${ROOT}/more.py")"
+
+GRPO_ARGS=(
+    --loss-aggregation constant # Dr. GRPO
+    --loss-aggregation-divisor ${LENGTH:-4096}
+)
+TRAIN_ARGS=(
+    --hf-checkpoint ${CHECKPOINTS}/model
+    --global-batch-size 64
+    --dataloader-type external
+)
+launch() {
+    local rank=$1
+    RUNTIME_ENV_JSON="{
+      \\"env_vars\\": {\\"NCCL_NVLS_ENABLE\\": \\"${LINK}\\"}
+    }"
+    if [ "$rank" -eq 0 ]; then
+        ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="${RUNTIME_ENV_JSON}" \\
+            -- python3 train.py --num-gpus-per-node ${GPUS} ${MODEL_ARGS[@]} ${MORE_ARGS[@]} ${TRAIN_ARGS[@]} ${GRPO_ARGS[@]}
+    fi
+}
+launch 0
+"""
+MODEL = """LAYERS=4
+frequency=()
+for ((i = 0; i < LAYERS; i++)); do
+    if ((i < 1)); then frequency+=(0); else frequency+=(1); fi
+done
+printf -v FREQUENCY "[%s]" "$(IFS=', '; echo "${frequency[*]}")"
+MODEL_ARGS=(
+    --num-layers $LAYERS
+    --moe-layer-freq $FREQUENCY
+    --context-parallel-size ${CP:-2}
+)
+"""
+
+
+def test_a_launch_through_ray_is_explained_with_what_is_assumed(call, script, tmp_path, monkeypatch):
+    for name in ("CHECKPOINTS", "GPUS", "LENGTH", "CP", "LINK"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "model.sh").write_text(MODEL)
+    path = script(RAY)
+    said = explained(call, path, "--world-size", "8")
+    assert said["sizes"] == {"world": 8, "D": 4, "C": 2, "K": None, "N_r": 64}
+    assert said["arguments"]["loss_aggregation_divisor"] == 4096
+    assert said["source"].endswith("line 30")
+    assert [text.partition(": ")[2] for text in said["assumed"]] == [
+        "GPUS is set neither in the script nor in the environment",
+        "MORE_ARGS is set by `read`",
+        "CHECKPOINTS is set neither in the script nor in the environment",
     ]
-    err = call("explain", script("A=1\nmain() {\n  torchrun t.py --pg-temperature $A\n}\nA=2\nmain\n"))[2]
-    assert "line 3: a function reads A, which changes after the function is defined" in err
+    assert "could hide there" in call("validate", path)[2]
+    given = ["--set", "GPUS=8", "--set", "MORE_ARGS=", "--set", "CHECKPOINTS=/data"]
+    assert call("validate", path, *given)[0] == 0
+    assert explained(call, path, *given)["assumed"] == []
 
 
 # --- validate ---

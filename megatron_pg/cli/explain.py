@@ -17,6 +17,9 @@ ELSEWHERE = {
     "token_mean": "slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: token_level_loss true",
     "constant": "Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is max_completion_length)",
 }
+_ASSUMED = (
+    "assumed to hold no flag that is read (ours, and Megatron's that a check needs); --set NAME=VALUE makes it known"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the objective."""
-    launch = read_launch(options)
+    launch = read_launch(options, assume=True)
     remarks = check_or_stop(launch)
     layout = layout_of(launch)
     if layout.data is not None:
@@ -58,6 +61,9 @@ def run(options: argparse.Namespace) -> int:
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
+    if launch.assumed:
+        rows = [(where, reason) for where, _, reason in (text.partition(": ") for text in launch.assumed)]
+        _say_rows(_ASSUMED, rows)
     return 0
 
 
@@ -229,8 +235,7 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
         rows.append(("environment", ", ".join(launch.environment)))
     rows.append(("elsewhere", ELSEWHERE[launch.args.loss_aggregation]))
     rows += [("note", text) for text in (*remarks, *launch.caveats)]
-    if given := _given(launch.args):
-        rows.append(("set", given))
+    rows.append(("set", _given(launch.args) or "nothing: the defaults of megatron_pg"))
     if launch.others:
         rows.append(("not read", f"{len(launch.others)} further arguments, which belong to other parsers"))
     return rows
@@ -269,6 +274,7 @@ def _document(
         "weights": weights,
         "elsewhere": ELSEWHERE[launch.args.loss_aggregation],
         "remarks": [*remarks, *launch.caveats],
+        "assumed": list(launch.assumed),
         "environment": list(launch.environment),
         "other_arguments": list(launch.others),
     }

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments, own_arguments
-from megatron_pg.cli.shell import Command, Word, read_commands
+from megatron_pg.cli.shell import Command, Reading, read_commands
 from megatron_pg.cli.shell_tokens import HOLE
+from megatron_pg.cli.shell_values import Word
 from megatron_pg.cli.terminal import InputError, show_path
 from megatron_pg.printable import printable
 
@@ -91,6 +92,7 @@ class Launch:
     others: tuple[str, ...]  # arguments that belong to other parsers
     environment: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()  # what is not known, and taken to hold no flag that is read
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,8 +123,13 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_launch(options: argparse.Namespace) -> Launch:
+def read_launch(options: argparse.Namespace, *, assume: bool = False) -> Launch:
     """The launch that a subcommand's words describe: flags, or a script and its arguments.
+
+    Args:
+        options: the subcommand's options, and its `words`.
+        assume: that what comes from outside of the script, where an option may stand, holds no flag that is read;
+            `assumed` names it. Without it such a word is an error. What the script itself writes is never assumed away.
 
     Raises:
         InputError: a flag is misspelt or malformed, or the script leaves open what the flags are.
@@ -130,14 +137,14 @@ def read_launch(options: argparse.Namespace) -> Launch:
     words = [word for word in options.words if word != "--"]
     overrides = dict(_assignment(text) for text in options.set)
     if words and not words[0].startswith("-"):
-        return _from_script(words[0], words[1:], overrides, options)
+        return _from_script(words[0], words[1:], overrides, options, assume)
     if overrides or options.line:
         raise InputError("--set and --line are for a launch script, and none is given. Give one, or leave them out.")
     if not words:
         raise InputError(
             "neither flags nor a launch script are given. Give one of them, for instance --loss-aggregation token_mean."
         )
-    args, others, _ = _parse([Word(text, "the command line") for text in words])
+    args, others, *_ = _parse([Word(text, "the command line") for text in words], assume=False)
     return Launch(args, "flags", options.world_size, others)
 
 
@@ -154,18 +161,16 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _from_script(path: str, arguments: list[str], overrides: dict[str, str], options: argparse.Namespace) -> Launch:
+def _from_script(
+    path: str, arguments: list[str], overrides: dict[str, str], options: argparse.Namespace, assume: bool
+) -> Launch:
     if not Path(path).is_file():
         raise InputError(f"{show_path(path)}: is no file, so there is no launch script. Flags begin with --.")
     reading = read_commands(path, arguments=arguments, overrides=overrides)
     try:
-        command = _choose(reading.commands, options.line)
-        if command.stale:
-            raise InputError(
-                f"{command.stale}. Call the training outside of the function, or give the flags themselves."
-            )
+        command = _choose(reading, options.line)
         before, after = _split(command)
-        args, others, taken = _parse(after)
+        args, others, taken, assumed = _parse(after, assume=assume)
     except InputError as error:
         raise InputError(f"{show_path(path)}: {error}") from error
     _fill_in(args)
@@ -176,17 +181,18 @@ def _from_script(path: str, arguments: list[str], overrides: dict[str, str], opt
         others,
         tuple(sorted(reading.environment)),
         (*reading.caveats, *taken, *_reservations(command)),
+        tuple(assumed),
     )
 
 
 def _reservations(command: Command) -> list[str]:
     if command.is_certain:
         return []
-    return [f"{command.where} is inside a branch, a loop or a function; whether and how often it runs is not known"]
+    return [f"{command.where} is inside a branch or a loop; whether and how often it runs is not known"]
 
 
-def _choose(commands: Sequence[Command], line: int | None) -> Command:
-    found = [command for command in commands if _starts_training(command)]
+def _choose(reading: Reading, line: int | None) -> Command:
+    found = list(dict.fromkeys(command for command in reading.commands if _starts_training(command)))
     launchers = [command for command in found if any(_is_launcher(word) for word in command.words)]
     with_ours = [command for command in found if any(_OURS.match(word.text) for word in command.words)]
     if line is not None:
@@ -200,6 +206,11 @@ def _choose(commands: Sequence[Command], line: int | None) -> Command:
         if candidates:
             places = ", ".join(command.where for command in candidates)
             raise InputError(f"several commands start a training ({places}). Choose one with --line.")
+    if reading.ended:
+        raise InputError(
+            f"{reading.ended}: the script ends itself here, before it starts a training. Give its arguments behind it, or the variables "
+            "that it asks for with --set NAME=VALUE or in the environment."
+        )
     raise InputError(
         "no command starts a training: neither torchrun nor python with a .py file. Give the flags themselves."
     )
@@ -227,40 +238,66 @@ def _split(command: Command) -> tuple[list[Word], list[Word]]:
     return words[start:], words[start:]  # torchrun -m module
 
 
-def _parse(words: list[Word]) -> tuple[argparse.Namespace, tuple[str, ...], list[str]]:
+def _parse(words: list[Word], *, assume: bool) -> tuple[argparse.Namespace, tuple[str, ...], list[str], list[str]]:
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
     own = set(parser._option_string_actions)
     aggregation = parser._option_string_actions["--loss-aggregation"]
     aggregation.choices = None  # rule E3 refuses, and says what another framework's word is here
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **keywords)
-    taken = _check_known(words, set(parser._option_string_actions))
+    read = parser._option_string_actions
+    taken, assumed = _check_branches(words, set(read)), {}
+    for i, word in enumerate(words):
+        if word.holes:
+            _check_unknown(words[:i], word, read, taken, assumed if assume else None)
     args, others = parser.parse_known_args([word.text for word in words])
     _check_spelling(others, own)
     if "yaml_cfg" in args:
         raise InputError(
             "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
         )
-    return args, tuple(others), taken
+    return args, tuple(others), list(dict.fromkeys(taken)), list(assumed.values())
 
 
-def _check_known(words: list[Word], read: set[str]) -> list[str]:
-    """What is taken for granted about unknown words, none of which may hide a flag that is read, or its value."""
-    taken = _check_branches(words, read)
-    for before, word in zip([Word("", ""), *words], words, strict=False):
-        if word.unknown is None:
-            continue
-        flag = word.text.partition("=")[0]
-        starts_open = word.text.startswith(HOLE) or word.many
-        if before.text in ONE_VALUE and starts_open:
-            taken.append(f"taken as the one value of {before.text}, because it is not known: {word.unknown}")
-        elif flag in read or before.text in read or starts_open or (flag.startswith("-") and HOLE in flag):
-            place = f" after {printable(before.text.replace(HOLE, '…'))}" if before.text else ""
-            raise InputError(
-                f"{word.where}: the argument{place} is not known, and a flag could hide there, because {word.unknown}. Give "
-                "the variable with --set NAME=VALUE, or in the environment."
-            )
-    return taken
+def _check_unknown(
+    before: list[Word],
+    word: Word,
+    read: Mapping[str, argparse.Action],
+    taken: list[str],
+    assumed: dict[str, str] | None,
+) -> None:
+    """Add what is taken for granted about a word that is not known; an error where it may be, or belong to, a flag that is read."""
+    last, flag = before[-1].text if before else "", word.text.partition("=")[0]
+    written = next((name for each in word.holes for name in re.findall(r"--[\w-]+", each.text) if name in read), None)
+    could_be_flag = word.text.startswith(HOLE) or word.many
+    if flag in read or _is_value(before, read) or (flag.startswith("-") and HOLE in flag):
+        why = "it decides a flag that is read"
+    elif not could_be_flag or not (written or any(each.is_open for each in word.holes)):
+        return
+    elif written:
+        why = f"{written} may be in it"
+    elif last in ONE_VALUE:
+        taken.append(f"taken as the one value of {last}, because it is not known: {word.unknown}")
+        return
+    elif assumed is not None:
+        assumed |= {each.reason: str(each) for each in word.holes if each.is_open and each.reason not in assumed}
+        return
+    else:
+        why = "a flag could hide there"
+    place = f" after {printable(last.replace(HOLE, '…'))}" if last else ""
+    raise InputError(
+        f"{word.where}: the argument{place} is not known, and {why}, because {word.unknown}. Give the variable with "
+        "--set NAME=VALUE, or in the environment."
+    )
+
+
+def _is_value(before: list[Word], read: Mapping[str, argparse.Action]) -> bool:
+    """Whether the next word would be, or might be, a value of a flag that is read."""
+    for distance, word in enumerate(reversed(before)):
+        if word.text.startswith("--"):
+            nargs = read[word.text].nargs if word.text in read else 0
+            return nargs != 0 and (distance == 0 or nargs is not None)
+    return False
 
 
 def _check_branches(words: list[Word], read: set[str]) -> list[str]:

@@ -1,55 +1,47 @@
-"""The part of bash that launch scripts are written in, read without running anything.
+"""Bash scripts, read without running anything: the commands that they would run, with their arguments.
 
-Variables, arrays, quotes, continuations, comments, `${NAME:-default}`, arithmetic, `source`, and the script's own
-folder are followed. What depends on a command, a branch or a loop is not guessed: such a value is an `Unknown` that
-knows its line, and it matters only where a flag could hide in it.
+Assignments, functions, `source`, tests and branches are followed as bash would follow them. Of a branch whose test is
+not known both ways are followed, and what they agree on is known behind it. What a command prints, or a loop makes, is
+not guessed: such a value is an `Unknown` that knows its line and what the script itself may have put there.
 """
 
-import ast
-import glob
+import fnmatch
+import itertools
+import operator
 import os
 import re
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_pg.cli.shell_tokens import ASSIGNMENT, HOLE, NAME, Lexer, Part, Token, evaluate
+from megatron_pg.cli.shell_tokens import ASSIGNMENT, NAME, Lexer, Part, Token
+from megatron_pg.cli.shell_tree import (
+    Block,
+    Case,
+    Chain,
+    For,
+    Function,
+    If,
+    Loop,
+    Node,
+    Not,
+    Pipe,
+    Simple,
+    Subshell,
+    literal,
+    parse,
+)
+from megatron_pg.cli.shell_values import State, Unknown, Value, Word, hole, lines_of, merged, text_of
+from megatron_pg.cli.shell_words import Words, without_redirections
 from megatron_pg.cli.terminal import InputError, read_text, show_path
 
-_SCRIPT_FOLDER = re.compile(
-    r"""(cd\s+(?:--\s+)?"?\$\()?\s*dirname\s+(?:--\s+)?"?(?:\$0|\$\{(?:BASH_SOURCE(?:\[0\])?(?::-\$0)?|0)\})"?"""
-    r"""(?:\)((?:/\.\.)*)"?(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?\s*&&\s*pwd(?:\s+-P)?)?\s*"""
-)
-_OPENING = {"if", "for", "while", "until", "case", "select", "{"}
-_CLOSING = {"fi", "done", "esac", "}"}
-_SKIPPED = {"then", "else", "elif", "do", "!", "time", "function", "exec", "command", "nohup", "env"}
-_KEYWORDS = _OPENING | _CLOSING | _SKIPPED
 _SETTING = {"read", "mapfile", "readarray", "unset", "getopts"}
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A value that reading alone cannot give."""
-
-    where: str  # "line 12"
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """One argument of a command. `text` has a HOLE for every unknown piece; `many`: it may be no or several arguments."""
-
-    text: str
-    where: str
-    unknown: Unknown | None = None
-    many: bool = False
-    whole: bool = False  # was quoted where it was written: not split
-    maybe: Unknown | None = None  # known, but there only where a branch is taken
+_PREFIXES = {"exec", "command", "nohup", "env", "builtin"}
+_STEPS = 10_000  # simple commands that are followed, loops and functions counted as often as they run
+_ROUNDS = 100  # of a loop whose test is known
+_DEPTH = 30  # functions and sourced files in each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +50,7 @@ class Command:
 
     where: str
     words: tuple[Word, ...]
-    is_certain: bool = True  # False inside a branch, a loop or a function
-    read: frozenset[str] = frozenset()  # the variables in it
-    stale: Unknown | None = None  # a function read it before one of its variables got its value
+    is_certain: bool = True  # False where a branch or a loop decides whether, or how often, it runs
 
 
 def read_commands(path: str | Path, *, arguments: Sequence[str], overrides: Mapping[str, str]) -> "Reading":
@@ -72,443 +62,480 @@ def read_commands(path: str | Path, *, arguments: Sequence[str], overrides: Mapp
         overrides: variables whose value is given, whatever the script assigns.
 
     Raises:
-        InputError: the script cannot be read or ends inside a quote.
+        InputError: the script cannot be read, ends inside a quote or a command, or is nested or repeated without end.
     """
-    reading = Reading(Path(path), tuple(arguments), dict(overrides))
-    reading.run_file(Path(path), "")
+    reading = Reading(Path(path), arguments, overrides)
+    try:
+        reading.run_file(Path(path), "")
+    except RecursionError:
+        raise InputError(
+            f"{show_path(path)}: its commands are nested too deeply to be read. Give the flags themselves."
+        ) from None
     return reading
 
 
-@dataclass
 class Reading:
     """The state of a script while it is read."""
 
-    path: Path
-    arguments: tuple[str, ...]
-    overrides: dict[str, str]
-    commands: list[Command] = field(default_factory=list)
-    environment: set[str] = field(default_factory=set)  # variables that were taken from the environment
-    caveats: list[str] = field(default_factory=list)
-    _values: dict[str, Word | list[Word]] = field(default_factory=dict)
-    _tainted: Unknown | None = None  # what may have set any variable that is not set here
-    _blocks: list[str] = field(default_factory=list)  # what is open: "if", "for", "{", "function", "(", ...
-    _functions: dict[str, set[str]] = field(default_factory=dict)  # the variables that each function sets
-    _function: str = ""  # the one whose body is read
-    _read: set[str] = field(default_factory=set)  # the variables of the command that is read
-    _folder: str | None = "."  # where `cd` has led; None where that is not known
-    _files: int = 0
+    def __init__(self, path: Path, arguments: Sequence[str], overrides: Mapping[str, str]):
+        self.commands: list[Command] = []
+        self.caveats: list[str] = []
+        self._words = Words(path, [Word(text, "the command line") for text in arguments], overrides)
+        self._label = ""  # how messages name the file that is read; empty for the script itself
+        self._is_certain = True
+        self._returned: list[State] = []  # where the function or file that is read has returned
+        self._steps, self._depth = 0, 0
+
+    @property
+    def environment(self) -> set[str]:
+        """The variables that were taken from the environment."""
+        return self._words.environment
+
+    @property
+    def ended(self) -> str | None:
+        """Where the script ends itself, if it does."""
+        return self._state.ended
+
+    @property
+    def _state(self) -> State:
+        return self._words.state
+
+    @_state.setter
+    def _state(self, state: State) -> None:
+        self._words.state = state
 
     def run_file(self, path: Path, label: str) -> None:
         """Read one file; `label` is how messages name it, empty for the script itself."""
-        self._files += 1
-        if self._files > 50:
-            raise InputError(f"{show_path(path)}: is one of more than 50 sourced files. Is one sourcing itself?")
-        command: list[Token] = []
-        conditional = False
-        for token in Lexer(read_text(path), f"{label or show_path(path)} ").tokens():
-            if token.kind != "operator" or token.text.lstrip("0123456789")[0] in "<>" or token.text[:2] == "&>":
-                command.append(token)
-                continue
-            self._run(command, label, conditional)
-            self._bracket(token.text, command)
-            conditional, command = token.text in ("&&", "||", "|", "|&"), []
-        self._run(command, label, conditional)
+        shown = f"{label or show_path(path)} "
+        block = parse(Lexer(read_text(path), shown).tokens(), shown)
+        outside, self._label = self._label, label
+        self._call(block, show_path(path))
+        self._label = outside
 
-    def _bracket(self, operator: str, before: list[Token]) -> None:
-        if operator == "(":
-            names_function = len(before) == 1 and _literal(before[0]) not in {*_KEYWORDS, ""}
-            self._blocks.append("function" if names_function else "(")
-            self._function = _literal(before[0]) if names_function else self._function
-        elif operator == ")" and "(" in self._blocks[-1:]:
-            self._blocks.pop()
-        elif operator == ")" and self._blocks[-1:] == ["function"]:
-            self._blocks[-1] = "function name"  # waits for its `{`
+    def _call(self, body: Node, name: str) -> None:
+        """Run what `return` leaves: a function or a file."""
+        self._depth += 1
+        if self._depth > _DEPTH:
+            raise InputError(
+                f"{name}: {_DEPTH} functions or sourced files are open in each other. Does one call itself?"
+            )
+        outside, self._returned = self._returned, []
+        self._run(body)
+        for state in self._returned:
+            self._state = merged(self._state, state)
+        self._returned = outside
+        self._depth -= 1
 
-    def _run(self, tokens: list[Token], label: str, conditional: bool) -> None:
-        tokens = _without_redirections(tokens)
-        while tokens and (word := _literal(tokens[0])) in _KEYWORDS:
-            self._keyword(word, conditional, _literal(tokens[1]) if len(tokens) > 1 else "")
-            if word in ("for", "select") and len(tokens) > 1:
-                self._assign_unknown(_literal(tokens[1]), tokens[1], label, f"changes in the `{word}` loop")
-            if word in ("for", "select", "case"):
+    # --- commands; each method returns whether the command succeeds, None where that is not known ---
+
+    def _run(self, node: Node) -> bool | None:
+        if self._state.ended:
+            return None
+        match node:
+            case Simple(tokens):
+                return self._run_simple(tokens)
+            case tuple():
+                return [None, *map(self._run, node)][-1]
+            case Not(command):
+                status = self._run(command)
+                return None if status is None else not status
+            case Pipe(commands):
+                for command in commands:
+                    self._run_apart(command)
+                return None
+            case Subshell(body):
+                return self._run_apart(body)
+            case Chain(left, operator, right):
+                return self._run_chain(left, operator, right)
+            case If():
+                return self._run_if(node)
+            case For():
+                return self._run_for(node)
+            case Loop():
+                return self._run_loop(node)
+            case Case():
+                return self._run_case(node)
+            case Function(name, body):
+                self._state.functions[name] = body
+                return True
+
+    def _run_apart(self, node: Node) -> bool | None:
+        """In a shell of its own: what it assigns is lost."""
+        state, assigned = self._state.copy(), dict(self._words.assigned)
+        status = self._run(node)
+        self._state, self._words.assigned = state, assigned
+        return status
+
+    def _run_chain(self, left: Node, operator: str, right: Node) -> bool | None:
+        status = self._run(left)
+        goes_on = operator == "&&"
+        if status is None:
+            self._fork(lambda: self._run(right if goes_on else ()), lambda: self._run(() if goes_on else right))
+            return None
+        return self._run(right) if status == goes_on else status
+
+    def _fork(self, one: Callable[[], object], other: Callable[[], object]) -> None:
+        """Follow two ways from the same state, and keep what they agree on."""
+        before = self._state.copy()
+        with self._uncertain():
+            one()
+            taken, self._state = self._state, before
+            other()
+        self._state = merged(taken, self._state)
+
+    @contextmanager
+    def _uncertain(self) -> Iterator[None]:
+        outside, self._is_certain = self._is_certain, False
+        yield
+        self._is_certain = outside
+
+    def _run_if(self, node: If) -> bool | None:
+        status = self._run(node.test) if node.test else None
+        if status is None:
+            self._fork(lambda: self._run(node.then), lambda: self._run(node.otherwise))
+            return None
+        return self._run(node.then if status else node.otherwise)
+
+    def _run_case(self, node: Case) -> None:
+        if node.falls_through:
+            self._repeat(lambda: [self._fork(lambda body=body: self._run(body), bool) for _, body in node.arms])
+        else:
+            self._run_arms(self._words.expand_one(node.word, self._where(node.word)), node.arms)
+
+    def _run_arms(self, word: Word, arms: Sequence[tuple[tuple[Token, ...], Block]]) -> None:
+        for i, (patterns, body) in enumerate(arms):
+            found = [_matches(word, self._words.expand_one(each, self._where(each)), each) for each in patterns]
+            if None in found and True not in found:
+                self._fork(lambda body=body: self._run(body), lambda i=i: self._run_arms(word, arms[i + 1 :]))
                 return
-            tokens = tokens[2 if word == "function" else 1 :]
-        declares = bool(tokens) and _literal(tokens[0]) in _DECLARING
-        assignments = tokens[1:] if declares else _leading_assignments(tokens)
-        if declares or len(assignments) == len(tokens):
-            changes = any(
-                _literal(t)[:1] == "-" and set(_literal(t)[1:]) - set("axrg") for t in assignments
-            )  # `-i`, `-A`
-            for token in assignments:
-                self._assign(token, label, conditional or (declares and changes))
+            if True in found:
+                self._run(body)
+                return
+
+    # --- loops ---
+
+    def _run_for(self, loop: For) -> None:
+        where, name = self._where(loop.name), literal(loop.name)
+        tokens = loop.items or ()
+        items = [word for token in tokens for word in self._words.expand(token, self._where(token))]
+        if loop.items is None:
+            items = self._state.arguments
+        if not _breaks(loop.body) and not any(word.unknown or word.maybe for word in items):
+            for word in items:
+                self._words.set(name, word, where)
+                self._run(loop.body)
             return
-        self._run_simple(tokens[len(assignments) :], label)
 
-    def _keyword(self, word: str, conditional: bool, following: str) -> None:
-        if word == "function":
-            self._blocks.append("function name")
-            self._function = following
-        elif word == "{" and self._blocks[-1:] == ["function name"]:
-            self._blocks[-1] = "function"
-        elif word in _OPENING:
-            self._blocks.append("if" if conditional else word)
-        elif word in _CLOSING and self._blocks:
-            self._blocks.pop()
+        def once() -> None:
+            self._forget(name, where, "changes in the `for` loop", text_of(items))
+            self._run(loop.body)
 
-    @property
-    def _is_certain(self) -> bool:
-        """Whether what is read now runs exactly once."""
-        return all(block == "{" for block in self._blocks)
+        self._repeat(once)
 
-    def _run_simple(self, tokens: list[Token], label: str) -> None:
-        where, self._read = _where(label, tokens[0]), set()
-        words = [word for token in tokens for word in self._expand(token, label)]
-        name = words[0].text if words else ""
-        if self._blocks[-2:] == ["(", "("] or name == "let":  # arithmetic
-            self._forget(re.findall(NAME, " ".join(word.text for word in words)), where, "is changed by arithmetic")
-        elif name in ("source", ".") and len(words) > 1:
-            self._source(words[1], where)
-        elif name in ("cd", "pushd", "popd"):
-            known = name == "cd" and len(words) == 2 and words[1].unknown is None and self._folder and self._is_certain
-            self._folder = os.path.join(self._folder, words[1].text) if known else None
-        elif name in self._functions:
-            self._forget(sorted(self._functions[name]), where, f"is set by the function {name}")
-        elif name == "eval":
-            self._tainted = Unknown(where, "`eval` may have set it")
-            self._values.clear()
-        elif name == "shift" or (name == "set" and words[1:2] and words[1].text == "--"):
-            unknown = Unknown(where, f"`{name}` changes the script's arguments")
-            self._values["@"] = [Word(HOLE, where, unknown, many=True)]
-        elif name in _SETTING or (name == "printf" and words[1:2] and words[1].text == "-v"):
-            self._forget([word.text for word in words[1:]], where, f"is set by `{name}`")
-        elif words:
-            read = frozenset(self._read) if "function" in self._blocks else frozenset()
-            self.commands.append(Command(where, tuple(words), self._is_certain, read))
+    def _run_loop(self, loop: Loop) -> None:
+        for _ in range(_ROUNDS):
+            recorded = len(self.commands)
+            status = self._run_apart(loop.test)
+            del self.commands[recorded:]
+            if status == (loop.word == "until") or self._state.ended:
+                return
+            if status is None or loop.word == "for" or _breaks(loop.body):
+                break
+            self._run(loop.test)
+            self._run(loop.body)
+        self._repeat(lambda: (self._run(loop.test), self._run(loop.body)))
 
-    def _forget(self, names: Sequence[str], where: str, why: str) -> None:
-        for name in names:
-            self._set(name, Word(HOLE, where, Unknown(where, f"{name} {why}"), many=True))
+    def _repeat(self, once: Callable[[], object]) -> None:
+        """What runs no or several times: nothing that it assigns is known, within it and behind it."""
+        start, outside, recorded = self._state.copy(), self._words.assigned, len(self.commands)
+        changing: dict[str, Unknown] = {}
+        for is_first in itertools.chain([True], itertools.repeat(False)):
+            before = self._state.copy()
+            self._words.assigned = {}
+            del self.commands[recorded:]
+            with self._uncertain():
+                once()
+            is_settled = self._words.assigned.keys() <= changing.keys()
+            changing |= self._words.assigned
+            self._state = merged(before, self._state)
+            self._words.assigned = outside
+            self._let_go(changing, start)
+            if is_settled and not is_first:  # the second time has seen what the first one changed
+                break
+
+    def _let_go(self, changing: Mapping[str, Unknown], start: State) -> None:
+        for name, unknown in changing.items():
+            text = lines_of(text_of(start.values.get(name)), unknown.text)
+            self._forget(name, unknown.where, "is assigned inside a loop", text)
+
+    # --- simple commands ---
+
+    def _run_simple(self, tokens: tuple[Token, ...]) -> bool | None:
+        self._steps += 1
+        if self._steps > _STEPS:
+            raise InputError(
+                f"more than {_STEPS} commands are run in its loops and functions. Give the flags themselves."
+            )
+        if tokens and literal(tokens[0]) in ("[[", "[", "test"):
+            with self._testing():
+                return self._run_test(tokens)
+        words = without_redirections(tokens)
+        if words and words[0].kind == "arithmetic":
+            return self._run_arithmetic(words[0])
+        is_last = False
+        while words and literal(words[0]) in _PREFIXES:
+            is_last |= literal(words[0]) == "exec" and len(words) > 1
+            words = words[1:]
+        if words and literal(words[0]) in _DECLARING:
+            return self._declare(words[0], words[1:])
+        assignments = list(itertools.takewhile(_is_assignment, words))
+        if len(assignments) == len(words):
+            for token in assignments:
+                self._assign(token)
+            commands = [part for token in assignments for part in _parts(token) if part.kind == "command"]
+            return None if commands else True
+        status = self._run_command(words[len(assignments) :], assignments, tokens)
+        self._state.ended = self._where(words[0]) if is_last else self._state.ended
+        return status
+
+    def _run_command(self, tokens: list[Token], assignments: list[Token], whole: tuple[Token, ...]) -> bool | None:
+        where = self._where(tokens[0])
+        words = [word for token in tokens for word in self._words.expand(token, self._where(token))]
+        name, rest = (words[0].text, words[1:]) if words else ("", [])
+        if name in self._state.functions:
+            return self._run_function(name, rest, assignments)
+        match name:
+            case "true" | ":":
+                return True
+            case "false":
+                return False
+            case "exit":
+                self._state.ended = where
+            case "return":
+                self._returned.append(self._state.copy())
+                self._state.ended = where
+            case "source" | "." if rest:
+                self._source(rest[0], where)
+            case "cd" | "pushd" | "popd":
+                target = [word for word in rest if word.text != "--"]
+                known = name == "cd" and len(target) == 1 and target[0].unknown is None and self._state.folder
+                self._state.folder = os.path.join(self._state.folder, target[0].text) if known else None
+            case "eval":
+                self._lose_all(Unknown(where, "`eval` may have set it", text_of(words)))
+            case "shift":
+                self._shift(rest, where)
+            case "set" if any(word.text == "--" for word in rest):
+                self._state.arguments = rest[[word.text for word in rest].index("--") + 1 :]
+            case "let":
+                self._run_let(" ".join(word.text for word in rest), where)
+            case "printf" if rest and rest[0].text == "-v" and len(rest) > 1:
+                self._forget(rest[1].text, where, "is set by `printf`", text_of(rest))
+            case _ if name in _SETTING:
+                text = "\n".join(map(self._raw, whole))
+                for word in rest:
+                    self._forget(word.text, where, f"is set by `{name}`", text)
+            case _:
+                self.commands.append(Command(where, tuple(words), self._is_certain))
+                return True if name in ("echo", "printf") else None
+        return None
+
+    def _run_function(self, name: str, arguments: list[Word], assignments: list[Token]) -> None:
+        state, knows_arguments = self._state, self._words.knows_arguments
+        outside, state.arguments, state.locals, self._words.knows_arguments = (
+            (state.arguments, state.locals),
+            arguments,
+            {},
+            True,
+        )
+        for token in assignments:  # `NAME=value function`
+            self._assign(token, is_local=True)
+        self._call(state.functions[name], name)
+        state = self._state
+        for each, value in state.locals.items():
+            state.values.pop(each, None)
+            if value is not None:
+                state.values[each] = value
+        (state.arguments, state.locals), self._words.knows_arguments = outside, knows_arguments
+
+    def _lose_all(self, why: Unknown) -> None:
+        self._state.tainted = why
+        self._state.values.clear()
+
+    def _shift(self, rest: list[Word], where: str) -> None:
+        count = int(rest[0].text) if rest and rest[0].text.isdecimal() else None if rest else 1
+        arguments = self._state.arguments
+        if count is None or any(word.many or word.maybe for word in arguments[:count]):
+            self._state.arguments = [hole(Unknown(where, "`shift` changes the arguments", text_of(arguments)))]
+        else:
+            self._state.arguments = arguments[count:]
 
     def _source(self, word: Word, where: str) -> None:
-        is_known = word.unknown is None and (self._folder is not None or os.path.isabs(word.text))
-        path = Path(self._folder or "", word.text)
+        is_known = word.unknown is None and (self._state.folder is not None or os.path.isabs(word.text))
+        path = Path(self._state.folder or "", word.text)
         if is_known and path.is_file():
             self.run_file(path, show_path(path))
             return
         shown = "a file whose name is not known" if word.unknown else show_path(word.text)
-        self._tainted = Unknown(where, f"`source` reads {shown}, which is not to be had here and may set it")
+        self._state.tainted = Unknown(where, f"`source` reads {shown}, which is not to be had here and may set it")
         self.caveats.append(f"{where}: {shown} is not read; what it changes is not seen")
 
-    def _assign(self, token: Token, label: str, conditional: bool) -> None:
-        where = _where(label, token)
-        if token.kind == "array":
-            name, append = token.text, token.append
-            value: Word | list[Word] = [word for item in token.items for word in self._expand(item, label)]
-        else:
-            match = ASSIGNMENT.match(token.parts[0].value) if token.parts else None
-            if match is None:  # `export NAME`, `local -a`
-                return
-            name, append = match.group(1), bool(match.group(2))
-            head = replace(token.parts[0], value=token.parts[0].value[match.end() :])
-            value = self._expand_one(replace(token, parts=(head, *token.parts[1:])), where)
-        is_certain = self._is_certain and not conditional
-        old = self._lookup(name, where) if append and token.kind == "array" else None
-        if not is_certain and isinstance(old, list) and not any(word.unknown for word in value):
-            self._set(
-                name, [*old, *(replace(word, maybe=Unknown(where, "only where a branch is taken")) for word in value)]
-            )
-            if "function" in self._blocks:
-                self._functions.setdefault(self._function, set()).add(name)
-        elif not is_certain:
-            self._assign_unknown(name, token, label, "is assigned inside a branch, a loop or a function")
-        else:
-            self._set(name, self._joined(name, value) if append else value)
+    # --- tests ---
 
-    def _assign_unknown(self, name: str, token: Token, label: str, why: str) -> None:
-        if "function" in self._blocks:
-            self._functions.setdefault(self._function, set()).add(name)
-        self._forget([name], _where(label, token), why)
+    @contextmanager
+    def _testing(self) -> Iterator[None]:
+        """Where an argument that is not given is empty, as it is for bash."""
+        outside, self._words.knows_arguments = self._words.knows_arguments, True
+        yield
+        self._words.knows_arguments = outside
 
-    def _joined(self, name: str, value: Word | list[Word]) -> Word | list[Word]:
-        old = self._values.get(name)
-        if old is None:
-            return value
-        if isinstance(old, list) or isinstance(value, list):
-            return [*(old if isinstance(old, list) else [old]), *(value if isinstance(value, list) else [value])]
-        return Word(old.text + value.text, value.where, old.unknown or value.unknown, many=old.many or value.many)
+    def _run_test(self, tokens: Sequence[Token]) -> bool | None:
+        """`[ … ]`, `test …` and `[[ … ]]`; of the operators of the last, `&&` or `||` alone."""
+        if literal(tokens[0]) != "[[":
+            words = [
+                word for token in without_redirections(tokens) for word in self._words.expand(token, self._where(token))
+            ]
+            return _test(words[1:-1] if words[0].text == "[" else words[1:])
+        tokens = tokens[1:-1]
+        operators = {token.text for token in tokens if token.kind == "operator"}
+        if len(operators) > 1 or operators - {"&&", "||"}:
+            return None
+        parts = [
+            list(part) for is_word, part in itertools.groupby(tokens, lambda token: token.kind != "operator") if is_word
+        ]
+        found = [self._compare(part) for part in parts]
+        decisive = operators == {"||"}
+        return decisive if decisive in found else None if None in found else not decisive
 
-    def _set(self, name: str, value: Word | list[Word]) -> None:
-        if name in self.overrides:
+    def _compare(self, tokens: list[Token]) -> bool | None:
+        words = [self._words.expand_one(token, self._where(token)) for token in tokens]
+        if len(words) == 3 and words[1].text in ("=", "==", "!="):
+            found = _matches(words[0], words[2], tokens[2])
+            return None if found is None else found == (words[1].text != "!=")
+        return _test(words)
+
+    def _run_arithmetic(self, token: Token) -> bool | None:
+        text, where = token.parts[0].value, self._where(token)
+        if self._run_let(text, where):
+            return None
+        word = self._words.arithmetic(text, where)
+        return None if word.unknown else word.text != "0"
+
+    def _run_let(self, text: str, where: str) -> bool:
+        """Whether arithmetic assigns; what it assigns is an integer."""
+        pattern = rf"({NAME})\s*(?:\[[^]]*\]\s*)?(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--)|(?:\+\+|--)\s*({NAME})"
+        names = [a or b for a, b in re.findall(pattern, text)]
+        for name in names:
+            self._forget(name, where, "is changed by arithmetic", is_open=False)
+        return bool(names)
+
+    # --- assignments ---
+
+    def _declare(self, word: Token, tokens: list[Token]) -> bool:
+        is_local = literal(word) == "local" or (literal(word) in ("declare", "typeset") and self._words.knows_arguments)
+        options = {letter for token in tokens if literal(token)[:1] == "-" for letter in literal(token)[1:]}
+        for token in tokens:
+            self._assign(token, is_local=is_local and "g" not in options)
+            if options - set("axrgf") and (name := _assigned_name(token)):  # `-i`, `-A`, `-n`
+                self._forget(
+                    name, self._where(token), "is declared with an attribute that changes it", self._raw(token)
+                )
+        if "n" in options:
+            self._lose_all(Unknown(self._where(word), "a reference to its name may have set it"))
+        return True
+
+    def _assign(self, token: Token, *, is_local: bool = False) -> None:
+        where, name = self._where(token), _assigned_name(token)
+        if name is None:
+            if token.parts and token.parts[0].kind != "text":  # `export $(…)`
+                self._state.tainted = Unknown(where, "a declaration may have set it", self._raw(token))
             return
-        self._values[name] = value
-        for i, command in enumerate(self.commands):
-            if name in command.read and "function" not in self._blocks:
-                why = f"a function reads {name}, which changes after the function is defined"
-                self.commands[i] = replace(command, stale=Unknown(command.where, why))
+        if is_local:
+            self._state.locals.setdefault(name, self._state.values.get(name))
+        if token.kind == "array":
+            value: Value = [word for item in token.items for word in self._words.expand(item, self._where(item))]
+            (self._words.append if token.append else self._words.set)(name, value, where)
+            return
+        match = ASSIGNMENT.match(token.parts[0].value)
+        if match is None and not is_local:  # `export NAME`, or an element of an array
+            if token.parts[0].value != name:
+                self._forget(name, where, "has an element assigned", self._raw(token))
+            return
+        head = replace(token.parts[0], value=token.parts[0].value[match.end() if match else len(name) :])
+        value = self._words.expand_one(replace(token, parts=(head, *token.parts[1:])), where)
+        (self._words.append if match and match.group(2) else self._words.set)(name, value, where)
 
-    # --- values of parameters ---
+    def _forget(self, name: str, where: str, why: str, text: str = "", *, is_open: bool = True) -> None:
+        self._words.set(name, hole(Unknown(where, f"{name} {why}", text, is_open), many=is_open), where)
 
-    def _lookup(self, name: str, where: str) -> Word | list[Word] | None:
-        """The value of a parameter, or None where bash would find it unset."""
-        self._read.add(name)
-        if name in self.overrides:
-            return Word(self.overrides[name], where)
-        if name.isdigit() or name in ("@", "*"):
-            return self._positional(name, where)
-        if name in self._values:
-            return self._values[name]
-        if name in os.environ:
-            self.environment.add(name)
-            return Word(os.environ[name], where)
-        if name == "BASH_SOURCE":
-            return Word(str(self.path), where)
-        if self._tainted is not None:
-            return Word(HOLE, where, Unknown(where, f"{name} is not set here, and {self._tainted}"), many=True)
+    def _raw(self, token: Token) -> str:
+        return self._words.text_in("".join(part.written for part in _parts(token)))
+
+    def _where(self, token: Token) -> str:
+        return f"{self._label} line {token.line}".strip()
+
+
+def _parts(token: Token) -> list[Part]:
+    return [*token.parts, *(part for item in token.items for part in item.parts)]
+
+
+def _assigned_name(token: Token) -> str | None:
+    """The variable that a word names or assigns."""
+    if token.kind == "array":
+        return token.text
+    is_plain = bool(token.parts) and token.parts[0].kind == "text" and not token.parts[0].quoted
+    match = re.match(rf"({NAME})(?:\[|\+?=|$)", token.parts[0].value) if is_plain else None
+    return match.group(1) if match else None
+
+
+def _is_assignment(token: Token) -> bool:
+    text = "".join(part.value for part in token.parts)
+    return _assigned_name(token) is not None and (
+        token.kind == "array" or re.match(rf"{NAME}(\[.*\])?\+?=", text) is not None
+    )
+
+
+def _breaks(node: object) -> bool:
+    """Whether a loop's body may leave it."""
+    if isinstance(node, Simple):
+        return bool(node.tokens) and literal(node.tokens[0]) in ("break", "continue")
+    if isinstance(node, tuple):
+        return any(map(_breaks, node))
+    return isinstance(node, Not | Pipe | Chain | Subshell | If | For | Loop | Case) and any(
+        _breaks(getattr(node, name)) for name in node.__slots__
+    )
+
+
+def _matches(word: Word, pattern: Word, token: Token) -> bool | None:
+    """Whether a word matches a pattern of `case` or `[[`."""
+    if pattern.text == "*" and not token.parts[0].quoted:
+        return True
+    if word.holes or pattern.holes:
         return None
-
-    def _positional(self, name: str, where: str) -> Word | list[Word] | None:
-        if "function" in self._blocks and name != "0":
-            unknown = Word(HOLE, where, Unknown(where, f"${name} is an argument of a function"), many=True)
-            return [unknown] if name in "@*" else unknown
-        if "@" in self._values:
-            return self._values["@"] if name in "@*" else self._values["@"][0]
-        if name in ("@", "*"):
-            return [Word(text, where) for text in self.arguments]
-        everything = (str(self.path), *self.arguments)
-        return Word(everything[int(name)], where) if int(name) < len(everything) else None
-
-    def _parameter(self, text: str, where: str) -> Word | list[Word]:
-        match = re.fullmatch(rf"({NAME}|\d+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
-        if match is None:
-            return self._other_parameter(text, where)
-        name, index, operator, rest = match.groups()
-        is_list = index in ("@", "*") or name in ("@", "*")
-        if is_list and name in self.overrides:
-            return [Word(text, where) for text in shlex.split(self.overrides[name])]
-        found = self._select(self._lookup(name, where), index, is_list)
-        if operator is None:
-            return self._unset(name, where, is_list) if found is None else found
-        if isinstance(found, list) and (unsure := next((word.maybe for word in found if word.maybe), None)):
-            return [Word(HOLE, where, unsure, many=True)]
-        empty = found is None or (operator[0] == ":" and _is_empty(found))
-        if operator[-1] == "+":
-            return Word("", where) if empty else self._expand_text(rest, where)
-        if not empty or operator[-1] == "?":
-            return found or self._unset(name, where, is_list)
-        value = self._expand_text(rest, where)
-        if operator[-1] == "=":
-            unknown = Word(
-                HOLE, where, Unknown(where, f"{name} is assigned inside a branch, a loop or a function"), many=True
-            )
-            self._set(name, value if self._is_certain else unknown)
-        return value
-
-    def _other_parameter(self, text: str, where: str) -> Word:
-        length = re.fullmatch(rf"#({NAME})\[[@*]\]", text)
-        found = self._lookup(length.group(1), where) if length else None
-        if isinstance(found, list) and not any(word.many or word.maybe for word in found):
-            return Word(str(len(found)), where)
-        return Word(HOLE, where, Unknown(where, f"${{{text}}} is a form that is not read here"), many=True)
-
-    def _select(self, found: Word | list[Word] | None, index: str | None, is_list: bool) -> Word | list[Word] | None:
-        if is_list:
-            return [found] if isinstance(found, Word) else found
-        if isinstance(found, list):
-            position = int(index or 0)
-            if unsure := next((word for word in found[: position + 1] if word.many or word.maybe), None):
-                return Word(HOLE, unsure.where, unsure.unknown or unsure.maybe, many=True)
-            return found[position] if position < len(found) else None
-        return found
-
-    def _unset(self, name: str, where: str, is_list: bool) -> Word | list[Word]:
-        shown = (
-            f"${name}, an argument of the script, is not given"
-            if name.isdigit()
-            else f"{name} is set neither in the script nor in the environment"
-        )
-        unknown = Unknown(where, shown)
-        word = Word(HOLE, where, unknown, many=True)
-        return [word] if is_list else word
-
-    def _expand_text(self, text: str, where: str) -> Word:
-        """The word behind `:-` and its like."""
-        tokens = list(Lexer(text if re.search("[\"']", text) else f'"{text}"', "").tokens())
-        if len(tokens) > 1:
-            why = f"{text!r} is a default of several words, some in quotes, which is not read here"
-            return Word(HOLE, where, Unknown(where, why), many=True)
-        piece = self._expand_one(tokens[0], where) if tokens else Word("", where)
-        quoted = re.search("[\"']", text) and all(part.quoted for part in tokens[0].parts)
-        return replace(piece, whole=bool(quoted))
-
-    def _command(self, text: str, where: str) -> Word:
-        match = _SCRIPT_FOLDER.fullmatch(text)
-        if match is None or (match.group(1) is None) != (match.group(2) is None):
-            shown = " ".join(text.split())
-            shown = shown if len(shown) <= 60 else shown[:57] + "..."
-            return Word(HOLE, where, Unknown(where, f"$({shown}) is the output of a command"))
-        folder = os.path.dirname(str(self.path)) or "."
-        if match.group(1) is None:
-            return Word(folder, where)
-        return Word(os.path.abspath(folder + match.group(2)), where)
-
-    def _arithmetic(self, text: str, where: str) -> Word:
-        plain = re.sub(rf"\$\{{({NAME}|\d+)\}}|\$({NAME}|\d+)", lambda m: f" {m.group(1) or m.group(2)} ", text)
-        unknown: list[Unknown] = []
-
-        def value_of(name: str) -> int:
-            found = self._lookup(name, where)
-            word = found if isinstance(found, Word) else Word("0" if found is None else HOLE, where)
-            if word.unknown or not re.fullmatch(r"\s*-?\d*\s*", word.text):
-                unknown.append(word.unknown or Unknown(where, f"{name} is no integer"))
-                return 1
-            return int(word.text or 0)
-
-        try:
-            result = evaluate(ast.parse(plain.strip(), mode="eval").body, value_of)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            unknown.append(Unknown(where, f"$(({text.strip()})) is arithmetic that is not read here"))
-            result = 0
-        return Word(HOLE, where, unknown[0]) if unknown else Word(str(result), where)
-
-    # --- expansion of words ---
-
-    def _expand_one(self, token: Token, where: str) -> Word:
-        """The value of an assignment: no splitting, arrays joined with blanks."""
-        text, unknown, many = "", None, False
-        for part in token.parts:
-            value = self._value(part, where)
-            words = value if isinstance(value, list) else [value]
-            text += " ".join(word.text for word in words)
-            unknown = unknown or next(
-                (word.unknown or word.maybe for word in words if word.unknown or word.maybe), None
-            )
-            many = many or any(word.many or word.maybe for word in words)
-        return Word(HOLE if unknown and not text.count(HOLE) else text, where, unknown, many)
-
-    def _expand(self, token: Token, label: str) -> list[Word]:
-        """The arguments that a word of a command becomes."""
-        where = _where(label, token)
-        fields = _Fields(where)
-        for part in token.parts:
-            value = self._value(part, where)
-            joined = part.kind == "parameter" and part.value.rstrip("]").endswith("*")
-            if not part.quoted:
-                words = value if isinstance(value, list) else [value]
-                words = [self._left_by_the_shell(word, part, where, len(token.parts) == 1) for word in words]
-                value = words if isinstance(value, list) else words[0]
-            fields.add(value, quoted=part.quoted or part.kind == "text", joined=joined)
-        return fields.finish()
-
-    def _left_by_the_shell(self, word: Word, part: Part, where: str, is_alone: bool) -> Word:
-        """A word outside quotes, or what is not known of it: file names, braces, and splitting at an own IFS."""
-        if word.unknown or word.whole:
-            return word
-        is_literal = part.kind == "text"
-        if is_literal and re.search(r"\{[^}]*(,|\.\.)", word.text):
-            return Word(HOLE, where, Unknown(where, f"{word.text!r} has braces, which the shell expands"), many=True)
-        if not is_literal and "IFS" in self._values and re.search(r"\W", word.text):
-            return Word(
-                HOLE, where, Unknown(where, "the script sets IFS, which decides how words are split"), many=True
-            )
-        patterns = [text for text in word.text.split() if re.search(r"[*?\[]", text)]
-        if patterns and (
-            not is_alone or self._folder is None or any(glob.glob(text, root_dir=self._folder) for text in patterns)
-        ):
-            # names that match `[0]*` begin with 0: none is a flag
-            start = "[" if re.match(r"\[[^-\]]+\]", word.text) and len(patterns) == len(word.text.split()) == 1 else ""
-            why = f"{patterns[0]!r} may be a pattern of file names"
-            return Word(start + HOLE, where, Unknown(where, why), many=not start)
-        return word
-
-    def _value(self, part: Part, where: str) -> Word | list[Word]:
-        if part.kind == "text":
-            return Word(part.value, where)
-        return {"parameter": self._parameter, "command": self._command, "arithmetic": self._arithmetic}[part.kind](
-            part.value, where
-        )
+    if all(part.quoted for part in token.parts) or not re.search(r"[*?\[\\(]", pattern.text):
+        return word.text == pattern.text
+    is_plain = all(part.kind == "text" and not part.quoted for part in token.parts) and not re.search(
+        r"[\[\\(]", pattern.text
+    )
+    return fnmatch.fnmatchcase(word.text, pattern.text) if is_plain else None
 
 
-class _Fields:
-    """The arguments that one word becomes, while its parts are added."""
-
-    def __init__(self, where: str):
-        self._where = where
-        self._done: list[Word] = []
-        self._open: Word | None = None
-
-    def add(self, value: Word | list[Word], *, quoted: bool, joined: bool) -> None:
-        if isinstance(value, list) and quoted and joined:
-            unknown = next((word.unknown or word.maybe for word in value if word.unknown or word.maybe), None)
-            value = Word(HOLE if unknown else " ".join(word.text for word in value), self._where, unknown)
-        for i, word in enumerate(value if isinstance(value, list) else [value]):
-            if i:
-                self._close()
-            if quoted:
-                self._append(replace(word, many=word.many and isinstance(value, list)))
-            elif word.unknown or word.whole:
-                self._append(replace(word, many=word.unknown is not None))
-            else:
-                self._split(word)
-
-    def _split(self, word: Word) -> None:
-        for i, text in enumerate(re.split(r"[ \t\n]+", word.text)):
-            if i:
-                self._close()
-            if text:
-                self._append(replace(word, text=text))
-
-    def _append(self, word: Word) -> None:
-        old = self._open or Word("", self._where)
-        self._open = Word(
-            old.text + word.text,
-            self._where,
-            old.unknown or word.unknown,
-            old.many or word.many,
-            maybe=old.maybe or word.maybe,
-        )
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._done.append(self._open)
-        self._open = None
-
-    def finish(self) -> list[Word]:
-        self._close()
-        return self._done
-
-
-def _literal(token: Token) -> str:
-    """The word as it is written, where it is plain text without quotes; else nothing."""
-    plain = len(token.parts) == 1 and token.parts[0].kind == "text" and not token.parts[0].quoted
-    return token.parts[0].value if plain else ""
-
-
-def _where(label: str, token: Token) -> str:
-    return f"{label} line {token.line}".strip()
-
-
-def _without_redirections(tokens: list[Token]) -> list[Token]:
-    kept, skip = [], False
-    for token in tokens:
-        if token.kind == "operator":
-            skip = token.text != "<<"
-        elif skip:
-            skip = False
-        else:
-            kept.append(token)
-    return kept
-
-
-def _leading_assignments(tokens: list[Token]) -> list[Token]:
-    found = []
-    for token in tokens:
-        plain = token.parts and token.parts[0].kind == "text" and not token.parts[0].quoted
-        if token.kind != "array" and not (plain and ASSIGNMENT.match(token.parts[0].value)):
-            break
-        found.append(token)
-    return found
-
-
-def _is_empty(found: Word | list[Word]) -> bool:
-    words = found if isinstance(found, list) else [found]
-    return len(words) < 2 and all(word.text == "" and word.unknown is None for word in words)
+def _test(words: list[Word]) -> bool | None:
+    """`[ … ]` of texts and integers; files are not looked for."""
+    if any(word.holes or word.maybe for word in words):
+        return None
+    match [word.text for word in words]:
+        case ["!", *_]:
+            status = _test(words[1:])
+            return None if status is None else not status
+        case ["-z", text]:
+            return text == ""
+        case ["-n", text] | [text]:
+            return text != ""
+        case [one, "=" | "==", other]:
+            return one == other
+        case [one, "!=", other]:
+            return one != other
+        case [one, ("-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge") as name, other]:
+            if all(re.fullmatch(r"-?(0|[1-9]\d{0,17})", text) for text in (one, other)):
+                return getattr(operator, name[1:])(int(one), int(other))
+    return None

@@ -1,6 +1,7 @@
 """Words and operators of a bash script, with its quotes, continuations, comments, arrays and here documents."""
 
 import ast
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,12 +22,19 @@ class Part:
     value: str
     quoted: bool
 
+    @property
+    def written(self) -> str:
+        """As the script has it, without quotes."""
+        brackets = {"parameter": ("${", "}"), "arithmetic": ("$((", "))"), "command": ("$(", ")")}
+        start, end = brackets.get(self.kind, ("", ""))
+        return f"{start}{self.value}{end}"
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
     """A word, the assignment of an array, or an operator."""
 
-    kind: str  # "word", "array" or "operator"
+    kind: str  # "word", "array", "operator", "arithmetic" (`((…))`) or "here" (the text of a here document)
     line: int
     parts: tuple[Part, ...] = ()
     text: str = ""  # the operator, or the array's name
@@ -45,7 +53,11 @@ class Lexer:
     def tokens(self) -> Iterator[Token]:
         """Every token, in order; an InputError where the script ends inside one."""
         while self._skip_blanks():
-            if match := _OPERATORS.match(self._text, self._at):
+            if arithmetic := self._arithmetic():
+                yield arithmetic
+            elif match := _OPERATORS.match(self._text, self._at):
+                if match.group() == "\n":
+                    yield from self._here_texts()
                 yield self._operator(match.group())
             else:
                 yield self._word()
@@ -76,17 +88,29 @@ class Lexer:
             self._skip_blanks()
             self._here_documents.append("".join(part.value for part in self._word().parts))
             return replace(token, text="<<")  # its word is taken
-        if text == "\n":
-            self._skip_here_documents()
         return token
 
-    def _skip_here_documents(self) -> None:
+    def _arithmetic(self) -> Token | None:
+        """`((…))`, or None where a subshell in a subshell begins."""
+        line, at = self._line, self._at
+        if not self._text.startswith("((", at):
+            return None
+        body = self._balanced(2, "()", 1)
+        if body.endswith(")"):
+            return Token("arithmetic", line, (Part("arithmetic", body[:-1], False),))
+        self._at, self._line = at, line
+        return None
+
+    def _here_texts(self) -> Iterator[Token]:
+        """The here documents behind this end of a line, which is left: their last line ends with it."""
         for end in self._here_documents:
+            line, start = self._line, self._at
             while self._at < len(self._text):
+                self._advance(1)
                 stop = self._text.find("\n", self._at)
-                stop = len(self._text) if stop < 0 else stop + 1
-                if self._advance(stop - self._at).strip() == end:
+                if self._advance((len(self._text) if stop < 0 else stop) - self._at).strip() == end:
                     break
+            yield Token("here", line, (Part("text", self._text[start : self._at], True),))
         self._here_documents.clear()
 
     def _word(self) -> Token:
@@ -190,6 +214,9 @@ class Lexer:
             if here == "'" and brackets == "()":
                 self._until("'", "a single quote")
                 continue
+            if here == '"':
+                self._double_quoted()
+                continue
             depth += (here == brackets[0]) - (here == brackets[1])
             self._advance(1)
             if depth == 0:
@@ -209,6 +236,12 @@ def _merged(parts: list[Part]) -> tuple[Part, ...]:
         else:
             merged.append(part)
     return tuple(merged)
+
+
+_COMPARISONS = {
+    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt},
+    **{ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
+}
 
 
 def evaluate(node: ast.expr, value_of: Callable[[str], int]) -> int:
@@ -234,4 +267,6 @@ def evaluate(node: ast.expr, value_of: Callable[[str], int]) -> int:
                     return quotient
                 case ast.Mod():
                     return a - b * quotient
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return int(_COMPARISONS[type(op)](evaluate(left, value_of), evaluate(right, value_of)))
     raise ValueError
