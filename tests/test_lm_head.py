@@ -247,6 +247,18 @@ def test_bfloat16_logits_would_be_a_hundred_times_less_exact():
     assert worst(rounded, wanted) > 100 * worst(ours, wanted)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_targets_may_have_any_strides(impl):
+    fields = make(Case(dtype=torch.float32, masked=0.0))
+    strided = torch.stack([fields["targets"], torch.zeros_like(fields["targets"])], 1)[:, 0]
+    assert not strided.is_contiguous()
+    wanted, found = (
+        logprobs_and_entropy(fields["hidden"], fields["weight"], targets, impl=impl)
+        for targets in (fields["targets"], strided)
+    )
+    assert torch.equal(found[0], wanted[0])
+
+
 def sharded(case: Case, fields: dict, ranks: int, sequence_parallel: bool) -> list[dict]:
     """What every tensor-parallel rank finds, from its rows of the weight and, with sequence parallelism, of the hidden states."""
     columns = case.columns // ranks

@@ -13,10 +13,10 @@ class TritonReader:
     """`EagerReader` by kernels; where one launch makes loss and gradient, `loss_and_gradient` does."""
 
     def __init__(self, vocabulary: Vocabulary, targets: Tensor):
-        self._vocabulary, self._targets = vocabulary, targets
+        self._vocabulary, self._targets = vocabulary, targets.contiguous()  # kernels have no strides
         columns, vocab_size, tp_group = vocabulary.columns, vocabulary.vocab_size, vocabulary.tp_group
         self._shard = vocab_parallel.Shard.of_rank(columns, vocab_size, tp_group)
-        self._trained = torch.ones_like(targets, dtype=torch.bool)  # rows that are not have no logits
+        self._trained = torch.ones_like(self._targets, dtype=torch.bool)  # rows that are not have no logits
 
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         """As `EagerReader`."""
