@@ -10,9 +10,13 @@ from types import SimpleNamespace
 
 import one_launch
 import pytest
+import simulation
+import support
 import torch
 
+from megatron_pg.batch import pack, slice_batch
 from megatron_pg.kernels import grpo_loss
+from megatron_pg.loss import microbatch_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -479,6 +483,20 @@ def test_whoever_saved_overwritten_logits_gets_an_error():
     out.loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_leaf):
+    batch = pack([support.make_sample(prompt_length=2, mask=[1, 0, 1], rng=random.Random(0))], qkv_format="thd")
+    local = slice_batch(batch, batch.loss_mask.double(), cp_rank=0, cp_size=1, device=DEVICE)
+    settings = replace(simulation.settings("sample_mean", per_token=False), kernel="triton")
+    leaf = torch.randn(local.num_positions, 1, 16, device=DEVICE, requires_grad=True)
+    logits = leaf if is_leaf else leaf * 1.0
+    before = logits.detach().clone()
+    microbatch_loss(logits.view(-1, 16), local, settings, None).total.backward()
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad.any()
+    assert torch.equal(logits.detach(), before) == is_leaf
 
 
 class FakeGroup:
