@@ -183,39 +183,45 @@ def slice_batch(
         sequences: whether the loss needs averages over whole sequences.
     """
     index = zigzag_index(batch.documents, cp_rank=cp_rank, cp_size=cp_size)
+    given = {"weights": weights, "auxiliary_weights": auxiliary_weights, "corrections": corrections}
+    fields = _response_fields(batch) | given
+    found = {name: values for name, values in fields.items() if values is not None}
+    flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in found.items()}
+    tensors = dict.fromkeys(fields) | _model_inputs(batch, index, flat["mask"]) | flat
+    return LocalBatch(
+        **{name: None if values is None else _to_device(values, device) for name, values in tensors.items()},
+        sequences=_sequences(batch, index, device) if sequences else None,
+        whole=batch,
+        row_index=index,
+        num_trained=int(flat["mask"].sum()),
+    )
+
+
+def _response_fields(batch: PackedBatch) -> dict[str, Tensor | None]:
+    """[sum of R] each, by their names in `LocalBatch`; None where no sample has the field."""
     counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
-    fields = {
+    return {
         "mask": batch.loss_mask,
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
-        "weights": weights,
         "document_weights": batch.loss_mask / batch.per_token(counts),
+        "ref_logprobs": batch.optional_values("ref_logprobs"),
+        "rollout_logprobs": batch.optional_values("rollout_logprobs"),
     }
-    optional = {name: batch.optional_values(name) for name in ("ref_logprobs", "rollout_logprobs")}
-    optional |= {"auxiliary_weights": auxiliary_weights, "corrections": corrections}
-    fields |= {name: values for name, values in optional.items() if values is not None}
-    flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in fields.items()}
-    labels, mask = batch.labels[:, index], flat["mask"]
-    model_inputs = {
+
+
+def _model_inputs(batch: PackedBatch, index: Tensor, mask: Tensor) -> dict[str, Tensor | None]:
+    """What the model reads, [B, W/C] each, and the targets and trained rows in the order of its logits."""
+    labels = batch.labels[:, index]
+    return {
         "tokens": batch.tokens[:, index],
         "labels": labels,
         "position_ids": batch.position_ids[:, index],
         "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
         "targets": labels.t().reshape(-1),
         "trained": mask.nonzero()[:, 0],
+        "boundaries": torch.tensor([0, *batch.documents]).cumsum(0).int() if batch.qkv_format == "thd" else None,
     }
-    if batch.qkv_format == "thd":
-        model_inputs["boundaries"] = torch.tensor([0, *batch.documents]).cumsum(0).int()
-    on_device = dict.fromkeys((*optional, "boundaries")) | {
-        n: _to_device(v, device) for n, v in (model_inputs | flat).items()
-    }
-    return LocalBatch(
-        **on_device,
-        sequences=_sequences(batch, index, device) if sequences else None,
-        whole=batch,
-        row_index=index,
-        num_trained=int(mask.sum()),
-    )
 
 
 def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:

@@ -36,7 +36,7 @@ from megatron_pg.loss import (
     token_factors,
 )
 from megatron_pg.output_layer import DeferredHead, compute_in_float32
-from megatron_pg.plan import StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
+from megatron_pg.plan import LocalTable, StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
 
 
 class NonFiniteLossError(ValueError):
@@ -180,8 +180,7 @@ class PolicyGradientStep:
         chunks = model if isinstance(model, list) else [model]
         self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
         plan, local, documents = self._plan(chunks, arguments)
-        self._contract = self._contract_of(plan)
-        self._results = []
+        self._contract, self._results = self._contract_of(plan), []
         # every virtual pipeline chunk runs over the same micro-batches
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
@@ -191,16 +190,21 @@ class PolicyGradientStep:
         with self._checked_before_finalize(chunks[0].config, found), torch.set_grad_enabled(trains):
             losses = forward_backward_func(**arguments)
         rows = found[0] if found else self._gather_and_check()
+        self._on_report(self._report(plan, rows, documents, forward_only=bool(arguments.get("forward_only"))))
+        return losses
+
+    def _report(
+        self, plan: StepPlan, rows: Tensor, documents: StepDocuments | None, *, forward_only: bool
+    ) -> StepReport:
+        """What the ranks' partial results [world, width] come to."""
         metrics = self.settings.metrics
-        report = StepReport(
+        return StepReport(
             plan=plan,
             metrics=metrics.finish(metrics.combine(rows).tolist(), plan) | (asdict(documents) if documents else {}),
             nonfinite=metrics.nonfinite(rows.tolist()),
-            forward_only=bool(arguments.get("forward_only")),
+            forward_only=forward_only,
             documents=documents,
         )
-        self._on_report(report)
-        return losses
 
     @contextmanager
     def _checked_before_finalize(self, config: object, found: list[Tensor]) -> Iterator[None]:
@@ -222,23 +226,45 @@ class PolicyGradientStep:
         self, chunks: list[nn.Module], arguments: dict
     ) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
         """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
-        group = parallel_state.get_data_parallel_group()
         try:
             batches, documents, error = self._fetch(chunks, arguments)
         except EndOfDocuments:
             _agree([], None, None)  # unless a peer goes on
             raise
         table, factors = None, []
-        try:
-            if error is not None:
-                raise error
-            _check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
-            factors = [token_factors(batch, self.settings) for batch in batches]
-            samples = [sample for batch in batches for sample in batch.samples]
-            kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
-            table = local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group, kept)
-        except Exception as failure:  # travels to the other ranks, so that all of them stop
-            error = failure
+        if error is None:
+            try:
+                _check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
+                table, factors = self._count(batches)
+            except Exception as failure:  # travels to the other ranks, so that all of them stop
+                error = failure
+        plan = self._exchange(
+            table,
+            error,
+            batches,
+            num_microbatches=arguments["num_microbatches"],
+            undivided=() if documents is None else self._units,
+        )
+        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
+
+    def _count(self, batches: Sequence[PackedBatch]) -> tuple[LocalTable, list[TokenFactors]]:
+        """What this rank brings to the plan, and what of it the loss takes up again."""
+        factors = [token_factors(batch, self.settings) for batch in batches]
+        samples = [sample for batch in batches for sample in batch.samples]
+        kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
+        group = parallel_state.get_data_parallel_group()
+        return local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group, kept), factors
+
+    def _exchange(
+        self,
+        table: LocalTable | None,
+        error: Exception | None,
+        batches: Sequence[PackedBatch],
+        *,
+        num_microbatches: int,
+        undivided: Sequence[str],
+    ) -> StepPlan:
+        """The plan from every rank's table, or every rank's error."""
         plan, failure = None, None
         try:
             plan = plan_from_table(
@@ -247,17 +273,17 @@ class PolicyGradientStep:
                 aggregation=self.settings.plan_aggregation,
                 divisor=self.settings.divisor,
                 num_positions=sum(batch.num_positions for batch in batches),
-                num_microbatches=arguments["num_microbatches"],
-                group=group,
+                num_microbatches=num_microbatches,
+                group=parallel_state.get_data_parallel_group(),
                 num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
                 denominator=self.settings.denominator,
                 auxiliary_aggregation=self.settings.plan_auxiliary_aggregation,
-                undivided=() if documents is None else self._units,
+                undivided=undivided,
             )
         except StepPlanError as raised:
             failure = raised
         _agree(batches, plan, failure)
-        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
+        return plan
 
     def _fetch(
         self, chunks: list[nn.Module], arguments: dict
@@ -275,20 +301,21 @@ class PolicyGradientStep:
             error = failure
         if not takes_documents:
             return batches, None, error
-        virtual = chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None
-        batches, documents, error = self.documents.take(
-            source,
-            group=parallel_state.get_data_parallel_group(),
-            error=error,
-            undivided=self._units,
-            schedulable=partial(
-                schedulable_count,
-                num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-                group_size=virtual,
-            ),
-        )
+        batches, documents, error = self._take_documents(source, chunks, error)
         arguments["num_microbatches"] = len(batches)
         return batches, documents, error
+
+    def _take_documents(
+        self, source: Iterator | None, chunks: list[nn.Module], error: Exception | None
+    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
+        """The step's documents, packed into as many micro-batches as Megatron's schedule can run."""
+        schedulable = partial(
+            schedulable_count,
+            num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+            group_size=chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+        )
+        group = parallel_state.get_data_parallel_group()
+        return self.documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
 
     @property
     def _units(self) -> tuple[str, ...]:

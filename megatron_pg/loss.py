@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch, PackedBatch
 from megatron_pg.corrections import NONE as NO_CORRECTION
 from megatron_pg.corrections import Correction, correction_factors
-from megatron_pg.kernels import LossTerms, PolicyGradientLoss, PolicyLoss, policy_gradient_loss
+from megatron_pg.kernels import LossTerms, PolicyGradientLoss, PolicyLoss, may_be_overwritten, policy_gradient_loss
 from megatron_pg.lm_head import policy_gradient_head_loss
 from megatron_pg.metrics import Reduction, TokenValues
 from megatron_pg.objective_flags import REJECTS_BY_DATA, correction_numbers, objective_numbers
@@ -307,7 +307,7 @@ def microbatch_loss(
         tp_group=tp_group,
         grad_scale=upstream,
         entropy=settings.metrics.needs_entropy,
-        inplace=settings.kernel == "triton" and logits.requires_grad and not logits.is_leaf,
+        inplace=settings.kernel == "triton" and may_be_overwritten(logits),
         impl=settings.kernel,
     )
     return _with_diagnostics(out, local, settings)

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from megatron_pg.rollouts import Id
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
-_EXTRAS = 7  # integers of a rank beside its table
 _INT32_MAX = 2**31 - 1
 
 
@@ -153,24 +153,18 @@ def plan_from_table(
     ("rollout_id", "prompt_id") that may not lie on two ranks.
     """
     rows = torch.zeros(0, 4, dtype=torch.int64) if local is None else local.rows
-    flags = [int(local.has_rollout_ids), int(local.has_prompt_ids)] if local is not None and len(rows) else [-1, -1]
     responses = int(rows[:, 0].sum()) if num_response_tokens is None else num_response_tokens
-    extras = [len(rows), int(error is not None), *flags, num_positions, num_microbatches, responses]
+    head = _Head(len(rows), int(error is not None), *_id_flags(local), num_positions, num_microbatches, responses)
     try:
-        extras_per_rank, tables = _exchange(rows, extras, _describe(error), group)
+        heads, tables = _exchange(rows, head, _describe(error), group)
     except StepPlanError as failure:
         raise failure from error
-    _check_agreement(extras_per_rank)
+    _check_agreement(heads)
     _check_undivided(tables, undivided)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
-    count = partial(
-        _count_units,
-        torch.cat(tables),
-        slice(start, start + len(rows)),
-        with_prompts=any(e[3] == 1 for e in extras_per_rank),
-        divisor=divisor,
-    )
+    mine, with_prompts = slice(start, start + len(rows)), any(h.has_prompt_ids == 1 for h in heads)
+    count = partial(_count_units, torch.cat(tables), mine, with_prompts=with_prompts, divisor=divisor)
     counts = count()
     counted = counts if denominator == "scheduled" else count(denominator=denominator)
     auxiliary = count(denominator="live") if denominator == "kept" else counted
@@ -179,14 +173,32 @@ def plan_from_table(
         divisor=divisor,
         denominators=_denominators(counted, aggregation),
         auxiliary_denominators=_denominators(auxiliary, auxiliary_aggregation) if auxiliary_aggregation else None,
-        num_samples=sum(len(table) for table in tables),
+        num_samples=sum(h.num_samples for h in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
         num_tokens=counts.num_tokens,
-        num_response_tokens=sum(e[6] for e in extras_per_rank),
-        num_positions=sum(e[4] for e in extras_per_rank),
+        num_response_tokens=sum(h.num_response_tokens for h in heads),
+        num_positions=sum(h.num_positions for h in heads),
         num_microbatches=num_microbatches,
     )
+
+
+class _Head(NamedTuple):
+    """What every rank sends beside its table."""
+
+    num_samples: int
+    failed: int
+    has_rollout_ids: int  # 1 or 0; -1 without samples
+    has_prompt_ids: int
+    num_positions: int
+    num_microbatches: int
+    num_response_tokens: int
+
+
+def _id_flags(local: LocalTable | None) -> tuple[int, int]:
+    if local is None or not len(local.rows):
+        return -1, -1
+    return int(local.has_rollout_ids), int(local.has_prompt_ids)
 
 
 def _describe(error: Exception | None) -> str:
@@ -283,23 +295,22 @@ def _key(value: Id) -> int:
     return -(2**62) - (int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 2)
 
 
-def _exchange(
-    rows: Tensor, extras: list[int], error: str, group: ProcessGroup | None
-) -> tuple[list[list[int]], list[Tensor]]:
-    """All ranks' integers and tables, in rank order; raises on every rank where one rank reports an error."""
-    head = torch.cat([torch.tensor(extras, dtype=torch.int64), encode(error, _MESSAGE).view(torch.int64)])
-    gathered = _all_gather(torch.cat([head, _fill(rows, SLOTS)]), group)
-    heads, bodies = gathered[:, : len(head)], gathered[:, len(head) :]
-    extras_per_rank = heads[:, :_EXTRAS].tolist()
-    if failed := [rank for rank, values in enumerate(extras_per_rank) if values[1]]:
-        messages = [decode(heads[rank, _EXTRAS:]) for rank in failed]
-        if len(failed) == len(heads) and len(set(messages)) == 1:  # every rank's own
-            raise StepPlanError(messages[0])
-        raise StepPlanError(f"data-parallel rank {failed[0]}: {messages[0]}")
-    largest = max(values[0] for values in extras_per_rank)
+def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None) -> tuple[list[_Head], list[Tensor]]:
+    """All ranks' heads and tables, in rank order; raises on every rank where one rank reports an error."""
+    message = encode(error, _MESSAGE).view(torch.int64)
+    gathered = _all_gather(torch.cat([torch.tensor(head, dtype=torch.int64), message, _fill(rows, SLOTS)]), group)
+    integers, messages, bodies = gathered.tensor_split([len(head), len(head) + len(message)], dim=1)
+    heads = [_Head(*values) for values in integers.tolist()]
+    if failed := [rank for rank, other in enumerate(heads) if other.failed]:
+        texts = [decode(messages[rank]) for rank in failed]
+        if len(failed) == len(heads) and len(set(texts)) == 1:  # every rank's own
+            raise StepPlanError(texts[0])
+        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
+    largest = max(other.num_samples for other in heads)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
-    return extras_per_rank, [b[: 4 * e[0]].view(-1, 4) for b, e in zip(bodies, extras_per_rank, strict=True)]
+    tables = [b[: 4 * other.num_samples].view(-1, 4) for b, other in zip(bodies, heads, strict=True)]
+    return heads, tables
 
 
 def _fill(rows: Tensor, slots: int) -> Tensor:
@@ -313,20 +324,19 @@ def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return values[None] if group is None else all_gather_rows(values, group)
 
 
-def _check_agreement(extras_per_rank: list[list[int]]) -> None:
-    for column, name in ((2, "rollout_ids"), (3, "prompt_ids")):
-        with_ids = [r for r, e in enumerate(extras_per_rank) if e[column] == 1]
-        without = [r for r, e in enumerate(extras_per_rank) if e[column] == 0]
-        if with_ids and without:
+def _check_agreement(heads: list[_Head]) -> None:
+    for name in ("rollout_ids", "prompt_ids"):
+        found = [getattr(head, f"has_{name}") for head in heads]
+        if 1 in found and 0 in found:
             raise StepPlanError(
-                f"data-parallel rank {with_ids[0]} has {name} and rank {without[0]} has none, so units cannot be counted. "
+                f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none, so units cannot be counted. "
                 "Give them on every rank or on none."
             )
-    for rank, extras in enumerate(extras_per_rank):
-        if extras[5] != extras_per_rank[0][5]:
+    for rank, head in enumerate(heads):
+        if head.num_microbatches != heads[0].num_microbatches:
             raise StepPlanError(
-                f"rank 0 has {extras_per_rank[0][5]} micro-batches, rank {rank} has {extras[5]}; Megatron's schedule needs the "
-                "same number everywhere. Fill up with empty micro-batches."
+                f"rank 0 has {heads[0].num_microbatches} micro-batches, rank {rank} has {head.num_microbatches}; Megatron's schedule "
+                "needs the same number everywhere. Fill up with empty micro-batches."
             )
 
 

@@ -105,16 +105,7 @@ def pretrain(
         ArgumentError: on every rank, before the model is built.
         ValueError: the provider is not distributed, or a forward step is given.
     """
-    if not getattr(train_valid_test_dataset_provider, "is_distributed", False):
-        raise ValueError(
-            "the dataset provider is not marked as distributed, so under tensor parallelism Megatron would give most ranks no data; "
-            "set train_valid_test_dataset_provider.is_distributed = True"
-        )
-    if "forward_step_func" in rest:
-        raise ValueError(
-            "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
-            "called. Leave it out."
-        )
+    _check_providers(train_valid_test_dataset_provider, rest)
     session = _Session(on_step, say or _print, metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
@@ -123,11 +114,8 @@ def pretrain(
         "model_type": model_type,
         "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
         **rest,
+        **_arguments_of_release(provider, args_defaults or {}),
     }
-    if "extra_args_provider" in inspect.signature(training.pretrain).parameters:  # up to 0.17
-        keywords |= {"extra_args_provider": provider, "args_defaults": args_defaults or {}}
-    else:
-        keywords["cfg_container"] = _configuration(provider, args_defaults or {})
     with (
         _replaced(training, "get_forward_backward_func", session.forward_backward_getter),
         _replaced(training, "training_log", session.logger),
@@ -139,12 +127,27 @@ def pretrain(
         training.pretrain(**keywords)
 
 
-def _configuration(provider: Callable, args_defaults: dict) -> object:
-    """Megatron's configuration container (0.18 and later), made after our validation."""
+def _check_providers(datasets_provider: Callable, rest: dict[str, object]) -> None:
+    if not getattr(datasets_provider, "is_distributed", False):
+        raise ValueError(
+            "the dataset provider is not marked as distributed, so under tensor parallelism Megatron would give most ranks no data; "
+            "set train_valid_test_dataset_provider.is_distributed = True"
+        )
+    if "forward_step_func" in rest:
+        raise ValueError(
+            "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
+            "called. Leave it out."
+        )
+
+
+def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
+    """How Megatron takes its arguments: made by it (up to 0.17), or as a container (0.18), made after our validation."""
+    if "extra_args_provider" in inspect.signature(training.pretrain).parameters:
+        return {"extra_args_provider": provider, "args_defaults": args_defaults}
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     args = arguments.parse_and_validate_args(extra_args_provider=provider, args_defaults=args_defaults)
-    return pretrain_cfg_container_from_args(validate_args(args))
+    return {"cfg_container": pretrain_cfg_container_from_args(validate_args(args))}
 
 
 class _Session:

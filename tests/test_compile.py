@@ -24,6 +24,7 @@ ALL = [
 
 def compile_all(names: list[str]) -> None:
     """Prints what the assembler says of the one-launch kernel for each "columns:dtype"."""
+    import torch
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -33,17 +34,7 @@ def compile_all(names: list[str]) -> None:
     for name in names:
         columns, dtype = name.split(":")
         shape = ring.Shape.of_row(int(columns) * {"bf16": 2, "fp32": 4}[dtype])
-        constants = {
-            "KIND": {"bf16": "bfloat16x2", "fp32": "plain"}[dtype],
-            "THREADS": 32 * shape.warps,
-            "WORDS": 4,
-            "GROUPS": shape.groups,
-            "PER": shape.per,
-            "LAG": shape.lag,
-            "KEPT": shape.kept,
-            "STREAMED": shape.streamed,
-            "ENTROPY": True,
-        }
+        constants = shape.constants({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], entropy=True)
         kernel = ring.grpo_kernel
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1"}
         types |= dict.fromkeys(["old_logprobs", "advantages", "weights", "results"], "*fp32")

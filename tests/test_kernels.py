@@ -163,6 +163,7 @@ def test_wrong_input_is_a_named_error(change, message):
     [
         (torch.zeros(9, 6).t(), {}, "logits have stride 6 along the vocabulary"),
         (torch.zeros(6, 9, requires_grad=True), {"inplace": True}, "would overwrite a leaf tensor"),
+        (torch.zeros(54, requires_grad=True).view(6, 9), {"inplace": True}, "would overwrite a leaf tensor"),
     ],
 )
 def test_what_the_kernels_cannot_read_is_a_named_error(logits, options, message):

@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: import arrows, no hidden collective, no host sync."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ ALLOWED = {
     "corrections": {"objectives", "rollouts"},
     "kernels": {"args", "kernels", "kl", "logprobs", "objectives", "sequences"},
     "metrics": {"args", "metrics", "objectives"},
-    "lm_head": {"args", "head_flags", "kernels", "logprobs"},
+    "lm_head": {"args", "head_flags", "kernels", "lm_head", "logprobs"},
     "output_layer": {"lm_head"},
     "loss": {
         *(
@@ -69,6 +70,33 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 
+# The same within two rooms of several.
+WITHIN = {
+    "kernels": {
+        "__init__": {"policy_loss", "reference", "triton_loss"},
+        "policy_loss": set(),
+        "reference": {"policy_loss"},
+        "tiles": set(),
+        "vocab_parallel": {"tiles"},
+        "surrogate": {"policy_loss", "tiles"},
+        "ring": {"policy_loss", "tiles"},
+        "triton_loss": {"policy_loss", "ring", "surrogate", "vocab_parallel"},
+    },
+    "lm_head": {
+        "__init__": {"logits", "logprobs", "loss"},
+        "products": set(),
+        "chunking": {"products"},
+        "inputs": set(),
+        "readers": {"inputs"},
+        "triton_reader": {"readers"},
+        "chunks": {"chunking", "products", "readers", "triton_reader"},
+        "gradients": {"chunking", "products"},
+        "logits": {"chunking", "gradients", "inputs", "products"},
+        "logprobs": {"chunks", "gradients", "inputs", "products", "readers"},
+        "loss": {"chunks", "gradients", "inputs", "logprobs", "products", "readers"},
+    },
+}
+
 
 def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -80,14 +108,25 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_import_arrows_go_one_way(path):
-    rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_pg.")}
+    rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_pg.")} & set(ALLOWED)
     assert rooms <= ALLOWED[room_of(path)], f"{path.name} imports {rooms - ALLOWED[room_of(path)]}"
+
+
+@pytest.mark.parametrize("package", WITHIN)
+def test_import_arrows_go_one_way_within_a_room(package):
+    allowed = WITHIN[package]
+    assert {path.stem for path in (PACKAGE / package).glob("*.py")} == set(allowed)
+    for path in (PACKAGE / package).glob("*.py"):
+        imports = {name.split(".")[2] for name in imports_of(path) if name.startswith(f"megatron_pg.{package}.")}
+        inner = imports & set(allowed)
+        assert inner <= allowed[path.stem], f"{path.name} imports {inner - allowed[path.stem]}"
+    assert tuple(graphlib.TopologicalSorter(allowed).static_order())  # raises on a cycle
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import product
 
+import one_launch
 import pytest
 import threads
 import torch
 
-from megatron_pg import lm_head
 from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
-from megatron_pg.lm_head import fp32_logits, grpo_head_loss, logprobs_and_entropy, policy_gradient_head_loss
+from megatron_pg.lm_head import chunking, fp32_logits, grpo_head_loss, logprobs_and_entropy, policy_gradient_head_loss
 from megatron_pg.objective_flags import OBJECTIVES as OBJECTIVE_FLAGS
 from megatron_pg.objectives import OBJECTIVES, objective_of
 from megatron_pg.sequences import Sequences
@@ -20,7 +20,7 @@ from megatron_pg.sequences import Sequences
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
-REAL_SIZES = lm_head._chunk_rows, lm_head._block_rows
+REAL_SIZES = chunking.chunk_rows, chunking.block_rows
 
 pytestmark = [  # of Triton's interpreter, which computes in NumPy
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
@@ -177,8 +177,8 @@ def check(case: Case, **options) -> None:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks and blocks in every case."""
-    monkeypatch.setattr(lm_head, "_chunk_rows", lambda weight, buffers: 4)
-    monkeypatch.setattr(lm_head, "_block_rows", lambda weight, chunk: 8)
+    monkeypatch.setattr(chunking, "chunk_rows", lambda weight, buffers: 4)
+    monkeypatch.setattr(chunking, "block_rows", lambda weight, chunk: 8)
 
 
 @pytest.mark.proof("T6 fused LM head against float64")
@@ -190,6 +190,19 @@ def test_random_cases_equal_the_oracle(block, full, evidence):
         # Triton has no float64
         check(replace(case, dtype=torch.float32) if case.impl == "triton" and case.dtype == torch.float64 else case)
     evidence(cases=cases)
+
+
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+@pytest.mark.parametrize("backward", ["bf16", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_that_go_through_the_one_launch_kernel(dtype, backward, monkeypatch):
+    """The kernel's own work is done in torch."""
+    launches = one_launch.in_torch(monkeypatch)
+    changes = {"padding": 16, "temperature": 0.7, "upstream": 6.0, "grad_divisor": 4.0, "main_grad": True}
+    case = Case(dtype=dtype, backward=backward, impl="triton", **changes)
+    check(case)
+    assert sum(k["rows"] for k in launches) == int(make(case)["mask"].sum())
+    assert len(launches) > 2
 
 
 @pytest.mark.parametrize("backward", ["bf16", "split"])
@@ -232,6 +245,18 @@ def test_bfloat16_logits_would_be_a_hundred_times_less_exact():
         rounded = (fields["hidden"] @ fields["weight"].t()).double().log_softmax(1)
     rounded = rounded.gather(1, fields["targets"][:, None])[:, 0]
     assert worst(rounded, wanted) > 100 * worst(ours, wanted)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_targets_may_have_any_strides(impl):
+    fields = make(Case(dtype=torch.float32, masked=0.0))
+    strided = torch.stack([fields["targets"], torch.zeros_like(fields["targets"])], 1)[:, 0]
+    assert not strided.is_contiguous()
+    wanted, found = (
+        logprobs_and_entropy(fields["hidden"], fields["weight"], targets, impl=impl)
+        for targets in (fields["targets"], strided)
+    )
+    assert torch.equal(found[0], wanted[0])
 
 
 def sharded(case: Case, fields: dict, ranks: int, sequence_parallel: bool) -> list[dict]:
@@ -383,6 +408,7 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
         ({"mode": "sideways"}, "mode='sideways' is not one of forward, recompute"),
         ({"backward": "exact"}, "backward='exact' is not one of bf16, split"),
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
+        ({"impl": "triton"}, "would lose float64's digits"),
         ({"weight": torch.zeros(48, 15, dtype=torch.float64, device=DEVICE)}, "not [..., H] and [V / tp, H]"),
         ({"weight": torch.zeros(48, 16, device=DEVICE)}, "of one dtype, so there is no product"),
         ({"vocab_size": 49}, "vocab_size=49 is not in 1 .. 48"),

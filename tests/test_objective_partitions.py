@@ -84,9 +84,9 @@ def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evide
     monkeypatch.setattr(simulation, "_schedule", schedule_with_upstream)
     monkeypatch.setattr(simulation, "microbatch_loss", partial(fused, upstreams))
     # a rank's hidden states are its own columns of the logits: there is nothing to add over the ranks
-    monkeypatch.setattr(lm_head, "_enter", lambda hidden, *_: hidden)
-    monkeypatch.setattr(lm_head, "_chunk_rows", lambda *_: 3)
-    monkeypatch.setattr(lm_head, "_block_rows", lambda *_: 6)
+    monkeypatch.setattr(lm_head.loss, "enter", lambda hidden, *_: hidden)
+    monkeypatch.setattr(lm_head.chunking, "chunk_rows", lambda *_: 3)
+    monkeypatch.setattr(lm_head.chunking, "block_rows", lambda *_: 6)
     count = 30 if full else 2
     evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
 

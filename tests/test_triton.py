@@ -5,13 +5,18 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import one_launch
 import pytest
+import simulation
+import support
 import torch
 
+from megatron_pg.batch import pack, slice_batch
 from megatron_pg.kernels import grpo_loss
+from megatron_pg.loss import microbatch_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -155,12 +160,11 @@ def expected(case: Case, fields: dict) -> dict:
 def run(case: Case, fields: dict, *, impl: str = "triton", grad_scale: float = 1.0):
     """The loss and gradient of a case, and the buffer that holds the logits."""
     buffer, view = laid_out(fields["logits"], case.layout)
-    leaf = view.detach().requires_grad_()
+    view.add_(torch.zeros((), device=DEVICE, requires_grad=True))  # so no leaf, which may not be overwritten
     seen = {}
-    logits = leaf.view_as(leaf)
-    logits.register_hook(lambda g: seen.update(gradient=g.detach().clone(), address=g.data_ptr()))
+    view.register_hook(lambda g: seen.update(gradient=g.detach().clone(), address=g.data_ptr()))
     out = grpo_loss(
-        logits,
+        view,
         *(fields[n] for n in ("targets", "old_logprobs", "advantages", "weights")),
         mask=fields["mask"],
         clip_eps_low=EPS_LOW,
@@ -175,7 +179,7 @@ def run(case: Case, fields: dict, *, impl: str = "triton", grad_scale: float = 1
     )
     (out.loss * case.upstream).backward()
     assert not (impl == "triton" and fields["logits"].numel()) or case.inplace == (seen["address"] == view.data_ptr())
-    return out, seen["gradient"], buffer
+    return out, seen["gradient"], buffer.detach()
 
 
 def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -386,6 +390,23 @@ def test_no_rows_give_a_zero_loss_with_a_gradient(impl, columns):
     assert gradient.shape == (0, columns)
 
 
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("dtype", "upstream"), [(torch.float32, 1.0), (torch.float32, 3.0), (torch.bfloat16, 1.0)])
+def test_what_launches_the_one_launch_kernel(dtype, upstream, inplace, monkeypatch):
+    """Values and gradient, with the kernel's own work done in torch, from fields with any strides."""
+    launches = one_launch.in_torch(monkeypatch)
+    case = base(dtype=dtype, upstream=upstream, inplace=inplace, padding=16, temperature=0.7, grad_divisor=8.0)
+    check(case)
+    check(replace(case, entropy=False, layout="every other"), grad_scale=upstream)
+    fields = {n: torch.stack([v, v], 1)[:, 0] if v.dim() == 1 else v for n, v in make(case).items()}
+    out, gradient, _ = run(case, fields)
+    straight, same, _ = run(case, make(case))
+    assert torch.equal(gradient, same)
+    assert torch.equal(out.loss, straight.loss)
+    assert [k["ENTROPY"] for k in launches] == [True, False, True, True]
+
+
 @pytest.mark.parametrize("columns", [1000, 1024])
 def test_fields_may_have_any_strides(columns):
     case = base(columns=columns, rows=5)
@@ -462,6 +483,20 @@ def test_whoever_saved_overwritten_logits_gets_an_error():
     out.loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_leaf):
+    batch = pack([support.make_sample(prompt_length=2, mask=[1, 0, 1], rng=random.Random(0))], qkv_format="thd")
+    local = slice_batch(batch, batch.loss_mask.double(), cp_rank=0, cp_size=1, device=DEVICE)
+    settings = replace(simulation.settings("sample_mean", per_token=False), kernel="triton")
+    leaf = torch.randn(local.num_positions, 1, 16, device=DEVICE, requires_grad=True)
+    logits = leaf if is_leaf else leaf * 1.0
+    before = logits.detach().clone()
+    microbatch_loss(logits.view(-1, 16), local, settings, None).total.backward()
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad.any()
+    assert torch.equal(logits.detach(), before) == is_leaf
 
 
 class FakeGroup:

@@ -140,7 +140,8 @@ def policy_gradient_loss(
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
         found = reference_loss(logits, targets, policy_loss, **options)
     elif impl == "triton":
-        _check_for_triton(logits, inplace)
+        check_for_triton(logits)
+        _check_layout(logits, inplace)
         from megatron_pg.kernels.triton_loss import triton_loss  # torch alone must not need Triton
 
         options |= {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace}
@@ -200,19 +201,29 @@ def checked_vocab_size(vocab_size: int | None, columns: int) -> int:
     return vocab_size
 
 
-def _check_for_triton(logits: Tensor, inplace: bool) -> None:
-    if logits.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+def check_for_triton(values: Tensor) -> None:
+    """Refuse a device and a dtype that the Triton kernels cannot do."""
+    if values.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"impl='triton' cannot run on {logits.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, to "
+            f"impl='triton' cannot run on {values.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, to "
             "test). Use impl='torch'."
         )
-    if logits.dtype == torch.float64:
+    if values.dtype == torch.float64:
         raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
+
+
+def _check_layout(logits: Tensor, inplace: bool) -> None:
     if logits.shape[1] > 0 and logits.stride(1) != 1:
         raise ValueError(
             f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. Use logits.contiguous()."
         )
-    if inplace and logits.is_leaf and logits.requires_grad:
+    if inplace and not may_be_overwritten(logits):
         raise ValueError(
             "inplace=True would overwrite a leaf tensor that requires grad. Pass the model's output, not a leaf."
         )
+
+
+def may_be_overwritten(logits: Tensor) -> bool:
+    """Whether the memory is no leaf's that requires grad; that of a view is its base's."""
+    owner = logits if logits._base is None else logits._base
+    return not (owner.is_leaf and owner.requires_grad)

@@ -167,3 +167,15 @@ def plain_grpo(
     objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
     terms = LossTerms(objective=objective, grad_divisor=grad_divisor)
     return PolicyLoss(terms=terms, mask=mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+
+
+def grpo_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
+    """What a kernel of the clipped surrogate reads per token: [T] each and contiguous, because kernels have no strides."""
+    fields = (policy_loss.old_logprobs, policy_loss.advantages, policy_loss.weights, policy_loss.mask)
+    return tuple(values.contiguous() for values in fields)
+
+
+def clip_bounds(policy_loss: PolicyLoss) -> tuple[float, float]:
+    """Between which ratios the clipped surrogate has a gradient whatever the advantage's sign."""
+    clip = policy_loss.terms.objective.parameters
+    return 1.0 - clip.clip_eps_low, 1.0 + clip.clip_eps_high

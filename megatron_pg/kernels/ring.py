@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, grpo_fields
 from megatron_pg.kernels.tiles import FLOOR, accumulate, grpo_row, logprob_and_entropy, merge, minus_infinity, values
 
 VECTOR_BYTES = 16  # of one load of one thread
@@ -58,6 +59,20 @@ class Shape:
             return cls(warps=16, groups=groups, per=4, lag=lag, kept=kept, streamed=0, programs=1, registers=128)
         return cls(warps=16, groups=7, per=4, lag=3, kept=18, streamed=5, programs=1, registers=128)
 
+    def constants(self, dtype: torch.dtype, *, entropy: bool) -> dict[str, object]:
+        """What the kernel is compiled for, beside the types of its arguments."""
+        return {
+            "KIND": KINDS[dtype],
+            "THREADS": 32 * self.warps,
+            "WORDS": VECTOR_BYTES // 4,
+            "GROUPS": self.groups,
+            "PER": self.per,
+            "LAG": self.lag,
+            "KEPT": self.kept,
+            "STREAMED": self.streamed,
+            "ENTROPY": entropy,
+        }
+
 
 def supports(logits: Tensor, valid: int) -> bool:
     """True if the kernel runs on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
@@ -77,71 +92,49 @@ def grpo_loss_and_gradient(
     logits: Tensor,
     gradient: Tensor,
     targets: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
+    policy_loss: PolicyLoss,
     *,
     valid: int,
-    clip_eps_low: float,
-    clip_eps_high: float,
     temperature: float,
     grad_scale: float,
     entropy: bool,
-) -> Tensor:
-    """[5, T] float32, 0 where masked: loss, weight * loss, log-probability, log-ratio, entropy. Fills `gradient`.
+) -> PolicyGradientLoss:
+    """Loss and per-token values of the plain clipped surrogate, float32, 0 where masked. Fills `gradient`.
 
     Args:
         logits: [T, V] that `supports` accepts.
-        gradient: [T, V] same dtype and alignment, may be the logits; gets grad_scale * d(sum w loss) / d logits.
-        targets: [T] int64; outside [0, valid) at a trained token gives NaN.
-        old_logprobs: [T] any float, like advantages and weights; masked rows are not read.
-        advantages: [T].
-        weights: [T].
-        mask: [T] bool; the other rows are not read.
+        gradient: [T, V] same dtype and alignment, may be the logits; gets grad_scale / grad_divisor * d loss / d logits.
+        targets: [T] int64, contiguous; outside [0, valid) at a trained token gives NaN.
+        policy_loss: with its [T] fields, any float; masked rows are not read.
         valid: columns at or beyond it are padding and take no part.
-        clip_eps_low: distance of the lower clip bound from 1.
-        clip_eps_high: distance of the upper clip bound from 1.
         temperature: tau.
         grad_scale: factor of the gradient.
         entropy: False leaves the entropies 0.
     """
-    rows = len(logits)
-    out = torch.empty(5, rows, dtype=torch.float32, device=logits.device)
+    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
     shape = Shape.of_row(valid * logits.element_size())
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
-    grpo_kernel[(min(rows, shape.programs * processors),)](
+    grpo_kernel[(min(len(logits), shape.programs * processors),)](
         logits,
         gradient,
         targets,
-        old_logprobs,
-        advantages,
-        weights,
-        mask,
+        *grpo_fields(policy_loss),
         out,
-        rows,
+        len(logits),
         valid,
         logits.stride(0),
         gradient.stride(0),
         math.log2(math.e) / temperature,
-        1.0 - clip_eps_low,
-        1.0 + clip_eps_high,
-        grad_scale / temperature,
+        *clip_bounds(policy_loss),
+        grad_scale / policy_loss.terms.grad_divisor / temperature,
         0,
-        KIND=KINDS[logits.dtype],
-        THREADS=32 * shape.warps,
-        WORDS=VECTOR_BYTES // 4,
-        GROUPS=shape.groups,
-        PER=shape.per,
-        LAG=shape.lag,
-        KEPT=shape.kept,
-        STREAMED=shape.streamed,
-        ENTROPY=entropy,
+        **shape.constants(logits.dtype, entropy=entropy),
         num_warps=shape.warps,
         maxnreg=shape.registers,
     )
     gradient[:, valid:] = 0
-    return out
+    token_losses, weighted, logprobs, log_ratios, entropies = out.unbind()
+    return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies)
 
 
 @gluon.jit

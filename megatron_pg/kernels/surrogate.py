@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, grpo_fields
 from megatron_pg.kernels.tiles import grpo_row
 
 BLOCK = 256
@@ -45,17 +45,12 @@ class _Surrogate(torch.autograd.Function):
 
 def _evaluate(logprobs: Tensor, policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
     out = torch.empty(4, len(logprobs), dtype=torch.float32, device=logprobs.device)
-    clip = policy_loss.terms.objective.parameters
     surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
         logprobs,
-        policy_loss.old_logprobs.contiguous(),
-        policy_loss.advantages.contiguous(),
-        policy_loss.weights.contiguous(),
-        policy_loss.mask.contiguous(),
+        *grpo_fields(policy_loss),
         out,
         len(logprobs),
-        1.0 - clip.clip_eps_low,
-        1.0 + clip.clip_eps_high,
+        *clip_bounds(policy_loss),
         -1.0 / policy_loss.terms.grad_divisor,
         BLOCK=BLOCK,
     )

@@ -35,29 +35,10 @@ def triton_loss(
     whole_row = tp_group is None or tp_group.size() == 1
     trains = torch.is_grad_enabled() and logits.requires_grad
     if policy_loss.terms.is_plain_grpo and whole_row and trains and fits_one_launch(logits, vocab_size):
-        fields = (policy_loss.old_logprobs, policy_loss.advantages, policy_loss.weights)
-        clip = policy_loss.terms.objective.parameters
-        options = {
-            "clip_eps_low": clip.clip_eps_low,
-            "clip_eps_high": clip.clip_eps_high,
-            "valid": vocab_size,
-            "temperature": temperature,
-            "entropy": entropy,
-        }
-        grad_divisor = policy_loss.terms.grad_divisor
-        found = _OneLaunch.apply(
-            logits, targets, *(f.contiguous() for f in fields), mask, options, grad_divisor, grad_scale, inplace
-        )
-        return PolicyGradientLoss(*found)
-    logprobs, entropies = logprobs_and_entropy(
-        logits,
-        targets,
-        mask,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        inplace=inplace,
-        tp_group=tp_group,
-    )
+        options = {"valid": vocab_size, "temperature": temperature, "grad_scale": grad_scale, "entropy": entropy}
+        return PolicyGradientLoss(*_OneLaunch.apply(logits, targets, policy_loss, inplace, options))
+    options = {"temperature": temperature, "vocab_size": vocab_size, "inplace": inplace, "tp_group": tp_group}
+    logprobs, entropies = logprobs_and_entropy(logits, targets, mask, **options)
     if policy_loss.terms.is_plain_grpo and len(logits):
         return surrogate_loss(policy_loss, logprobs, entropies)
     return policy_loss(logprobs, entropies)
@@ -83,21 +64,17 @@ class _OneLaunch(torch.autograd.Function):
     """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
 
     @staticmethod
-    def forward(ctx, logits, targets, old, advantages, weights, mask, options, grad_divisor, grad_scale, inplace):
-        gradient = logits.detach() if inplace else torch.empty_like(logits)
+    def forward(ctx, logits, targets, policy_loss, inplace, options):
         from megatron_pg.kernels import ring
 
-        out = ring.grpo_loss_and_gradient(
-            logits, gradient, targets, old, advantages, weights, mask, grad_scale=grad_scale / grad_divisor, **options
-        )
-        if inplace:
-            torch.autograd.graph.increment_version(
-                logits
-            )  # whoever saved the logits gets an error, not a wrong gradient
-        ctx.gradient, ctx.grad_scale = gradient, grad_scale
-        token_losses, weighted, logprobs, log_ratios, entropies = out.unbind()
-        ctx.mark_non_differentiable(token_losses, logprobs, log_ratios, entropies)
-        return weighted.sum(), token_losses, logprobs, log_ratios, entropies
+        gradient = logits.detach() if inplace else torch.empty_like(logits)
+        found = ring.grpo_loss_and_gradient(logits, gradient, targets, policy_loss, **options)
+        if inplace:  # whoever saved the logits gets an error, not a wrong gradient
+            torch.autograd.graph.increment_version(logits)
+        ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
+        per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy
+        ctx.mark_non_differentiable(*per_token)
+        return found.loss, *per_token
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -112,7 +89,7 @@ class _OneLaunch(torch.autograd.Function):
         rescale_kernel[(4 * processors,)](
             gradient, grad_loss, ctx.grad_scale, *gradient.shape, gradient.stride(0), BLOCK=RESCALE_BLOCK, num_warps=8
         )
-        return gradient, *([None] * 9)
+        return gradient, None, None, None, None
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,0 +1,80 @@
+"""The logits of the wanted rows, a chunk at a time."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_pg.kernels import PolicyLoss
+from megatron_pg.lm_head import chunking
+from megatron_pg.lm_head.products import logits_dtype, product_into
+from megatron_pg.lm_head.readers import EagerReader, Vocabulary
+from megatron_pg.logprobs import Rows
+
+
+class Chunks:
+    """The logits of the wanted rows, `rows` at a time, in buffers that are used again, and the `reader` of them.
+
+    Args:
+        hidden: [T, H].
+        weight: [V / tp, H].
+        targets: [n] of the wanted rows.
+        rows: [n] which rows of `hidden` they are; None: all.
+        vocabulary: what the logits are of.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary):
+        self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
+        self._vocabulary = vocabulary
+        self.reader = _reader(vocabulary, targets)
+        buffers = min(vocabulary.ranks, 2)
+        self.rows = chunking.chunk_rows(weight, buffers)
+        size = min(self.rows, self._count), len(weight)
+        self._buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
+
+    def slices(self) -> Iterator[slice]:
+        """The chunks of the wanted rows."""
+        return chunking.slices(self._count, self.rows)
+
+    def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
+        """[c, V / tp] of a chunk of the wanted rows."""
+        out = self._buffers[buffer][: chunk.stop - chunk.start]
+        product_into(chunking.states(self._hidden, self._rows, chunk), self._weight.t(), out)
+        return out
+
+    def with_rows(self) -> Iterator[tuple[slice, Tensor, Rows]]:
+        """Each chunk, its logits, and its log-probabilities; ranks exchange those of a chunk under the product of the next."""
+        waiting: deque[tuple] = deque()
+        for number, chunk in enumerate(self.slices()):
+            z = self.logits(chunk, number % len(self._buffers))
+            waiting.append((chunk, z, *self._start_gather(self.reader.statistics(z, chunk))))
+            if len(waiting) == len(self._buffers):
+                yield self._combined(*waiting.popleft())
+        while waiting:
+            yield self._combined(*waiting.popleft())
+
+    def fit_one_launch(self, policy_loss: PolicyLoss) -> bool:
+        """Whether the reader's `loss_and_gradient` makes loss and gradient of each chunk."""
+        return self.reader.fits_one_launch(policy_loss, self._buffers[0])
+
+    def _start_gather(self, shares: Tensor) -> tuple[Tensor, object | None]:
+        """[tp, c, 4] that will hold every rank's shares, and what to wait for first."""
+        if self._vocabulary.ranks == 1:
+            return shares[None], None
+        gathered = shares.new_empty(self._vocabulary.ranks, *shares.shape)
+        into, group = gathered.flatten(0, 1), self._vocabulary.tp_group
+        return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=group, async_op=True)
+
+    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: object) -> tuple[slice, Tensor, Rows]:
+        if work is not None:
+            work.wait()
+        return chunk, z, self.reader.combine(shares, chunk)
+
+
+def _reader(vocabulary: Vocabulary, targets: Tensor) -> object:
+    if vocabulary.impl == "torch":
+        return EagerReader(vocabulary, targets)
+    from megatron_pg.lm_head.triton_reader import TritonReader
+
+    return TritonReader(vocabulary, targets)

@@ -1,0 +1,121 @@
+"""From the gradient of the logits to those of hidden states and weight, which is added up in float32.
+
+The gradient of the logits is rounded to the dtype of the hidden states ("bf16"), or split in two parts of that dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.lm_head import chunking
+from megatron_pg.lm_head.products import add_product, logits_dtype, sum_of_products
+
+UPSTREAM_TOLERANCE = 1e-5  # the schedule multiplies in float32
+
+
+class Gradients:
+    """Takes the gradient of the logits chunk by chunk and makes those of hidden states and weight, block by block.
+
+    Args:
+        hidden: [T, H].
+        weight: [V / tp, H].
+        rows: [n] the rows of `hidden` that have logits; None: all.
+        count: n.
+        chunk: rows of logits at a time.
+        main_grad: [V / tp, H] float32 that the weight gradient is added to, if it is the caller's.
+        split: the gradient of the logits in two parts.
+        needed: which of hidden states and weight need a gradient, as autograd has it.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor | None,
+        count: int,
+        chunk: int,
+        main_grad: Tensor | None,
+        split: bool,
+        needed: tuple[bool, ...],
+    ):
+        self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, count
+        self._split = split and hidden.dtype.itemsize < 4
+        size = min(chunking.block_rows(weight, chunk), count), len(weight)
+        self._parts = [hidden.new_empty(size) for _ in range(2 if self._split else 1)]
+        self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
+        self._of_weight = _WeightGradient(weight, main_grad) if needed[1] else None
+        self._start = 0  # of the block that is being filled
+
+    def buffer(self, chunk: slice, z: Tensor) -> Tensor:
+        """Where the gradient of a chunk's logits is to be written: over the logits `z` themselves, if it is then split."""
+        return z if self._split else self._parts[0][self._in_block(chunk)]
+
+    def take(self, chunk: slice, z: Tensor) -> None:
+        """The chunk's gradient is written; a block that is full is multiplied."""
+        if self._split:
+            high, low = (part[self._in_block(chunk)] for part in self._parts)
+            high.copy_(z)
+            low.copy_(z - high)
+        if chunk.stop - self._start == len(self._parts[0]) or chunk.stop == self._count:
+            self._multiply(slice(self._start, chunk.stop))
+            self._start = chunk.stop
+
+    def finish(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients for autograd, times `factor` (a 0-d tensor) if it is given."""
+        if factor is not None and self._of_weight is not None and self._of_weight.is_elsewhere:
+            torch._assert_async(
+                (factor - 1).abs() < UPSTREAM_TOLERANCE,
+                "the loss of the fused head was given another upstream gradient than its grad_scale, for which the weight "
+                "gradient is already in main_grad, so the step would be wrong. Pass that scale, or use recompute",
+            )
+            factor = None
+        if factor is not None and self._of_hidden is not None:
+            self._of_hidden.mul_(factor)
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.for_autograd(factor)
+
+    def _in_block(self, chunk: slice) -> slice:
+        return slice(chunk.start - self._start, chunk.stop - self._start)
+
+    def _multiply(self, block: slice) -> None:
+        parts = [part[: block.stop - block.start] for part in self._parts]
+        if self._of_hidden is not None:
+            self._put(block, sum_of_products(parts, self._weight))
+        if self._of_weight is not None:
+            states = chunking.states(self._hidden, self._rows, block)
+            for part in parts:
+                self._of_weight.add(part.t(), states)
+
+    def _put(self, block: slice, gradient: Tensor) -> None:
+        if self._rows is None:
+            self._of_hidden[block] = gradient
+        else:
+            self._of_hidden.index_copy_(0, self._rows[block], gradient)
+
+
+class _WeightGradient:
+    """Adds up the weight gradient: in `main_grad` where there is one, with Megatron's protocol if it is Megatron's."""
+
+    def __init__(self, weight: Tensor, main_grad: Tensor | None):
+        self._weight = weight
+        self._is_megatrons = main_grad is None and hasattr(weight, "grad_added_to_main_grad")
+        self._total = weight.main_grad if self._is_megatrons else main_grad
+        self.is_elsewhere = self._total is not None  # not for autograd to add
+        if not self.is_elsewhere:
+            self._total = torch.zeros_like(weight, dtype=logits_dtype(weight))
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """total += left @ right."""
+        add_product(left, right, self._total)
+
+    def for_autograd(self, factor: Tensor | None) -> Tensor | None:
+        """What the backward returns as the weight's gradient."""
+        if not self.is_elsewhere:
+            return (self._total if factor is None else self._total * factor).to(self._weight.dtype)
+        return self._announce() if self._is_megatrons else None
+
+    def _announce(self) -> Tensor | None:
+        """Tell Megatron's backward hook, which wants to see a gradient, that it has been added."""
+        self._weight.grad_added_to_main_grad = True
+        if getattr(self._weight, "zero_out_wgrad", False):  # shared with the embedding, whose gradient comes on top
+            return torch.zeros_like(self._weight)
+        self._weight.grad = self._weight.new_zeros(()).expand(self._weight.shape)  # no memory; the hook drops it
+        return None
