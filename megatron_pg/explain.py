@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron_pg.head_flags import is_float32
 from megatron_pg.objective_flags import CORRECTIONS, OBJECTIVES, correction_numbers, objective_numbers
 
 _FORMULA = {
@@ -144,7 +145,8 @@ def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
-    backward = f"backward {args.fp32_lm_head_backward or 'bf16'}"
+    rounding = "float32" if is_float32(vars(args).get("params_dtype")) else args.fp32_lm_head_backward or "bf16"
+    backward = f"backward {rounding}"
     rows = []
     if args.pg_fused_head is not None:
         rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))

@@ -305,6 +305,8 @@ MEGATRON_VALUES = {
     "use_torch_fsdp2": (False, True),
     "output_logit_dtype": (None, "fp32"),
     "padded_vocab_size": (128, 256),
+    "params_dtype": (torch.float32, torch.bfloat16),
+    "fp8_output_proj": (False, True),
     "use_mup": (False, True),
 }
 MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {

@@ -457,7 +457,7 @@ def test_the_help_of_explain_lists_every_flag_of_the_plugin(capsys):
 
 
 def test_every_megatron_argument_of_the_rules_is_read():
-    derived = {"gtp_weight_remat_size", "padded_vocab_size"}  # Megatron makes them of others
+    derived = {"gtp_weight_remat_size", "padded_vocab_size", "params_dtype"}  # Megatron makes them of others
     assert set(MEGATRON_ARGUMENTS) - derived <= MEGATRON_FLAGS.keys()
 
 
