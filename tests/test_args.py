@@ -1417,6 +1417,46 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
             "counts units and tokens that the correction does not reject  (--pg-denominator kept)",
         ),
         (
+            correction("icepop", denominator="kept"),
+            "weight",
+            "1/δ, δ = N_r · M_rollout: rollouts of the step with a kept token · kept tokens of the token's rollout",
+        ),
+        (
+            mode("prompt_mean", pg_denominator="live"),
+            "weight",
+            "1/δ, δ = P · M_group: prompts of the step with a trained token · trained tokens of the token's prompt group",
+        ),
+        (
+            constant(64) | {"pg_denominator": "live"},
+            "weight",
+            "1/δ, δ = N_r · L: rollouts of the step with a trained token · 64",
+        ),
+        (
+            mode("token_mean", calculate_per_token_loss=True) | correction("icepop", denominator="kept"),
+            "weight",
+            "1/δ, δ = T: kept tokens of the step",
+        ),
+        (
+            {"pg_entropy_coef": 0.01, "pg_denominator": "live"},
+            "u",
+            "sample_mean over the step, over rollouts with a trained token  (--pg-aux-aggregation default)",
+        ),
+        (
+            {"pg_entropy_coef": 0.01, "pg_aux_aggregation": "policy", **correction("icepop", denominator="kept")},
+            "u",
+            "sample_mean over the step, over what is trained, rejected or not  (--pg-aux-aggregation policy)",
+        ),
+        (
+            {"fp32_lm_head": True, "fp32_lm_head_backward": "split"},
+            "head",
+            "float32 logits, stored whole, backward split  (--fp32-lm-head)",
+        ),
+        (
+            head(params_dtype="torch.float32"),
+            "head",
+            "fused, logits never stored, backward float32  (--pg-fused-head forward)",
+        ),
+        (
             {"pg_kl_coef": 0.01, "pg_kl_estimator": "k3_weighted"},
             "KL",
             "+ 0.01 Σ u·KL(π‖π_ref) by k3_weighted  (--pg-kl-coef, --pg-kl-estimator)",
