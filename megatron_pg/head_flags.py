@@ -114,7 +114,7 @@ def _fused_rules(args: argparse.Namespace, megatron: Callable[[str], object]) ->
                 f"--{name.replace('_', '-')} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; "
                 "use --pg-fused-head recompute",
             )
-    if reader := _reads_sequences(args):
+    for reader in _sequence_readers(args):
         yield from needs_recompute(reader)
 
 
@@ -127,13 +127,12 @@ def needs_recompute(reader: str) -> Iterator[tuple[str, str]]:
     )
 
 
-def _reads_sequences(args: argparse.Namespace) -> str | None:
-    """The flag that makes the loss of a token depend on its whole sequence."""
+def _sequence_readers(args: argparse.Namespace) -> Iterator[str]:
+    """The flags that make the loss of a token depend on its whole sequence."""
     if args.pg_correction in REJECTS_BY_MODEL:
-        return f"--pg-correction {args.pg_correction}"
+        yield f"--pg-correction {args.pg_correction}"
     if args.pg_custom_objective_path is None and args.pg_objective in SEQUENCE_LEVEL:
-        return f"--pg-objective {args.pg_objective}"
-    return None
+        yield f"--pg-objective {args.pg_objective}"
 
 
 def head_warnings(args: argparse.Namespace, megatron: Callable[[str], object]) -> list[str]:

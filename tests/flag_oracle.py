@@ -228,7 +228,7 @@ def _head(given: Mapping) -> list[str]:
         return found
     found += ["E55"] * (bool(given["fp16"]) + bool(given["scale"]))
     reads_sequences = given["own"] is None and given["objective"] == "gspo"
-    return found + ["E55"] * (reads_sequences or given["correction"] == "opsm")
+    return found + ["E55"] * (reads_sequences + (given["correction"] == "opsm"))
 
 
 def _megatron(given: Mapping) -> list[str]:
