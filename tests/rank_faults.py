@@ -100,6 +100,8 @@ def groups(fault: str, found: list[list[Sample]]) -> list[list[Sample]]:
 
 def documents(fault: str, found: list[list[Sample]]) -> Iterator[list[Sample]]:
     """The documents of a rank, with the fault in them."""
+    if fault == "masked":
+        found = mask_everything(found)
     for number, group in enumerate(found):
         if on_rank_1() and number == len(found) - 1:
             if fault == "breaks":
