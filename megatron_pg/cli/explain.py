@@ -110,15 +110,11 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str
     ]
     rows += _denominator_rows(args, layout)
     if vars(args).get("calculate_per_token_loss", False):
+        counted = "kept or not, Q = Σ n" if args.pg_denominator == "kept" else "Q = Σ n = T"
         rows += [
             (
                 "returned",
-                "Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, "
-                + (
-                    "Q = Σ n = T (MoE: positions)"
-                    if args.pg_denominator != "kept"
-                    else "kept or not, Q = Σ n (MoE: positions)"
-                ),
+                f"Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, {counted} (MoE: positions)",
             ),
             ("schedule, DDP", "× 1: neither K nor D nor C appears"),
             ("finalize", f"÷ Σ n = Q, so the gradient is {_gradient(args)}"),
@@ -144,7 +140,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
         return []
     mean = sum(lengths) / len(lengths)
     unit = {"constant": args.loss_aggregation_divisor, "token_mean": mean}.get(args.loss_aggregation)
-    tokens = [1 / ((fixed_rollouts(args, layout) or 1) * (unit or length)) for length in lengths]
+    tokens = [1 / ((_fixed_rollouts(args, layout) or 1) * (unit or length)) for length in lengths]
     answers = [token * length for token, length in zip(tokens, lengths, strict=True)]
     return [
         {"length": length, "token": token, "answer": answer, "share": answer / sum(answers)}
@@ -152,7 +148,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
     ]
 
 
-def fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
+def _fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
     """N_r, where it is known before the step: not where only units with a trained or kept token count."""
     return layout.batch if args.pg_denominator == "scheduled" else None
 
@@ -225,7 +221,7 @@ def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
-    say(f"── what an answer weighs{'' if fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
+    say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
     if not weights:
         say("  what your reducer gives it, divided by N_r (with --calculate-per-token-loss by T): its derivative")
         return
@@ -279,7 +275,7 @@ def _document(
         "D": layout.data,
         "C": layout.context,
         "K": layout.microbatches,
-        "N_r": fixed_rollouts(launch.args, layout),
+        "N_r": _fixed_rollouts(launch.args, layout),
     }
     return {
         "source": launch.source,
