@@ -24,10 +24,13 @@ class Completions:
 
 
 class Policy:
-    """The model under training, as a sampler. `chunks` are its (virtual) pipeline stages on this rank."""
+    """The model under training, as a sampler. `chunks` are its (virtual) pipeline stages on this rank.
 
-    def __init__(self, chunks: list, *, width: int, temperature: float):
-        self._chunks, self._width, self._temperature = chunks, width, temperature
+    Columns of the logits from `vocab_size` on are padding: as in training they take no probability and are never drawn.
+    """
+
+    def __init__(self, chunks: list, *, width: int, temperature: float, vocab_size: int | None = None):
+        self._chunks, self._width, self._temperature, self._vocab_size = chunks, width, temperature, vocab_size
 
     @torch.no_grad()
     def logprobs(self, rows: torch.Tensor) -> torch.Tensor:
@@ -35,6 +38,8 @@ class Policy:
         for chunk in self._chunks:
             chunk.eval()
         logits = self._whole_logits(rows)
+        if self._vocab_size is not None:
+            logits[..., self._vocab_size :] = -torch.inf
         for chunk in self._chunks:
             chunk.train()
         return torch.log_softmax(logits.cpu() / self._temperature, dim=-1)

@@ -142,7 +142,7 @@ class Example:
     def sampled_documents(self, args) -> Documents:
         """Right answers first, then rollouts of the policy at the time when this rank needs them."""
         if self.documents is None:
-            self.policy = Policy(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
+            self.policy = self._policy(args)
             self.documents = SampledDocuments(
                 Path(args.run_dir) / f"rollouts.{mpu.get_data_parallel_rank()}.jsonl",
                 lambda number: self._document_batch(number, args),
@@ -153,6 +153,11 @@ class Example:
             )
             torch.distributed.barrier()  # peers read what the writer has left of the file
         return Documents(begin=self.documents.begin)
+
+    def _policy(self, args) -> Policy:
+        return Policy(
+            self.chunks, width=args.seq_length, temperature=args.pg_temperature, vocab_size=args.pg_vocab_size
+        )
 
     def _document_batch(self, number: int, args) -> list[Sample]:
         generator = torch.Generator().manual_seed(hash((args.seed, number, mpu.get_data_parallel_rank())) % 2**63)
@@ -197,7 +202,7 @@ class Example:
 
     def sampled_steps(self, args) -> Iterator[list[Sample]]:
         """This rank's samples of each optimizer step: right answers first, then rollouts of the current policy."""
-        policy = Policy(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
+        policy = self._policy(args)
         step = args.iteration
         while True:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
@@ -397,7 +402,7 @@ def _check_fits(sample: Sample, args) -> None:
 
 
 def check_example(args) -> None:
-    """Refuse sizes of the example that do not divide."""
+    """Refuse sizes of the example that do not divide, and what it would overwrite or could not learn."""
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
     if args.docs_per_step:
         samples = 0  # whose steps need not divide a rollout batch
@@ -415,6 +420,11 @@ def check_example(args) -> None:
         raise ValueError(
             f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "
             "--run-dir."
+        )
+    if args.pg_vocab_size is not None and args.pg_vocab_size < task.VOCABULARY:
+        raise ValueError(
+            f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {task.VOCABULARY}, so right answers would "
+            "have no probability. Leave it out."
         )
 
 

@@ -14,7 +14,7 @@ import os
 import warnings
 from importlib import metadata
 
-from megatron_pg.head_flags import add_head_arguments, head_violations
+from megatron_pg.head_flags import add_head_arguments, head_violations, head_warnings
 from megatron_pg.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
 from megatron_pg.objective_flags import (
     OBJECTIVE_PARAMETERS,
@@ -57,6 +57,7 @@ MEGATRON_ARGUMENTS = (
     "decrease_batch_size_if_needed",
     "defer_embedding_wgrad_compute",
     "fp16",
+    "fp8_output_proj",
     "gtp_weight_remat_size",
     "hybrid_context_parallel",
     "iterations_to_skip",
@@ -68,6 +69,7 @@ MEGATRON_ARGUMENTS = (
     "output_logit_dtype",
     "overlap_moe_expert_parallel_comm",
     "padded_vocab_size",
+    "params_dtype",
     "perform_rl_step",
     "rampup_batch_size",
     "sft",
@@ -96,7 +98,7 @@ class ArgumentNotice(UserWarning):
 
 
 class ArgumentWarning(UserWarning):
-    """The arguments work, with a consequence that the user should know (W1 to W9)."""
+    """The arguments work, with a consequence that the user should know (W1 to W10)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -318,14 +320,7 @@ def _is_usable_divisor(divisor: float) -> bool:
 
 
 def _alias_rules(facts: _Facts):
-    if facts.megatron("hybrid_context_parallel", False):
-        if facts.resolved_mode != "token_mean":
-            yield (
-                "E12",
-                "--hybrid-context-parallel requires --calculate-per-token-loss, so only token_mean can be used with it, "
-                f"got {facts.mode}",
-            )
-    elif facts.per_token is True and facts.mode in ("constant", "prompt_mean"):
+    if facts.per_token is True and facts.mode in ("constant", "prompt_mean"):
         yield (
             "E11",
             "--calculate-per-token-loss is the older spelling of --loss-aggregation token_mean and contradicts "
@@ -396,7 +391,6 @@ _FIXED_STEPS = {  # what counts on a number of micro-batches, and how
     "decrease_batch_size_if_needed": "changes the number of micro-batches",
     "train_samples": "is divided by --global-batch-size into steps (use --train-iters)",
     "cuda_graph_impl": "captures a number of micro-batches of one shape",
-    "hybrid_context_parallel": "distributes samples over micro-batches itself",
 }
 
 
@@ -433,7 +427,13 @@ def _megatron_rules(facts: _Facts):
 
 def _data_rules(facts: _Facts):
     loader = facts.megatron("dataloader_type", "external")
-    if loader != "external":
+    if facts.megatron("hybrid_context_parallel"):  # whatever the loader: Megatron refuses the one that E29 asks for
+        yield (
+            "E12",
+            "--hybrid-context-parallel takes samples from Megatron's own data loader (--dataloader-type single) and distributes them "
+            "itself, so packed micro-batches cannot reach it; remove it (--context-parallel-size alone works)",
+        )
+    elif loader != "external":
         yield (
             "E29",
             f"--dataloader-type {loader} would wrap the iterator of packed micro-batches in a data loader; use --dataloader-type "
@@ -475,7 +475,8 @@ def _warnings(facts: _Facts) -> list[str]:
     if facts.objective_path is not None:
         file, digest = source_of(load_function(facts.objective_path, OBJECTIVE_PARAMETERS))
         messages.append(f"ℓ is the objective {facts.objective_path} ({file}, sha256 {digest[:12]})")
-    return messages + objective_warnings(facts.args, facts.resolved_mode)
+    messages += objective_warnings(facts.args, facts.resolved_mode)
+    return messages + head_warnings(facts.args, facts.megatron)
 
 
 def _has_moe_losses(facts: _Facts) -> bool:

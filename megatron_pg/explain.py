@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron_pg.head_flags import is_float32
 from megatron_pg.objective_flags import CORRECTIONS, OBJECTIVES, correction_numbers, objective_numbers
 
 _FORMULA = {
@@ -11,12 +12,14 @@ _FORMULA = {
     "constant": "(Σ m·ℓ)/(N_r·L)",
 }
 _DENOMINATOR = {
-    "sample_mean": "N_r · M_rollout: rollouts of the step · trained tokens of the token's rollout",
-    "prompt_mean": "P · M_group: prompts of the step · trained tokens of the token's prompt group",
-    "token_mean": "T: trained tokens of the step",
-    "constant": "N_r · L: rollouts of the step · {divisor:.12g}",
+    "sample_mean": "N_r · M_rollout: rollouts of the step{counted} · {tokens} tokens of the token's rollout",
+    "prompt_mean": "P · M_group: prompts of the step{counted} · {tokens} tokens of the token's prompt group",
+    "token_mean": "T: {tokens} tokens of the step",
+    "constant": "N_r · L: rollouts of the step{counted} · {divisor:.12g}",
 }
-
+# --pg-denominator: which units count, and which of their tokens
+COUNTED_UNITS = {"scheduled": "", "live": " with a trained token", "kept": " with a kept token"}
+COUNTED_TOKENS = {"scheduled": "trained", "live": "trained", "kept": "kept"}
 _COUNTED = {
     "scheduled": "counts all rollouts and trained tokens, rejected ones too",
     "live": "counts units with a trained token",
@@ -113,9 +116,7 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.pg_entropy_coef:
         rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
     if args.pg_kl_coef or args.pg_entropy_coef:
-        step_mean = "token_mean" if vars(args).get("calculate_per_token_loss", False) else "sample_mean"
-        meaning = f"{step_mean} over the step" if args.pg_aux_aggregation == "default" else "the weights of pg_loss"
-        rows.append(("u", f"{meaning}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
+        rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
     if args.pg_grad_divisor != 1:
         divisor = args.pg_grad_divisor
         rows.append(
@@ -128,6 +129,20 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     return rows
 
 
+def _auxiliary_weights(args: argparse.Namespace) -> str:
+    """The weights of the KL and entropy terms, which no correction touches."""
+    is_policy = args.pg_aux_aggregation == "policy"
+    if is_policy and args.pg_denominator != "kept":
+        return "the weights of pg_loss"
+    step_mean = "token_mean" if vars(args).get("calculate_per_token_loss", False) else "sample_mean"
+    counted = {
+        "scheduled": "",
+        "live": ", over rollouts with a trained token",
+        "kept": ", over what is trained, rejected or not",
+    }
+    return f"{args.loss_aggregation if is_policy else step_mean} over the step{counted[args.pg_denominator]}"
+
+
 def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.custom_pg_loss_reducer_function_path is not None:
         unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"
@@ -137,14 +152,17 @@ def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     flag = f"--loss-aggregation {mode}"
     if mode == "constant":
         flag += f" --loss-aggregation-divisor {args.loss_aggregation_divisor:.12g}"
-    return [
-        ("pg_loss", f"{_FORMULA[mode]}  ({flag})"),
-        ("weight", f"1/δ, δ = {_DENOMINATOR[mode].format(divisor=args.loss_aggregation_divisor or 0)}"),
-    ]
+    denominator = _DENOMINATOR[mode].format(
+        counted=COUNTED_UNITS[args.pg_denominator],
+        tokens=COUNTED_TOKENS[args.pg_denominator],
+        divisor=args.loss_aggregation_divisor or 0,
+    )
+    return [("pg_loss", f"{_FORMULA[mode]}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
 
 
 def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
-    backward = f"backward {args.fp32_lm_head_backward or 'bf16'}"
+    rounding = "float32" if is_float32(vars(args).get("params_dtype")) else args.fp32_lm_head_backward or "bf16"
+    backward = f"backward {rounding}"
     rows = []
     if args.pg_fused_head is not None:
         rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))

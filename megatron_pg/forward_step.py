@@ -35,7 +35,7 @@ from megatron_pg.loss import (
     response_weights,
     token_factors,
 )
-from megatron_pg.output_layer import DeferredHead, compute_in_float32
+from megatron_pg.output_layer import DeferredHead, check_layer, compute_in_float32
 from megatron_pg.plan import LocalTable, StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
 
 
@@ -81,6 +81,7 @@ class PolicyGradientStep:
         self.documents = documents
         self._on_report = on_report or (lambda report: None)
         self._attached = False
+        self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
         self._contract: Contract | None = None  # of the step in progress
         self._local: LocalBatch | None = None  # of the forward in progress
         self._results: list[tuple[LocalBatch, Tensor, Tensor]] = []  # batch, metrics, non-finite tokens of each forward
@@ -93,6 +94,7 @@ class PolicyGradientStep:
         """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
         self._attached = True
         if self.settings.float32_logits or self.settings.fused_head:  # a sampler's logits have the loss's precision
+            self._float32_layer = model.output_layer
             compute_in_float32(model.output_layer, backward=self.settings.head_backward)
         deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.fused_head else None
         language_model_loss = model.compute_language_model_loss
@@ -344,6 +346,8 @@ class PolicyGradientStep:
             raise ContractError(
                 "the model has no policy-gradient loss; call PolicyGradientStep.attach before it is wrapped"
             )
+        if self._float32_layer is not None:
+            check_layer(self._float32_layer)
 
     def _contract_of(self, plan: StepPlan) -> Contract:
         # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those

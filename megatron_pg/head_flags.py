@@ -88,6 +88,11 @@ def _layer_rules(megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]
             "--defer-embedding-wgrad-compute computes the output layer's weight gradient later, and the float32 head computes it "
             "at once; remove one",
         )
+    if megatron("fp8_output_proj"):
+        yield (
+            "E53",
+            "--fp8-output-proj makes the output layer one of Transformer Engine, into which the float32 head cannot be put; remove one",
+        )
     if (dtype := megatron("output_logit_dtype")) is not None:
         yield "E53", f"--output-logit-dtype {dtype} is Megatron's own way to the same logits; remove it or ours"
 
@@ -109,7 +114,7 @@ def _fused_rules(args: argparse.Namespace, megatron: Callable[[str], object]) ->
                 f"--{name.replace('_', '-')} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; "
                 "use --pg-fused-head recompute",
             )
-    if reader := _reads_sequences(args):
+    for reader in _sequence_readers(args):
         yield from needs_recompute(reader)
 
 
@@ -122,10 +127,29 @@ def needs_recompute(reader: str) -> Iterator[tuple[str, str]]:
     )
 
 
-def _reads_sequences(args: argparse.Namespace) -> str | None:
-    """The flag that makes the loss of a token depend on its whole sequence."""
+def _sequence_readers(args: argparse.Namespace) -> Iterator[str]:
+    """The flags that make the loss of a token depend on its whole sequence."""
     if args.pg_correction in REJECTS_BY_MODEL:
-        return f"--pg-correction {args.pg_correction}"
+        yield f"--pg-correction {args.pg_correction}"
     if args.pg_custom_objective_path is None and args.pg_objective in SEQUENCE_LEVEL:
-        return f"--pg-objective {args.pg_objective}"
-    return None
+        yield f"--pg-objective {args.pg_objective}"
+
+
+def head_warnings(args: argparse.Namespace, megatron: Callable[[str], object]) -> list[str]:
+    """W10, for arguments without violations: what changes nothing where everything is float32, as in a test on a CPU."""
+    if not is_float32(megatron("params_dtype")):
+        return []
+    given = {
+        "--fp32-lm-head": args.fp32_lm_head,
+        "--fp32-lm-head-backward": args.fp32_lm_head_backward is not None,
+    }
+    return [
+        f"{flag} has no effect here: without --bf16 and --fp16 hidden states, weights, logits and their gradients are float32 anyway"
+        for flag, is_given in given.items()
+        if is_given
+    ]
+
+
+def is_float32(params_dtype: object) -> bool:
+    """Whether Megatron's `params_dtype` is float32; None, where it is not known, is not."""
+    return str(params_dtype) == "torch.float32"

@@ -66,6 +66,21 @@ class DeferredHead:
         return call
 
 
+def check_layer(layer: nn.Module) -> None:
+    """Find out before the step, when every rank can still be told, whether the float32 head can stand for `layer`.
+
+    Raises:
+        ValueError: `layer` does more than the product, or does not make it where the head is put.
+    """
+    if not hasattr(type(layer), "_forward_impl"):
+        raise ValueError(
+            f"the output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear, so the float32 head would not be "
+            "used. Build the model with that one (without --fp8-output-proj)."
+        )
+    names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
+    _call({name: getattr(layer, name) for name in names} | {"input": None, "weight": None})
+
+
 def _call(arguments: dict[str, object]) -> HeadCall:
     group = arguments["tp_group"]
     several = group is not None and group.size() > 1

@@ -365,7 +365,8 @@ def _count_units(
         raise StepPlanError(
             "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
             if int(trained.sum())
-            else "the step has no trained token, so nothing can be learned from it. Skip it before the forward."
+            else "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
+            "more samples per step."
         )
     if with_prompts:
         _check_one_group(rollouts, prompts)

@@ -25,6 +25,7 @@ def refusals(given: Mapping) -> list[str]:
         _correction,
         _auxiliary,
         _denominator,
+        _head,
         _megatron,
     )
     found = [rule for part in rules for rule in part(given)]
@@ -57,6 +58,8 @@ def outcome(given: Mapping, *, core_before_0_19: bool) -> tuple[str, bool, list[
         said += ["W8"] if max(given["low"] or 0, given["high"] or 0) > 0.05 else []
     if given["beta"] and given["estimator"] == "k1":
         said.append("W7")
+    if given["parameters"] == "torch.float32":
+        said += ["W10"] * (given["stored"] + (given["backward"] is not None))
     return resolved, on, sorted(said)
 
 
@@ -67,14 +70,9 @@ def _mode(given: Mapping) -> list[str]:
 
 
 def _flag(given: Mapping) -> list[str]:
-    mode, flag, hybrid = given["mode"], given["flag"], given["hybrid"]
+    mode, flag = given["mode"], given["flag"]
     found = [] if flag is True or flag is False else ["E4"]
-    effective = "token_mean" if flag is True and mode == "sample_mean" else mode
-    if hybrid and effective != "token_mean":  # an unknown mode too: the message says which one to choose
-        found.append("E12")
-    elif flag is True and mode in ("constant", "prompt_mean"):
-        found.append("E11")  # E12 replaces it
-    return found
+    return found + ["E11"] * (flag is True and mode in ("constant", "prompt_mean"))
 
 
 def _divisor(given: Mapping) -> list[str]:
@@ -207,9 +205,30 @@ def _documents(given: Mapping) -> list[str]:
         if value is not None:
             found += ["E25"] if value not in known else ["E61"] if is_count and number == 0 else []
     if is_count and number > 0:
-        fixed = [given["rampup"], given["decrease"], given["samples"], given["hybrid"], given["graph"] != "none"]
+        fixed = [given["rampup"], given["decrease"], given["samples"], given["graph"] != "none"]
         found += ["E62"] * sum(map(bool, fixed))
     return found
+
+
+def _head(given: Mapping) -> list[str]:
+    stored, fused, backward, columns = (given[name] for name in ("stored", "fused", "backward", "columns"))
+    found = ["E50"] * (stored not in (True, False))
+    found += ["E50"] * (fused not in (None, "forward", "recompute"))
+    found += ["E50"] * (backward not in (None, "bf16", "split"))
+    if not stored and not fused:
+        found += ["E51"] * (backward is not None)
+    else:
+        found += ["E53"] * (bool(given["deferred"]) + bool(given["fp8"]) + (given["logits"] is not None))
+    if columns is not None:
+        found += ["E52"] * (type(columns) is not int or not 1 <= columns <= 151936)
+    if fused is None:
+        return found
+    found += ["E54"] * (bool(given["mtp"]) + bool(given["mup"]) + bool(given["fusion"]))
+    if fused != "forward":
+        return found
+    found += ["E55"] * (bool(given["fp16"]) + bool(given["scale"]))
+    reads_sequences = given["own"] is None and given["objective"] == "gspo"
+    return found + ["E55"] * (reads_sequences + (given["correction"] == "opsm"))
 
 
 def _megatron(given: Mapping) -> list[str]:
@@ -222,6 +241,6 @@ def _megatron(given: Mapping) -> list[str]:
     found += ["E21"] * bool(given["mtp"] and on)
     found += ["E27"] * bool(given["overlap"])
     found += ["E28"] * bool(given["gtp"] and given["gtp"] > 1)
-    found += ["E29"] * (given["loader"] != "external")
+    found += ["E12"] if given["hybrid"] else ["E29"] * (given["loader"] != "external")
     found += ["E30"] * (bool(given["rl"]) + bool(given["sft"]) + bool(given["skip"]))
     return found

@@ -48,7 +48,11 @@ def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_
 
 
 def change_model(fault: str, model: torch.nn.Module) -> None:
-    """NaN logits for one token id, on this rank only."""
+    """NaN logits for one token id, on this rank only; or an output layer, where there is one, that the float32 head cannot replace."""
+    if fault == "bias" and model.post_process:
+        model.output_layer.bias = torch.nn.Parameter(torch.zeros(len(model.output_layer.weight)))
+    if fault == "telayer" and model.post_process:
+        model.output_layer = TELayer(model.output_layer)
     if fault != "nan" or not on_rank_1():
         return
     original = model.output_layer.forward
@@ -58,6 +62,17 @@ def change_model(fault: str, model: torch.nn.Module) -> None:
         return logits * torch.where(torch.arange(logits.shape[-1]) == 3, float("nan"), 1.0), bias
 
     model.output_layer.forward = forward
+
+
+class TELayer(torch.nn.Module):
+    """Makes logits in a way of its own, as Transformer Engine's layer of --fp8-output-proj does."""
+
+    def __init__(self, layer: torch.nn.Module):
+        super().__init__()
+        self.weight = layer.weight
+
+    def forward(self, states, weight=None, runtime_gather_output=None):
+        return states @ self.weight.t(), None
 
 
 def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list]) -> Iterator:
@@ -85,6 +100,8 @@ def groups(fault: str, found: list[list[Sample]]) -> list[list[Sample]]:
 
 def documents(fault: str, found: list[list[Sample]]) -> Iterator[list[Sample]]:
     """The documents of a rank, with the fault in them."""
+    if fault == "masked":
+        found = mask_everything(found)
     for number, group in enumerate(found):
         if on_rank_1() and number == len(found) - 1:
             if fault == "breaks":
@@ -305,6 +322,8 @@ MEGATRON_VALUES = {
     "use_torch_fsdp2": (False, True),
     "output_logit_dtype": (None, "fp32"),
     "padded_vocab_size": (128, 256),
+    "params_dtype": (torch.float32, torch.bfloat16),
+    "fp8_output_proj": (False, True),
     "use_mup": (False, True),
 }
 MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {

@@ -46,6 +46,7 @@ MEGATRON_DEFAULTS = {
     "defer_embedding_wgrad_compute": False,
     "decrease_batch_size_if_needed": False,
     "fp16": False,
+    "fp8_output_proj": False,
     "global_batch_size": 64,
     "gtp_weight_remat_size": 1,
     "hybrid_context_parallel": False,
@@ -59,6 +60,7 @@ MEGATRON_DEFAULTS = {
     "output_logit_dtype": None,
     "overlap_moe_expert_parallel_comm": False,
     "padded_vocab_size": 151936,
+    "params_dtype": "torch.bfloat16",  # Megatron has the dtype itself; this module needs no torch
     "perform_rl_step": False,
     "pipeline_model_parallel_size": 1,
     "rampup_batch_size": None,
@@ -319,19 +321,12 @@ BROKEN = [
     row("E11", "reducer", path(REDUCER, **mode("constant", calculate_per_token_loss=True)), "contradicts constant"),
     row(
         "E12",
-        "sample_mean",
-        {"hybrid_context_parallel": True},
-        "--hybrid-context-parallel requires --calculate-per-token-loss, so only token_mean can be used with it, got "
-        "sample_mean",
+        "its loader",  # the one that Megatron asks for: E29, whose way out Megatron refuses, is not said
+        {"hybrid_context_parallel": True, "dataloader_type": "single", PER_TOKEN: True},
+        "--hybrid-context-parallel takes samples from Megatron's own data loader (--dataloader-type single)",
     ),
-    row("E12", "constant", {**constant(4096), "hybrid_context_parallel": True}, "only token_mean", "got constant"),
-    row(
-        "E12",
-        "instead of E11",
-        mode("prompt_mean", hybrid_context_parallel=True, calculate_per_token_loss=True),
-        "--hybrid-context-parallel requires --calculate-per-token-loss",
-        "got prompt_mean",
-    ),
+    row("E12", "another loader", {"hybrid_context_parallel": True}, "packed micro-batches cannot reach it; remove it"),
+    row("E12", "documents", docs(8, hybrid_context_parallel=True), "remove it (--context-parallel-size alone works)"),
     row("E13", "empty", path(""), f"{PATH_FLAG} {PATH_FORM}''; file paths are not accepted"),
     row("E13", "no string", path(5), f"{PATH_FLAG} {PATH_FORM}5;"),
     row("E13", "true in YAML", path(True), f"{PATH_FLAG} {PATH_FORM}True;"),
@@ -578,6 +573,8 @@ BROKEN = [
         {"fp32_lm_head": True, "output_logit_dtype": "fp32"},
         "--output-logit-dtype fp32 is Megatron's own",
     ),
+    row("E53", "fp8", head(fp8_output_proj=True), "--fp8-output-proj makes the output layer one of Transformer Engine"),
+    row("E53", "fp8, stored", {"fp32_lm_head": True, "fp8_output_proj": True}, "--fp8-output-proj makes the output"),
     row("E54", "mtp", head(mtp_num_layers=1), "--mtp-num-layers computes further losses from logits"),
     row("E54", "mup", head(use_mup=True), "--use-mup scales the logits"),
     row("E54", "fusion", head(cross_entropy_loss_fusion=True), "--cross-entropy-loss-fusion is a loss over logits"),
@@ -613,12 +610,6 @@ BROKEN = [
     row("E62", "decrease", docs(8, decrease_batch_size_if_needed=True), "--decrease-batch-size-if-needed changes"),
     row("E62", "samples", docs(8, train_samples=1000), "--train-samples is divided", "use --train-iters"),
     row("E62", "graphs", docs(8, cuda_graph_impl="local"), "--cuda-graph-impl captures a number of micro-batches"),
-    row(
-        "E62",
-        "hybrid",
-        docs(8, hybrid_context_parallel=True, calculate_per_token_loss=True),
-        "--hybrid-context-parallel distributes samples over micro-batches itself",
-    ),
 ]
 
 # Each is one step away from breaking the rule that it is named after.
@@ -663,8 +654,6 @@ NEAR_MISSES = [
     row("E11", "token_mean", mode("token_mean", calculate_per_token_loss=True)),
     row("E11", "sample_mean", mode("sample_mean", calculate_per_token_loss=True)),
     row("E11", "flag off", mode("prompt_mean", calculate_per_token_loss=False)),
-    row("E12", "token_mean", mode("token_mean", hybrid_context_parallel=True)),
-    row("E12", "flag makes it token_mean", {PER_TOKEN: True, "hybrid_context_parallel": True}),
     row("E12", "plain context parallelism", {"context_parallel_size": 4}),
     row("E13", "none", path(None)),
     row("E13", "colon", path("user_package.turns:turn_mean")),
@@ -700,7 +689,11 @@ NEAR_MISSES = [
     row("E51", "float32 logits", {"fp32_lm_head": True, "fp32_lm_head_backward": "bf16"}),
     row("E52", "all columns", {"pg_vocab_size": 151936}),
     row("E52", "not known yet", {"pg_vocab_size": 151937, "padded_vocab_size": None}),
-    row("E53", "no head", {"defer_embedding_wgrad_compute": True, "output_logit_dtype": "fp32"}),
+    row(
+        "E53",
+        "no head",
+        {"defer_embedding_wgrad_compute": True, "output_logit_dtype": "fp32", "fp8_output_proj": True},
+    ),
     row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
     row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),
@@ -759,6 +752,7 @@ SAID = {
     "W7": "--pg-kl-estimator",
     "W8": "clips the geometric mean",
     "W9": "ℓ is the objective",
+    "W10": "has no effect here: without --bf16 and --fp16",
 }
 
 
@@ -1009,6 +1003,7 @@ def warned(rule: str, case: str, overrides: dict[str, object], *texts: str):
 FP16 = "--fp16: gradients hold a sum over all trained tokens of the step until finalize; the loss scale must absorb it"
 MTP = "MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation"
 MOE = "this Megatron mis-scales MoE auxiliary losses by TP·CP (Megatron-LM#5047)"
+FLOAT32 = "{} has no effect here: without --bf16 and --fp16 hidden states, weights, logits and their gradients are float32 anyway"
 PRECEDENCE = "--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {} does not shape pg_loss"
 # The first 12 digits of the sha256 of user_reducers.py in USER_FILES.
 SOURCE = "reducer user_reducers:turn_mean (user_reducers.py, sha256 450ccdd0cc80)"
@@ -1042,6 +1037,19 @@ SOURCE = "reducer user_reducers:turn_mean (user_reducers.py, sha256 450ccdd0cc80
         warned("W4", "flag on", mode("token_mean", calculate_per_token_loss=True, fp16=True), FP16),
         warned("W6", "flag off", {"mtp_num_layers": 1}, MTP),
         warned("W6", "constant", {**constant(16), "mtp_num_layers": 2}, MTP),
+        warned(
+            "W10", "stored", {"fp32_lm_head": True, "params_dtype": "torch.float32"}, FLOAT32.format("--fp32-lm-head")
+        ),
+        warned(
+            "W10",
+            "both",
+            head(fp32_lm_head=True, fp32_lm_head_backward="bf16", params_dtype="torch.float32"),
+            FLOAT32.format("--fp32-lm-head"),
+            FLOAT32.format("--fp32-lm-head-backward"),
+        ),
+        warned("W10", "chunks", head(params_dtype="torch.float32")),  # the logits are still not stored
+        warned("W10", "bf16", {"fp32_lm_head": True, "fp32_lm_head_backward": "split"}),
+        warned("W10", "not known", {"fp32_lm_head": True, "params_dtype": None}),
         warned("W1", "no reducer", mode("prompt_mean")),
         warned("W4", "flag off", {"fp16": True}),
         warned("W4", "bf16", mode("token_mean", calculate_per_token_loss=True)),
@@ -1407,6 +1415,46 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
             correction("icepop", denominator="kept"),
             "denominator",
             "counts units and tokens that the correction does not reject  (--pg-denominator kept)",
+        ),
+        (
+            correction("icepop", denominator="kept"),
+            "weight",
+            "1/δ, δ = N_r · M_rollout: rollouts of the step with a kept token · kept tokens of the token's rollout",
+        ),
+        (
+            mode("prompt_mean", pg_denominator="live"),
+            "weight",
+            "1/δ, δ = P · M_group: prompts of the step with a trained token · trained tokens of the token's prompt group",
+        ),
+        (
+            constant(64) | {"pg_denominator": "live"},
+            "weight",
+            "1/δ, δ = N_r · L: rollouts of the step with a trained token · 64",
+        ),
+        (
+            mode("token_mean", calculate_per_token_loss=True) | correction("icepop", denominator="kept"),
+            "weight",
+            "1/δ, δ = T: kept tokens of the step",
+        ),
+        (
+            {"pg_entropy_coef": 0.01, "pg_denominator": "live"},
+            "u",
+            "sample_mean over the step, over rollouts with a trained token  (--pg-aux-aggregation default)",
+        ),
+        (
+            {"pg_entropy_coef": 0.01, "pg_aux_aggregation": "policy", **correction("icepop", denominator="kept")},
+            "u",
+            "sample_mean over the step, over what is trained, rejected or not  (--pg-aux-aggregation policy)",
+        ),
+        (
+            {"fp32_lm_head": True, "fp32_lm_head_backward": "split"},
+            "head",
+            "float32 logits, stored whole, backward split  (--fp32-lm-head)",
+        ),
+        (
+            head(params_dtype="torch.float32"),
+            "head",
+            "fused, logits never stored, backward float32  (--pg-fused-head forward)",
         ),
         (
             {"pg_kl_coef": 0.01, "pg_kl_estimator": "k3_weighted"},

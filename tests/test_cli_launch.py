@@ -120,6 +120,38 @@ def test_weights_of_every_aggregation(call, mode):
     assert said["arguments"]["loss_aggregation"] == mode
 
 
+REJECTIONS = {
+    "sample_mean": ("N_r·M, M kept tokens of the rollout", (1 / 10, 1 / 1000)),
+    "prompt_mean": ("P·M, P prompts of the step with a kept token, M kept tokens of the group", (1 / 10, 1 / 1000)),
+    "token_mean": ("T, the kept tokens of the step", (1 / 505, 1 / 505)),
+    "constant": ("N_r·L = N_r·4096, N_r rollouts of the step with a kept token", (1 / 4096, 1 / 4096)),
+}
+
+
+@pytest.mark.parametrize("mode", REJECTIONS)
+def test_what_a_rejection_does_to_the_denominators_is_in_the_numbers(call, mode):
+    """The number of rollouts that count is not known before the step, so nothing is divided by the 512 that are sampled."""
+    flags = ["--loss-aggregation", mode, *(["--loss-aggregation-divisor", "4096"] if mode == "constant" else [])]
+    flags += ["--pg-correction", "icepop", "--pg-denominator", "kept", "--global-batch-size", "512"]
+    flags += ["--micro-batch-size", "2", "--world-size", "8", "--lengths", "10,1000"]
+    said = explained(call, *flags)
+    denominator, tokens = REJECTIONS[mode]
+    assert said["factors"]["denominator"] == denominator
+    assert said["factors"]["N_r"].startswith("those of 512 rollouts with a kept token")
+    assert ("kept or not, Q = Σ n" in said["factors"]["returned"]) == (mode == "token_mean")
+    assert (said["sizes"]["N_r"], said["sizes"]["K"], said["weights_unit"]) == (None, 32, "1/N_r")
+    assert tuple(row["token"] for row in said["weights"]) == pytest.approx(tokens, rel=1e-12)
+    assert "no token of them rejected" in call("explain", *flags)[1]
+
+
+def test_only_units_with_a_trained_token_count_under_live(call):
+    flags = [*EXAMPLE.split(), "--world-size", "8", "--pg-denominator", "live"]
+    said = explained(call, *flags)
+    assert said["factors"]["denominator"] == "N_r·L = N_r·8192, N_r rollouts of the step with a trained token"
+    assert said["objective"]["weight"] == "1/δ, δ = N_r · L: rollouts of the step with a trained token · 8192"
+    assert "in units of 1/N_r" in call("explain", *flags)[1]
+
+
 def test_the_text_holds_formula_factors_and_weights(call):
     code, out, err = call("explain", *EXAMPLE.split(), "--world-size", "8")
     assert (code, err) == (0, "")
@@ -583,7 +615,7 @@ def test_the_help_of_explain_lists_every_flag_of_the_plugin(capsys):
 
 
 def test_every_megatron_argument_of_the_rules_is_read():
-    derived = {"gtp_weight_remat_size", "padded_vocab_size"}  # Megatron makes them of others
+    derived = {"gtp_weight_remat_size", "padded_vocab_size", "params_dtype"}  # Megatron makes them of others
     assert set(MEGATRON_ARGUMENTS) - derived <= MEGATRON_FLAGS.keys()
 
 

@@ -171,6 +171,46 @@ def test_a_message_is_read_with_its_constants_and_its_values_apart(tmp_path, mon
     assert list(faq_messages.collect()) == expected
 
 
+def test_a_message_is_read_whole(tmp_path, monkeypatch):
+    """With each of the texts that a value of it may be, and once."""
+    (tmp_path / "room.py").write_text(
+        "FLAWS = {'a': 'is noisy', 'b': None, 'c': 'is biased'}\n"
+        "def rules(args, own):\n"
+        "    for name, why in (('one_flag', 'scales the logits'), ('other', 'defers them')):\n"
+        "        yield 'E1', f'--{name.replace(\"_\", \"-\")} {why}; remove it'\n"
+        "    for reader in readers(f'--no-message {args}'):\n"
+        "        raise ArgumentError(list(sort(reader)))\n"
+        "def readers(args) -> Iterator[str]:\n"
+        "    yield f'--pg-correction {args}'\n"
+        "def probe(x) -> str | None:\n"
+        "    if x:\n"
+        "        return f'fails on {x} tokens'\n"
+        "def load(path):\n"
+        "    if reason := probe(path):\n"
+        "        raise ValueError(f'custom objective {path!r} {reason}')\n"
+        "    torch._assert_async(path > 0, 'asserted on the device')\n"
+        "    return None, ValueError('an error that travels')\n"
+        "def more_warnings(args) -> list[str]:\n"
+        "    messages = []\n"
+        "    if flaw := FLAWS[args]:\n"
+        "        messages.append(f'estimator {args}: {flaw}')\n"
+        "    flags = {'--a': 1}\n"
+        "    return messages + [f'{flag} does nothing here' for flag, given in flags.items() if given]\n"
+        "def read(line):\n"
+        "    warnings.warn(f'line {line} was skipped', stacklevel=2)\n"
+        "    raise unfinished(line, 'an array without end')\n"
+        "def unfinished(line, what) -> InputError:\n"
+        "    return InputError(f'line {line}: {what}, so nothing is read')\n"
+    )
+    monkeypatch.setattr(faq_messages, "PACKAGE", tmp_path)
+    assert list(faq_messages.collect()) == [
+        *("--one-flag scales the logits; remove it", "--other defers them; remove it"),
+        *("custom objective … fails on … tokens", "asserted on the device", "an error that travels"),
+        *("estimator …: is noisy", "estimator …: is biased", "--a does nothing here"),
+        *("line … was skipped", "line …: an array without end, so nothing is read"),
+    ]
+
+
 def test_the_pictures_are_drawn_from_the_package(tmp_path, capsys):
     assert weights.weights("sample_mean", ["p", "q"]) == [0.05, 0.0005]
     assert weights.shares(weights.weights("token_mean", ["p", "q"])) == pytest.approx([10 / 1010, 1000 / 1010])

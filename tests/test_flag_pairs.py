@@ -23,7 +23,7 @@ FACTORS = {
         [None, REDUCER],
         ["user_reducers.py", "user_nothing:f", "user_package.turns:three"],
     ),
-    "hybrid": ("hybrid_context_parallel", [False, True], []),
+    "hybrid": ("hybrid_context_parallel", [False], [True]),
     "average": ("ddp_average_in_collective", [False, True], []),
     "fsdp": ("use_megatron_fsdp", [False], [True]),
     "fsdp2": ("use_torch_fsdp2", [False], [True]),
@@ -67,6 +67,17 @@ FACTORS = {
     "rampup": ("rampup_batch_size", [None, ["16", "16", "100"]], []),
     "decrease": ("decrease_batch_size_if_needed", [False, True], []),
     "samples": ("train_samples", [None, 1000], []),
+    "stored": ("fp32_lm_head", [False, True], ["yes"]),
+    "fused": ("pg_fused_head", [None, "forward", "recompute"], ["both"]),
+    "backward": ("fp32_lm_head_backward", [None, "bf16", "split"], ["exact"]),
+    "columns": ("pg_vocab_size", [None, 151936], [151937, 0, True]),
+    "parameters": ("params_dtype", ["torch.bfloat16", "torch.float32", None], []),
+    "deferred": ("defer_embedding_wgrad_compute", [False, True], []),
+    "fp8": ("fp8_output_proj", [False, True], []),
+    "logits": ("output_logit_dtype", [None, "fp32"], []),
+    "mup": ("use_mup", [False, True], []),
+    "fusion": ("cross_entropy_loss_fusion", [False, True], []),
+    "scale": ("loss_scale", [None, 128.0], []),
 }
 ALL = {name: [*good, *bad] for name, (_, good, bad) in FACTORS.items()}
 GOOD = {name: good for name, (_, good, _) in FACTORS.items()}
@@ -128,7 +139,7 @@ def check(combinations: list[dict[str, object]]) -> None:
     assert differing[:3] == []
 
 
-@pytest.mark.proof("Flags: every pair of values of 48 arguments, against a second decision table (pairs)")
+@pytest.mark.proof("Flags: every pair of values of 59 arguments, against a second decision table (pairs)")
 @pytest.mark.parametrize("values", [ALL, GOOD], ids=["all", "accepted"])
 @pytest.mark.usefixtures("user_code")
 def test_every_pair_of_values_meets_the_second_table(values, evidence):

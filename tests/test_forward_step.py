@@ -112,6 +112,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *("perform_rl_step", "sft", "tensor_model_parallel_size", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("fp32_lm_head", "fp32_lm_head_backward", "pg_fused_head", "pg_vocab_size", "cross_entropy_loss_fusion"),
     *("defer_embedding_wgrad_compute", "loss_scale", "output_logit_dtype", "padded_vocab_size", "use_mup"),
+    *("fp8_output_proj", "params_dtype"),
 ]
 # case: what every rank's message says, in order of the ranks (one text: the same on both)
 FAULTS = {
@@ -132,6 +133,9 @@ FAULTS = {
     "dp2-constant-positions": "holds a document of 25 positions, the model has 24",
     "dp2-constant-unreduced": "config.finalize_model_grads_func is None",
     "pp2-constant-columns": "--pg-vocab-size 17 is more than the 16 columns of the model's logits",
+    "pp2-constant-fused-bias": "the output layer has a bias, which the float32 head would leave out",
+    "pp2-constant-fp32-bias": "the output layer has a bias, which the float32 head would leave out",
+    "pp2-constant-fused-telayer": "the output layer is a TELayer, not Megatron's ColumnParallelLinear",
     "pp2-token_mean-shape": "pipeline parallelism sends (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
     "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs nan",
@@ -154,6 +158,7 @@ FAULTS = {
     "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
     "tp2t-constant-docs-breaks": "RuntimeError: the sampler broke",
     "pp2t-token_mean-docs-breaks": "RuntimeError: the sampler broke",
+    "dp2t-constant-docs-masked": "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out",
     "dp2t-constant-docs-toolong": "rank 1: document a long one has 73 tokens and a micro-batch holds 12",
     "tp2t-constant-docs-unequal": "ContractError: step plan differs between ranks 0 and 1",
     "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so steps of a number of documents could cut it",

@@ -18,7 +18,7 @@ ALLOWED = {
     "objective_flags": set(),
     "head_flags": {"objective_flags"},
     "args": {"head_flags", "import_path", "objective_flags"},
-    "explain": {"objective_flags"},
+    "explain": {"head_flags", "objective_flags"},
     "collectives": set(),
     "cp_utils": set(),
     "printable": set(),

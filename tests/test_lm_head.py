@@ -497,3 +497,21 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
         if ours is not None:
             ours, wanted = (torch.where(fields["mask"], v, 0) if v.dim() else v for v in (ours, wanted))
             assert worst(ours.detach().double(), wanted.detach().double()) <= 1e-12, field.name
+
+
+def test_in_float32_the_head_and_its_split_change_nothing():
+    """What warning W10 says."""
+    hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(48, 16, device=DEVICE)
+    upstream, found = torch.randn(7, 48, device=DEVICE), []
+    for make_logits in (
+        lambda h, w: h @ w.t(),
+        lambda h, w: fp32_logits(h, w, backward="bf16"),
+        lambda h, w: fp32_logits(h, w, backward="split"),
+    ):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = make_logits(h, w)
+        logits.backward(upstream)
+        found.append((logits.detach(), h.grad, w.grad))
+    for plain, bf16, split in zip(*found, strict=True):
+        assert torch.equal(bf16, split)
+        assert (plain - bf16).abs().max() < 1e-5

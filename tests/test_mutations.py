@@ -2,11 +2,13 @@
 
 import contextlib
 import random
+import threading
 
 import mutants
 import objective_cases
 import pytest
 import simulation
+import threads
 import torch
 from cases import BOUNDS, CONTRACTS, random_case
 from mutants import LAYOUT, MUTANTS, OBJECTIVE_MUTANTS
@@ -75,3 +77,22 @@ def test_every_mutant_leaves_the_package_as_it_was():
             pass
     assert not is_noticed(0)
     assert len(mutants.MUTANTS) >= 18
+
+
+def test_a_rank_that_fails_is_the_only_error_of_its_world(monkeypatch):
+    """While it ends the others, they begin and end collectives of their own."""
+    escaped = []
+    monkeypatch.setattr(threading, "excepthook", lambda hooked: escaped.append(hooked.exc_value))
+
+    def work(rank: int) -> None:
+        pairs = [threads.subgroup(lambda r: r // 2, 8, rank), threads.subgroup(lambda r: r % 4, 8, rank)]
+        for number in range(50):
+            if (rank, number) == (5, 7):
+                raise ArithmeticError("seeded")
+            for pair in pairs:
+                torch.distributed.all_reduce(torch.ones(2), group=pair)
+
+    for _ in range(10):
+        with pytest.raises(ArithmeticError, match="seeded"):
+            threads.run(8, work)
+    assert escaped == []

@@ -449,6 +449,20 @@ def test_a_trained_row_without_any_finite_logit_is_seen():
     assert gradient[[0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_below_the_floor_of_the_running_maximum_is_reported(dtype):
+    """docs/kernels.md: z log2(e) / tau below -1e30, which torch computes and Triton does not."""
+    logits = torch.zeros(2, 32, device=DEVICE, dtype=dtype)
+    logits[0] = -8e29
+    fields = (torch.arange(2, device=DEVICE), *(torch.ones(2, device=DEVICE) * x for x in (-3.5, 1.0, 1.0)))
+    options = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH}
+    exact = grpo_loss(logits, *fields, **options, impl="torch").log_ratios
+    found = grpo_loss(logits, *fields, **options, impl="triton").log_ratios
+    assert (exact - (3.5 - math.log(32))).abs().max() < 1e-6
+    assert not found[0].isfinite()  # which stops a training step: NonFiniteLossError
+    assert found[1] == pytest.approx(exact[1].item(), abs=1e-6)
+
+
 def test_a_step_without_gradient_writes_nothing():
     case = base(inplace=True)
     fields = make(case)

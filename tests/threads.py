@@ -27,7 +27,9 @@ def run(world_size: int, function: Callable[[int], object]) -> list[object]:
             results[rank] = function(rank)
         except BaseException as error:
             errors.append((rank, error))
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+            group = multi_threaded_pg.ProcessLocalGroup
+            with group._coll_lock:  # it goes over the collectives in progress, and the other ranks begin and end some
+                group.exception_handle(error)
         finally:
             if world.default_pg is not None:
                 dist.destroy_process_group()

@@ -8,7 +8,7 @@ from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.checks import check_or_stop
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
-from megatron_pg.explain import banner, describe
+from megatron_pg.explain import COUNTED_TOKENS, COUNTED_UNITS, banner, describe
 
 # The same weights under the names of other frameworks; what differs silently is said with them.
 ELSEWHERE = {
@@ -109,13 +109,18 @@ _SIZES = {
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
-    rows = [("N_r", _rollouts_text(layout)), ("K", _microbatches_text(args, layout)), ("D, C", _ranks_text(layout))]
+    rows = [
+        ("N_r", _rollouts_text(args, layout)),
+        ("K", _microbatches_text(args, layout)),
+        ("D, C", _ranks_text(layout)),
+    ]
     rows += _denominator_rows(args, layout)
     if vars(args).get("calculate_per_token_loss", False):
+        counted = "kept or not, Q = Σ n" if args.pg_denominator == "kept" else "Q = Σ n = T"
         rows += [
             (
                 "returned",
-                "Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, Q = Σ n = T (MoE: positions)",
+                f"Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, {counted} (MoE: positions)",
             ),
             ("schedule, DDP", "× 1: neither K nor D nor C appears"),
             ("finalize", f"÷ Σ n = Q, so the gradient is {_gradient(args)}"),
@@ -141,12 +146,17 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
         return []
     mean = sum(lengths) / len(lengths)
     unit = {"constant": args.loss_aggregation_divisor, "token_mean": mean}.get(args.loss_aggregation)
-    tokens = [1 / ((layout.batch or 1) * (unit or length)) for length in lengths]
+    tokens = [1 / ((_fixed_rollouts(args, layout) or 1) * (unit or length)) for length in lengths]
     answers = [token * length for token, length in zip(tokens, lengths, strict=True)]
     return [
         {"length": length, "token": token, "answer": answer, "share": answer / sum(answers)}
         for length, token, answer in zip(lengths, tokens, answers, strict=True)
     ]
+
+
+def _fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
+    """N_r, where it is known before the step: not where only units with a trained or kept token count."""
+    return layout.batch if args.pg_denominator == "scheduled" else None
 
 
 def _gradient(args: argparse.Namespace) -> str:
@@ -169,7 +179,8 @@ def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
         return "as many micro-batches as the step's documents take"
     sizes = (layout.batch, layout.micro, layout.data)
     batch, micro, data = (
-        name if value is None else value for value, name in zip(sizes, ("N_r", "micro-batch size", "D"), strict=True)
+        name if value is None else value
+        for value, name in zip(sizes, ("samples", "micro-batch size", "D"), strict=True)
     )
     count = f"{layout.microbatches} = " if layout.microbatches else ""
     return f"{count}{batch} / ({micro}·{data}) micro-batches"
@@ -181,23 +192,29 @@ def _ranks_text(layout: Layout) -> str:
     return f"{layout.data} data-parallel and {layout.context} context-parallel ranks of {layout.world}"
 
 
-def _rollouts_text(layout: Layout) -> str:
+def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
+    counted = COUNTED_UNITS[args.pg_denominator]
     if layout.batch is None:
-        return "rollouts of the step, counted when it begins; their number is not fixed here"
+        return f"rollouts of the step{counted}, counted when it begins; their number is not fixed here"
+    if counted:
+        return f"those of {layout.batch} rollouts{counted}, one sample each; counted anew in every step"
     return f"{layout.batch} rollouts, one sample each; counted anew in every step"
 
 
 def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
         return []
+    counted, tokens = COUNTED_UNITS[args.pg_denominator], COUNTED_TOKENS[args.pg_denominator]
+    if args.loss_aggregation == "constant" and counted:
+        return [("denominator", f"N_r·L = N_r·{args.loss_aggregation_divisor:g}, N_r rollouts of the step{counted}")]
     if args.loss_aggregation == "constant":
         length, product = args.loss_aggregation_divisor, layout.batch * args.loss_aggregation_divisor
         text = f"N_r·L = {layout.batch}·{length:g} = {product:.12g}, the same at every step, micro-batch and rank"
         return [("denominator", text)]
     texts = {
-        "sample_mean": f"N_r·M = {layout.batch}·M, M trained tokens of the rollout",
-        "prompt_mean": "P·M, P prompts of the step, M trained tokens of the group",
-        "token_mean": "T, the trained tokens of the step",
+        "sample_mean": f"N_r·M{'' if counted else f' = {layout.batch}·M'}, M {tokens} tokens of the rollout",
+        "prompt_mean": f"P·M, P prompts of the step{counted}, M {tokens} tokens of the group",
+        "token_mean": f"T, the {tokens} tokens of the step",
     }
     return [("denominator", texts[args.loss_aggregation])]
 
@@ -210,7 +227,7 @@ def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
-    say(f"── what an answer weighs{'' if layout.batch else ', in units of 1/N_r'} ──")
+    say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
     if not weights:
         say("  what your reducer gives it, divided by N_r (with --calculate-per-token-loss by T): its derivative")
         return
@@ -224,6 +241,8 @@ def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[st
 
 def _assumption(args: argparse.Namespace) -> str:
     text = "in a step that holds these lengths in equal numbers"
+    if args.pg_denominator == "kept":
+        text += ", no token of them rejected"
     if args.loss_aggregation == "prompt_mean":
         text += ", every prompt group of one length; in groups that mix them, an answer weighs as under token_mean"
     return text
@@ -261,7 +280,7 @@ def _document(
         "D": layout.data,
         "C": layout.context,
         "K": layout.microbatches,
-        "N_r": layout.batch,
+        "N_r": _fixed_rollouts(launch.args, layout),
     }
     return {
         "source": launch.source,
@@ -270,7 +289,7 @@ def _document(
         "objective": dict(describe(launch.args)),
         "sizes": sizes,
         "factors": dict(factors),
-        "weights_unit": "1" if layout.batch else "1/N_r",
+        "weights_unit": "1" if sizes["N_r"] else "1/N_r",
         "weights": weights,
         "elsewhere": ELSEWHERE[launch.args.loss_aggregation],
         "remarks": [*remarks, *launch.caveats],

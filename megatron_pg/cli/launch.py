@@ -35,6 +35,7 @@ MEGATRON_FLAGS: Mapping[str, dict] = {
     "decrease_batch_size_if_needed": {"action": "store_true"},
     "defer_embedding_wgrad_compute": {"action": "store_true"},
     "fp16": {"action": "store_true"},
+    "fp8_output_proj": {"action": "store_true"},
     "hybrid_context_parallel": {"action": "store_true"},
     "iterations_to_skip": {"nargs": "+", "type": int},
     "loss_scale": {"type": float},

@@ -8,7 +8,7 @@ _ONLY = {
     "auxiliary": "with a KL or entropy term only",
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
-    "sequence": "with gspo and gspo_token only",
+    "sequence": "with an objective of whole sequences only (gspo, gspo_token, your own)",
     "correction": "with a correction only",
     "clip": "not with objectives that have no bounds",
 }
