@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import stand_ins
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -18,6 +19,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron_rl import ExactLoss
 from torch import Tensor
 
+PACKAGES = ("fastapi", "httpx", "openai", "pydantic", "tqdm", "uvicorn")  # of its rollouts
 ROWS, LENGTH, VOCABULARY, MICROBATCHES = 2, 9, 13, 3
 EPS_LOW, EPS_HIGH, KL_BETA, DIVISOR = 0.2, 0.28, 0.05, 32.0
 TRAINED = [1, 7, 2, 0, 5, 3, 8, 1, 0, 4, 6, 2]  # trained tokens of each row of the step; 0: a padding row
@@ -77,6 +79,7 @@ def stand_in(data_iterator, model):
 def train_rl_forward_step():
     """train_rl.py's own forward step, from the checkout that MEGATRON_LM names."""
     sys.path.insert(0, os.environ["MEGATRON_LM"])
+    stand_ins.install(*PACKAGES)
     import train_rl
     from megatron.training import global_vars
 

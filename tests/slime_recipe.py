@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 import recipe_files
+import stand_ins
 import their_trainers
 import torch
 from megatron.core import parallel_state
@@ -310,4 +311,4 @@ def figures() -> dict[str, object]:
             else:
                 result["refused"] = refusal(path)
             parallel_state.destroy_model_parallel()
-    return result | ({"stand-ins": their_trainers.stand_ins()} if trainers else {})
+    return result | ({"stand-ins": sorted(stand_ins.USED)} if trainers else {})

@@ -9,10 +9,10 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
+import stand_ins
 import torch
 from megatron.core import parallel_state
 from megatron.core.fusions import fused_cross_entropy
@@ -23,38 +23,7 @@ from megatron_pg.rollouts import Sample
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 PACKAGES = ("huggingface_hub", "psutil", "ray", "sglang", "torch_memory_saver", "tqdm", "transformers")
-
-
-class StandIns:
-    """Finds PACKAGES and all their modules, where nothing else does."""
-
-    def __init__(self) -> None:
-        self.used: set[str] = set()
-
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        package = name.partition(".")[0]
-        return ModuleSpec(name, self, is_package=True) if package in PACKAGES else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        self.used.add(spec.name.partition(".")[0])
-        module = ModuleType(spec.name)
-
-        def anything(name: str) -> MagicMock:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return MagicMock(name=f"{spec.name}.{name}")
-
-        module.__getattr__ = anything
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == "ray":
-            module.remote = lambda decorated: decorated
-            module.get = lambda value: value
-            module.put = lambda value, **options: value
-
-
-FINDER = StandIns()
+STORE = {"remote": lambda decorated: decorated, "get": lambda value: value, "put": lambda value, **options: value}
 
 
 class Optimizer:
@@ -230,12 +199,7 @@ def load(environment: Mapping[str, str]) -> dict[str, type[Trainer]]:
     """The trainers of the checkout that SLIME or MILES names; none without one."""
     for variable, trainers in TRAINERS.items():
         if variable in environment:
-            sys.meta_path.append(FINDER)
             sys.path.insert(0, environment[variable])
+            stand_ins.install(*PACKAGES, ray=STORE)
             return trainers
     return {}
-
-
-def stand_ins() -> list[str]:
-    """The packages that were not found."""
-    return sorted(FINDER.used)
