@@ -294,21 +294,21 @@ def refusal(path: str) -> str:
 def figures() -> dict[str, object]:
     """Errors by trainer and layout, of their reducer in ours, and what stood in for packages of theirs."""
     path = OF_MILES if "MILES" in os.environ else "their_reducer.reducer"
-    trainers = their_trainers.load(os.environ)
+    steps = their_trainers.load(os.environ)
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         recipe_files.write(Path(folder))
         sys.path.append(folder)
         for layout, cp_size in LAYOUTS.items():
             parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
-            if not trainers:
+            if not steps:
                 result[layout] = exact(stand_in) | edges(stand_in)
-            for name, trainer in trainers.items():
-                train = trainer(build, gradients)
+            for name, their_step in steps.items():
+                train = partial(their_trainers.train, their_step, build, gradients)
                 result[f"{name}, {layout}"] = exact(train) | edges(train) | default(train)
             if cp_size == 1:
                 result["theirs in ours"] = theirs_in_ours(path)
             else:
                 result["refused"] = refusal(path)
             parallel_state.destroy_model_parallel()
-    return result | ({"stand-ins": sorted(stand_ins.USED)} if trainers else {})
+    return result | ({"stand-ins": sorted(stand_ins.USED)} if steps else {})

@@ -1,4 +1,4 @@
-"""The supported megatron-core releases: Megatron's scaling of the loss, and gradients on real ranks.
+"""The supported megatron-core releases: Megatron's scaling of the loss, gradients on real ranks, recipes.
 
 The installed release runs with every test; the others lie under .venv/megatron-core-<version>, where `make prove` puts
 them, and run in the full tier: 0.16.1 always, and whatever else lies there.
