@@ -1,22 +1,15 @@
-"""examples/recipes/megatron_rl.py on real ranks: gradients of one step through Megatron's schedule, DDP and finalize.
-
-    python -m torch.distributed.run --nproc-per-node 2 tests/rl_recipe.py OUT.json
+"""examples/recipes/megatron_rl.py on real ranks (`recipe_ranks`): gradients of one step through schedule, DDP and finalize.
 
 The wrapped forward step is a stand-in with the batches, shapes and tuple of train_rl.py, which no wheel carries. With
 MEGATRON_LM naming a checkout of Megatron-LM, whose core must be the importable one, it is train_rl.py's own.
 """
 
-import json
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import cpu_megatron
-
-cpu_megatron.enable()
-
+import stand_ins
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -26,6 +19,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron_rl import ExactLoss
 from torch import Tensor
 
+PACKAGES = ("fastapi", "httpx", "openai", "pydantic", "tqdm", "uvicorn")  # of its rollouts
 ROWS, LENGTH, VOCABULARY, MICROBATCHES = 2, 9, 13, 3
 EPS_LOW, EPS_HIGH, KL_BETA, DIVISOR = 0.2, 0.28, 0.05, 32.0
 TRAINED = [1, 7, 2, 0, 5, 3, 8, 1, 0, 4, 6, 2]  # trained tokens of each row of the step; 0: a padding row
@@ -85,6 +79,7 @@ def stand_in(data_iterator, model):
 def train_rl_forward_step():
     """train_rl.py's own forward step, from the checkout that MEGATRON_LM names."""
     sys.path.insert(0, os.environ["MEGATRON_LM"])
+    stand_ins.install(*PACKAGES)
     import train_rl
     from megatron.training import global_vars
 
@@ -188,9 +183,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def figures() -> dict[str, float]:
+    """Errors by aggregation and flag; "as it is": the script's own loss, against the token mean of the step."""
     parallel_state.initialize_model_parallel()
     size = torch.distributed.get_world_size()
     num_microbatches_calculator.init_num_microbatches_calculator(
@@ -210,10 +204,5 @@ def main() -> None:
         for aggregation, exact in wrapped.items():
             found = gradient(exact, per_token=False, bins=True)
             errors[f"{aggregation}, packed"] = error(found, oracle(aggregation))
-    if torch.distributed.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(errors, indent=1))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    parallel_state.destroy_model_parallel()
+    return errors

@@ -1,4 +1,4 @@
-"""The supported megatron-core releases: Megatron's scaling of the loss, and gradients on real ranks.
+"""The supported megatron-core releases: Megatron's scaling of the loss, gradients on real ranks, recipes.
 
 The installed release runs with every test; the others lie under .venv/megatron-core-<version>, where `make prove` puts
 them, and run in the full tier: 0.16.1 always, and whatever else lies there.
@@ -12,18 +12,22 @@ from pathlib import Path
 
 import processes
 import pytest
+import test_recipes
+from packaging.version import Version
 from test_forward_step import FAST, FAULTS, REFERENCES, compare
 
 INSTALLED = metadata.version("megatron-core")
 BESIDE = {path.name.removeprefix("megatron-core-") for path in (processes.ROOT / ".venv").glob("megatron-core-*")}
 OTHERS = sorted(({"0.16.1"} | BESIDE) - {INSTALLED})
 LIMIT = 1e-14
+# whose wheel carries megatron.training; from 0.18 it needs Python 3.12
+TRAINING = [v for v in OTHERS if Version("0.17") <= Version(v) < Version("0.18" if sys.version_info < (3, 12) else "1")]
 SOME_FAULTS = ["dp2-constant-nan", "pp2-token_mean-raises", "tp2-constant-peers"]
 
 
-def named(row: str) -> list:
+def named(row: str, releases: list[str] = OTHERS) -> list:
     """One parameter per other release, each with its own row in docs/proof.md."""
-    return [pytest.param(v, marks=pytest.mark.proof(f"megatron-core {v}: {row}")) for v in OTHERS]
+    return [pytest.param(v, marks=pytest.mark.proof(f"megatron-core {v}: {row}")) for v in releases]
 
 
 @pytest.fixture
@@ -78,3 +82,23 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
         found = {processes.report(two, case, rank)["release"] for case in FAST for rank in (0, 1)}
         assert {f"megatron-core-{release}" for release in found} == {folder.name}
         evidence(cases=len(FAST), worst=compare(two, one, FAST))
+
+
+@pytest.mark.parametrize("folder", named("recipes, gradients on 2 real ranks equal plain loops"), indirect=True)
+def test_recipes_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
+    found = test_recipes.launch_ranks(tmp_path, folder)
+    assert {f"megatron-core-{figures['release']}" for figures in found.values()} == {folder.name}
+    reducers = found["slime_recipe"]
+    errors = test_recipes.errors_in_train_rl(found["rl_recipe"])
+    errors += test_recipes.errors_in_their_trainer(reducers) + test_recipes.errors_in_ours(reducers)
+    evidence(cases=len(errors), worst=max(errors))
+
+
+@pytest.mark.parametrize("folder", named(f"the plain script prints what {INSTALLED} prints", TRAINING), indirect=True)
+def test_the_plain_script_in_other_releases(folder, evidence):
+    here, there = (
+        test_recipes.steps_of(test_recipes.launch(*test_recipes.CONSTANT, first=first)) for first in ([], [folder])
+    )
+    assert here
+    assert there == here
+    evidence(cases=test_recipes.numbers_of(there))

@@ -1,0 +1,36 @@
+"""Empty modules for packages that are not installed and that a recipe's code imports but doesn't need."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from unittest.mock import MagicMock
+
+USED: set[str] = set()  # packages that something imported
+
+
+class _Finder:
+    def __init__(self, packages: tuple[str, ...], real: dict[str, dict[str, object]]) -> None:
+        self.packages, self.real = packages, real
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.packages else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        USED.add(spec.name.partition(".")[0])
+        module = ModuleType(spec.name)
+
+        def mock(name: str) -> MagicMock:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return MagicMock(name=f"{spec.name}.{name}")
+
+        module.__getattr__ = mock
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self.real.get(module.__name__, {}))
+
+
+def install(*packages: str, **real: dict[str, object]) -> None:
+    """Make the packages importable where they are not; whatever they hold is a mock, but for `real`, by package."""
+    sys.meta_path.append(_Finder(packages, real))
