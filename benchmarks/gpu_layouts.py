@@ -4,7 +4,8 @@
     python benchmarks/gpu_layouts.py --out runs/layouts --only CP  # those whose name holds the expression
 
 One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights, through
-examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of the same model.
+examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of the same model, steps of
+documents over two data-parallel ranks with each other: how many documents a rank gives to a step depends on the number of ranks.
 Several runs share a GPU, so their times mean nothing: for those, throughput.py.
 """
 
@@ -49,13 +50,13 @@ LAYOUTS = {
     "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
     "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
     "1 GPU, --docs-per-step": (1, {}, DOCUMENTS, "1 GPU"),
-    "DP2, --docs-per-step": (2, {}, DOCUMENTS, "1 GPU"),
+    "DP2, --docs-per-step": (2, {}, DOCUMENTS, "DP2, --docs-per-step"),
     "CP2, --docs-per-step": (2, {"CP": "2"}, DOCUMENTS, "1 GPU"),
     "1 GPU, Transformer Engine": (1, {}, ENGINE, "1 GPU"),
     "TP2 + SP, Transformer Engine": (2, {"TP": "2", "SP": "1"}, ENGINE, "1 GPU"),
     "PP2, Transformer Engine": (2, {"PP": "2"}, ENGINE, "1 GPU"),
     "CP2, Transformer Engine": (2, {"CP": "2"}, ENGINE, "1 GPU"),
-    "DP2, --docs-per-step, Transformer Engine": (2, {}, DOCUMENTS + ENGINE, "1 GPU"),
+    "DP2, --docs-per-step, Transformer Engine": (2, {}, DOCUMENTS + ENGINE, "DP2, --docs-per-step"),
     "CP2, --docs-per-step, Transformer Engine": (2, {"CP": "2"}, DOCUMENTS + ENGINE, "1 GPU"),
     "EP2, 4 experts, Transformer Engine": (2, {"EP": "2"}, EXPERTS + ENGINE, "1 GPU, 4 experts"),
     "TP2 × DP2": (4, {"TP": "2"}, (), "1 GPU"),
@@ -64,7 +65,7 @@ LAYOUTS = {
     "TP4 + SP": (4, {"TP": "4", "SP": "1"}, (), "1 GPU"),
     "TP2 + SP × PP2, --pg-fused-head": (4, {"TP": "2", "SP": "1", "PP": "2"}, ("--pg-fused-head",), "1 GPU"),
     "EP2 × DP2, 4 experts": (4, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
-    "CP2 × DP2, --docs-per-step": (4, {"CP": "2"}, DOCUMENTS, "1 GPU"),
+    "CP2 × DP2, --docs-per-step": (4, {"CP": "2"}, DOCUMENTS, "DP2, --docs-per-step"),
 }
 STEPS = 4
 SECONDS = 120  # of one run
