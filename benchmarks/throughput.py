@@ -3,21 +3,19 @@
     python benchmarks/throughput.py --out runs/throughput         # writes throughput.md there
 
 The example with a GPT of 1.5 billion parameters (28 layers of 1536, a vocabulary of 151,936) on random rows of 4096 tokens, half of
-them response; beside it, the same model on the same rows by Megatron's own cross-entropy. A step is 131,072 tokens. Runs share the
-machine where there are GPUs for several, but no GPU.
+them response; beside it, the same model on the same rows by Megatron's own cross-entropy. A step is 131,072 tokens.
 """
 
 import argparse
 import re
 import shlex
 import statistics
-from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_layouts import ENGINE, ROOT, folder_of, run, side_by_side
+from gpu_layouts import ENGINE, ROOT, folder_of, run
 
-LENGTH, ROWS, STEPS = 4096, 32, 6
+LENGTH, ROWS, STEPS = 4096, 32, 8
 FLAGS = shlex.split(
     f"--rollouts random --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 --lr-warmup-iters 0 --exact-match-interval 1000 "
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size 2 --global-batch-size {ROWS} "
@@ -37,16 +35,17 @@ LAYOUTS = {  # name: GPUs, environment
     "CP2 × DP2": (4, {"CP": "2"}),
     "PP2 × DP2": (4, {"PP": "2"}),
 }
+LOCAL = shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn")
 BASELINE = ", Megatron's cross-entropy"
 
 
-def runs(size: int) -> dict[str, tuple[dict[str, str], tuple[str, ...]]]:
-    """Of every layout of so many GPUs with every head. name: environment, flags."""
+def runs() -> dict[str, tuple[int, dict[str, str], tuple[str, ...]]]:
+    """Every layout with every head. name: GPUs, environment, flags."""
+    heads = {BASELINE: ("--cross-entropy",), **HEADS}
     return {
-        name + head: (environment, flags)
+        name + head: (processes, environment, flags)
         for name, (processes, environment) in LAYOUTS.items()
-        for head, flags in {BASELINE: ("--cross-entropy",), **HEADS}.items()
-        if processes == size
+        for head, flags in heads.items()
     }
 
 
@@ -57,13 +56,13 @@ def read(folder: Path) -> tuple[float, float] | None:
     text = "".join(p.read_text() for p in (folder / "megatron.log", folder / "output.txt") if p.exists())
     times = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", text)]
     peak = max(int(path.read_text()) for path in folder.glob("peak.*"))
-    return statistics.median(times[2:]), peak / 2**30
+    return statistics.median(times[3:]), peak / 2**30
 
 
 def table(results: dict[str, tuple[float, float] | None]) -> str:
     """Markdown; the last column is beside the same layout with Megatron's own loss."""
     lines = [
-        "| layout and head | ms a step | tokens/s | tokens/s per GPU | GiB | speed of Megatron's cross-entropy |",
+        "| layout and head | ms a step | tokens/s | tokens/s per GPU | GiB | times the speed of cross-entropy |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, result in results.items():
@@ -91,24 +90,17 @@ def main() -> None:
         help="without Transformer Engine: Megatron's local layers, scores computed twice",
     )
     options = parser.parse_args()
-    local = shlex.split("--no-rope-fusion --recompute-granularity selective --recompute-modules core_attn")
-    engine, out = local if options.local_attention else list(ENGINE), options.out.resolve()
-    gpus, results = torch.cuda.device_count(), {}
-    for size in (size for size in (1, 2, 4) if size <= gpus):
-        chosen = {
-            name: (environment | {"PROCESSES": str(size)}, flags)
-            for name, (environment, flags) in runs(size).items()
-            if re.search(options.only, name)
-        }
-        jobs = [
-            partial(run, folder_of(name, out), "throughput_run.py", [*FLAGS, *engine, *flags], environment)
-            for name, (environment, flags) in chosen.items()
-        ]
-        side_by_side(jobs, gpus, size, share=1)
-        results |= {name: read(folder_of(name, out)) for name in chosen}
-        text = f"{gpus} × {torch.cuda.get_device_name()}, torch {torch.__version__}\n\n{table(results)}\n"
-        (out / "throughput.md").write_text(text)
-        print(text, flush=True)
+    layers, out, results = LOCAL if options.local_attention else ENGINE, options.out.resolve(), {}
+    heading = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    for name, (processes, environment, flags) in runs().items():  # in turn: they would share the host's processors
+        if processes > torch.cuda.device_count() or not re.search(options.only, name):
+            continue
+        folder = folder_of(name, out)
+        run(folder, "throughput_run.py", [*FLAGS, *layers, *flags], environment | {"PROCESSES": str(processes)})
+        results[name] = read(folder)
+        (out / "throughput.md").write_text(f"{heading}\n\n{table(results)}\n")
+        print(name, results[name], flush=True)
+    print(table(results))
 
 
 if __name__ == "__main__":
