@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,6 +93,7 @@ def launch(name: str, out: Path, rollouts: Path | None, gpus: str | None = None)
 
 def run(folder: Path, script: str, flags: list[str], environment: dict[str, str], gpus: str | None = None) -> None:
     """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
+    shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run is taken for this one's
     environment = os.environ | environment
     environment |= {"RUN_DIR": str(folder), "SCRIPT": str(Path(__file__).with_name(script)), "PYTHON": sys.executable}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -103,13 +105,14 @@ def run(folder: Path, script: str, flags: list[str], environment: dict[str, str]
     with output.open("w") as file:  # no pipe: a process that stays behind would hold it open
         code = subprocess.run(command, env=environment, stdout=file, stderr=file).returncode
     if code:
-        lines = [line for line in output.read_text().splitlines() if "Error" in line]
-        print(f"{folder.name}: exit code {code}: {lines[-1] if lines else 'see output.txt'}", flush=True)
+        lines = re.findall(r"^.*\w+Error: .*$", output.read_text(), re.MULTILINE)
+        print(f"{folder.name}: exit code {code}: {lines[0] if lines else 'see output.txt'}", flush=True)
 
 
 def side_by_side(jobs: list[Callable[[str], object]], gpus: int, size: int, share: int) -> None:
     """Call every job with the GPUs that it may use, `size` of them, and `share` jobs on a GPU at a time."""
-    places = [",".join(map(str, range(first, first + size))) for first in range(0, gpus - size + 1, size)] * share
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    places = [",".join(names[first : first + size]) for first in range(0, gpus - size + 1, size)] * share
     free = queue.Queue()
     for place in places:
         free.put(place)
@@ -173,11 +176,11 @@ def main() -> None:
     """Sample once, train under every layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "layouts")
-    parser.add_argument("--only", default="", help="regular expression of the layouts' names")
+    parser.add_argument("--only", default="", help="regular expression of the names; the table holds these")
     options = parser.parse_args()
     out, gpus = options.out.resolve(), torch.cuda.device_count()
     rollouts = folder_of("1 GPU", out / "sampled") / "rollouts.jsonl"
-    if not rollouts.exists():
+    if not (rollouts.parent / "peak.0").exists():
         launch("1 GPU", out / "sampled", None)
     wanted = {n for name in LAYOUTS if re.search(options.only, name) for n in (name, LAYOUTS[name][3])}
     done = []

@@ -83,7 +83,7 @@ def main() -> None:
     """Run everything, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "throughput")
-    parser.add_argument("--only", default="", help="regular expression of the runs' names")
+    parser.add_argument("--only", default="", help="regular expression of the names; the table holds these")
     parser.add_argument(
         "--local-attention",
         action="store_true",

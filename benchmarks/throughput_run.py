@@ -21,6 +21,7 @@ from megatron.training import arguments, get_args, training
 
 from megatron_pg import Sample
 from megatron_pg.args import add_arguments
+from megatron_pg.cp_utils import zigzag_index
 from megatron_pg.pretrain import chain_args_providers
 
 VOCABULARY = 151_936
@@ -67,11 +68,13 @@ def mean_of_response(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Te
 def forward_step(data_iterator, model):
     """Cross-entropy of the response."""
     batch = next(data_iterator)
-    tokens = batch.tokens.cuda(non_blocking=True)
-    mask = torch.zeros(tokens.shape, device=tokens.device)
-    mask[:, tokens.shape[1] // 2 :] = 1
-    losses = model(tokens, batch.position_ids.cuda(non_blocking=True), None, labels=tokens.roll(-1, 1))
-    return losses, partial(mean_of_response, mask)
+    mask = torch.zeros(batch.tokens.shape)
+    mask[:, mask.shape[1] // 2 :] = 1
+    rank, size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    index = zigzag_index([mask.shape[1]], cp_rank=rank, cp_size=size)
+    whole = batch.tokens, batch.position_ids, batch.tokens.roll(-1, 1), mask
+    tokens, positions, labels, mask = (values[:, index].cuda(non_blocking=True) for values in whole)
+    return model(tokens, positions, None, labels=labels), partial(mean_of_response, mask)
 
 
 def train_by_cross_entropy() -> None:

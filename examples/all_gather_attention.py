@@ -2,7 +2,7 @@
 
 Megatron's own local attention refuses context parallelism. This core gathers keys and values over the group, puts
 them into natural order, and attends causally within each document from the positions that this rank holds. It keeps
-a mask of every pair of positions: fine for tests, not for long sequences.
+a mask, and where torch has no better kernel a score, of every pair of positions: fine for tests, not for long sequences.
 """
 
 import torch

@@ -109,10 +109,10 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    def as_numpy(tensor, as_numpy=False, record_stream=False):
+    def move_to_cpu(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = as_numpy  # which leaves a tensor that is on the CPU already
+    token_dispatcher.maybe_move_tensor_to_cpu = move_to_cpu  # Megatron's leaves alone what is on the CPU already
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -31,7 +31,9 @@ def layer_spec(config, *, packed: bool, vp_stage: int | None = None):
         packed: rows hold several documents.
         vp_stage: virtual pipeline stage.
     """
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
     if packed or config.context_parallel_size > 1:
         spec = all_gather_attention.use_in(spec)
     if not config.sequence_parallel:

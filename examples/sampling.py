@@ -26,11 +26,11 @@ class Completions:
 class Policy:
     """The model under training, as a sampler. `chunks` are its (virtual) pipeline stages on this rank.
 
-    Columns of the logits from `vocab_size` on are padding: as in training they take no probability and are never drawn.
+    Where ranks with other prompts share its experts, all ranks must sample at the same time, and the same number of prompts.
     """
 
-    def __init__(self, chunks: list, *, width: int, temperature: float, vocab_size: int | None = None):
-        self._chunks, self._width, self._temperature, self._vocab_size = chunks, width, temperature, vocab_size
+    def __init__(self, chunks: list, *, width: int, temperature: float):
+        self._chunks, self._width, self._temperature = chunks, width, temperature
 
     @torch.no_grad()
     def logprobs(self, rows: torch.Tensor) -> torch.Tensor:
@@ -38,8 +38,6 @@ class Policy:
         for chunk in self._chunks:
             chunk.eval()
         logits = self._whole_logits(rows)
-        if self._vocab_size is not None:
-            logits[..., self._vocab_size :] = -torch.inf
         for chunk in self._chunks:
             chunk.train()
         return torch.log_softmax(logits.cpu() / self._temperature, dim=-1)
@@ -57,17 +55,16 @@ class Policy:
     ) -> Completions:
         """One response per prompt, drawn token by token until `stop`."""
         done = Completions([[] for _ in prompts], [[] for _ in prompts])
+        shares_experts = _shares_experts(self._chunks[0])
         for _ in range(max_tokens):
             open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
-            if not _some_expert_peer_has(open_rows):
+            if not (_any_rank_has(open_rows) if shares_experts else open_rows):
                 break
-            if not open_rows:
-                self.logprobs(self._rows([[stop]]))  # the peers' tokens need this rank's experts
-                continue
-            sequences = [prompts[i] + done.responses[i] for i in open_rows]
-            ends = torch.tensor([len(sequence) - 1 for sequence in sequences])
-            last = self.logprobs(self._rows(sequences))[torch.arange(len(sequences)), ends]
-            tokens = torch.multinomial(last.exp(), 1, generator=generator)
+            computed = range(len(prompts)) if shares_experts else open_rows  # dispatchers want equal shapes
+            table = self.logprobs(self._rows([prompts[i] + done.responses[i] for i in computed]))
+            ends = torch.tensor([len(prompts[i]) + len(done.responses[i]) - 1 for i in open_rows], dtype=torch.int64)
+            last = table[open_rows if shares_experts else range(len(open_rows)), ends]
+            tokens = torch.multinomial(last.exp(), 1, generator=generator) if open_rows else last.new_zeros(0, 1).long()
             drawn = zip(open_rows, tokens[:, 0].tolist(), last.gather(1, tokens)[:, 0].tolist(), strict=True)
             for i, token, logprob in drawn:
                 done.responses[i].append(token)
@@ -114,14 +111,13 @@ class Policy:
         return whole
 
 
-def _some_expert_peer_has(rows: list[int]) -> bool:
-    """Whether a rank that shares its experts with this one has rows to go on with."""
-    group = mpu.get_expert_model_parallel_group()
-    return (
-        any(int(count) for count in all_gather_rows(torch.tensor([len(rows)]), group))
-        if group.size() > 1
-        else bool(rows)
-    )
+def _shares_experts(model) -> bool:
+    """Whether ranks need each other's experts, or parts of them, for every token."""
+    return bool(model.config.num_moe_experts) and mpu.get_expert_tensor_and_model_parallel_world_size() > 1
+
+
+def _any_rank_has(rows: list[int]) -> bool:
+    return bool(all_gather_rows(torch.tensor([len(rows)])).any())
 
 
 def _forward(tokens, positions, data_iterator, model):

@@ -81,10 +81,12 @@ class Example:
         """A GPT model of Transformer Engine's layers or, with `--transformer-impl local`, of Megatron's own."""
         args = get_args()
         config = config or core_transformer_config_from_args(args)
-        if args.transformer_impl == "transformer_engine":
-            spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, config.moe_grouped_gemm)
-        else:
+        if args.transformer_impl == "local":
             spec = local_layers.layer_spec(config, packed=bool(args.docs_per_step), vp_stage=vp_stage)
+        else:
+            spec = get_gpt_layer_with_transformer_engine_spec(
+                config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+            )
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -155,9 +157,7 @@ class Example:
         return Documents(begin=self.documents.begin)
 
     def _policy(self, args) -> Policy:
-        return Policy(
-            self.chunks, width=args.seq_length, temperature=args.pg_temperature, vocab_size=args.pg_vocab_size
-        )
+        return Policy(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
 
     def _document_batch(self, number: int, args) -> list[Sample]:
         generator = torch.Generator().manual_seed(hash((args.seed, number, mpu.get_data_parallel_rank())) % 2**63)
@@ -411,10 +411,14 @@ def check_example(args) -> None:
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
             f"over {size} data-parallel ranks and steps of --global-batch-size {args.global_batch_size}. Choose multiples."
         )
-    if args.docs_per_step and not args.rollouts and args.expert_model_parallel_size > 1:
+    if args.transformer_impl not in ("local", "transformer_engine"):
         raise ValueError(
-            f"--expert-model-parallel-size {args.expert_model_parallel_size} with --docs-per-step: every rank samples when it has used up "
-            "its own rollouts, and its experts' peers would not be there. Train from --rollouts."
+            f"--transformer-impl {args.transformer_impl} is none of the example's layers, local and transformer_engine. Choose one."
+        )
+    if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
+        raise ValueError(
+            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples when it has used up its "
+            "own rollouts, and ranks that share its experts would not be there. Train from --rollouts."
         )
     if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
         raise ValueError(

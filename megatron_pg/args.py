@@ -427,13 +427,13 @@ def _megatron_rules(facts: _Facts):
 
 def _data_rules(facts: _Facts):
     loader = facts.megatron("dataloader_type", "external")
-    if facts.megatron("hybrid_context_parallel"):  # whatever the loader: Megatron refuses the one that E29 asks for
+    if facts.megatron("hybrid_context_parallel"):  # whatever the loader
         yield (
             "E12",
             "--hybrid-context-parallel takes samples from Megatron's own data loader (--dataloader-type single) and distributes them "
             "itself, so packed micro-batches cannot reach it; remove it (--context-parallel-size alone works)",
         )
-    elif loader != "external":
+    if loader != "external":
         yield (
             "E29",
             f"--dataloader-type {loader} would wrap the iterator of packed micro-batches in a data loader; use --dataloader-type "

@@ -78,12 +78,24 @@ def check_layer(layer: nn.Module) -> None:
             "used. Build the model with that one (without --fp8-output-proj)."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
-    _call({name: getattr(layer, name) for name in names} | {"input": None, "weight": None})
+    _check_arguments({name: getattr(layer, name) for name in names})
 
 
 def _call(arguments: dict[str, object]) -> HeadCall:
-    group = arguments["tp_group"]
-    several = group is not None and group.size() > 1
+    _check_arguments(arguments)
+    return HeadCall(
+        hidden=arguments["input"],
+        weight=arguments["weight"],
+        tp_group=arguments["tp_group"] if _is_shared(arguments) else None,
+        sequence_parallel=bool(arguments["sequence_parallel"]),
+    )
+
+
+def _is_shared(arguments: dict[str, object]) -> bool:
+    return arguments["tp_group"] is not None and arguments["tp_group"].size() > 1
+
+
+def _check_arguments(arguments: dict[str, object]) -> None:
     if arguments["bias"] is not None:
         raise ValueError(
             "the output layer has a bias, which the float32 head would leave out. Build the model without it."
@@ -93,14 +105,8 @@ def _call(arguments: dict[str, object]) -> HeadCall:
             "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head adds at "
             "once. Remove that flag."
         )
-    if several and not (arguments["sequence_parallel"] or arguments["allreduce_dgrad"]):
+    if _is_shared(arguments) and not (arguments["sequence_parallel"] or arguments["allreduce_dgrad"]):
         raise ValueError(
             "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the float32 head "
             "makes itself, so it would count twice. Build the model without it."
         )
-    return HeadCall(
-        hidden=arguments["input"],
-        weight=arguments["weight"],
-        tp_group=group if several else None,
-        sequence_parallel=bool(arguments["sequence_parallel"]),
-    )

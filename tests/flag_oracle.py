@@ -241,6 +241,6 @@ def _megatron(given: Mapping) -> list[str]:
     found += ["E21"] * bool(given["mtp"] and on)
     found += ["E27"] * bool(given["overlap"])
     found += ["E28"] * bool(given["gtp"] and given["gtp"] > 1)
-    found += ["E12"] if given["hybrid"] else ["E29"] * (given["loader"] != "external")
+    found += ["E12"] * bool(given["hybrid"]) + ["E29"] * (given["loader"] != "external")
     found += ["E30"] * (bool(given["rl"]) + bool(given["sft"]) + bool(given["skip"]))
     return found

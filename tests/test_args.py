@@ -321,8 +321,8 @@ BROKEN = [
     row("E11", "reducer", path(REDUCER, **mode("constant", calculate_per_token_loss=True)), "contradicts constant"),
     row(
         "E12",
-        "its loader",  # the one that Megatron asks for: E29, whose way out Megatron refuses, is not said
-        {"hybrid_context_parallel": True, "dataloader_type": "single", PER_TOKEN: True},
+        "with the flag that Megatron asks for",
+        {"hybrid_context_parallel": True, PER_TOKEN: True},
         "--hybrid-context-parallel takes samples from Megatron's own data loader (--dataloader-type single)",
     ),
     row("E12", "another loader", {"hybrid_context_parallel": True}, "packed micro-batches cannot reach it; remove it"),

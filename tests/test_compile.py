@@ -86,7 +86,9 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
         )
 
 
-@pytest.mark.proof("Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more), 16-byte accesses, programs fit")
+@pytest.mark.proof(
+    "Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more), 16-byte accesses, programs fit"
+)
 def test_the_one_launch_kernel_fits_the_chip(full, evidence):
     names = [f"{columns}:{dtype}" for columns, dtype in (ALL if full else FAST)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}

@@ -78,7 +78,8 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
         "except ValueError as error:\n"
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
-        "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0)\n"
+        "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
+        "             num_experts=None, transformer_impl='local')\n"
         "try:\n"
         "    train_grpo.check_example(types.SimpleNamespace(**sizes, rollouts=None, pg_vocab_size=11))\n"
         "except ValueError as error:\n"
@@ -90,23 +91,3 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     )
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in done.stdout
     assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in done.stdout
-
-
-def test_the_sampler_draws_no_padding_and_gives_it_no_probability(monkeypatch):
-    """A model of 8 columns whose padding, from column 5 on, would be drawn nearly always."""
-    import sampling
-    from sampling import Policy
-
-    monkeypatch.setattr(sampling, "_some_expert_peer_has", bool)  # there are no ranks
-    logits = torch.tensor([0.1, -0.3, 0.2, 0.0, -0.1, 9.0, 9.0, 9.0])
-    monkeypatch.setattr(Policy, "_whole_logits", lambda self, rows: logits.repeat(*rows.shape, 1))
-    policy = Policy([], width=6, temperature=0.7, vocab_size=5)
-    done = policy.sample([[1], [2]] * 20, max_tokens=4, stop=4, generator=torch.Generator().manual_seed(0))
-    drawn = [token for response in done.responses for token in response]
-    assert set(drawn) == {0, 1, 2, 3, 4}
-    expected = torch.log_softmax(logits[:5].double() / 0.7, dim=0)
-    found = torch.tensor([value for row in done.logprobs for value in row], dtype=torch.float64)
-    assert (found - expected[torch.tensor(drawn)]).abs().max() < 1e-6
-    assert policy.score([[1]], [[0, 5]])[0][1] == -torch.inf
-    every_column = Policy([], width=6, temperature=0.7)
-    assert every_column.score([[1]], [[5]])[0][0] > -2

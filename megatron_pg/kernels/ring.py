@@ -103,7 +103,7 @@ def grpo_loss_and_gradient(
 
     Args:
         logits: [T, V] that `supports` accepts.
-        gradient: [T, V] same dtype and alignment, may be the logits; gets grad_scale / grad_divisor * d loss / d logits.
+        gradient: [T, V] of the logits' or a narrower dtype, aligned alike, may be the logits; gets grad_scale / grad_divisor * d loss / d logits.
         targets: [T] int64, contiguous; outside [0, valid) at a trained token gives NaN.
         policy_loss: with its [T] fields, any float; masked rows are not read.
         valid: columns at or beyond it are padding and take no part.
