@@ -51,7 +51,7 @@ ROLLOUT_ARGS=(
 GRPO_ARGS=(
     --loss-aggregation sample_mean
     --pg-clip-eps-low 0.2
-    --pg-clip-eps-high 0.28
+    --pg-clip-eps-high 0.28 # with another --pg-objective: the numbers that it reads
     --pg-temperature 1.0
     --pg-metrics basic
     --pg-kernel torch

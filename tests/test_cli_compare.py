@@ -334,7 +334,7 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, caps
 BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
-    "--divisor x": "could not convert|invalid",
+    "--divisor x": "x is not finite and > 0",
     "--top -1": "--top -1 is negative",
     "--output out.gif": "is no .png, .svg, .pdf file",
     "--output nowhere/out.png": "its folder does not exist",
@@ -373,6 +373,18 @@ def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
     assert "matplotlib cannot be imported" in err
     assert "pip install matplotlib" in err
     assert run(capsys, path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "command"), [("torch", "convert --format slime x.pt --output y"), ("numpy", "compare x")]
+)
+def test_without_a_package_there_is_a_message(package, command):
+    """In a process of its own, where nothing is imported yet."""
+    code = f"import sys; sys.modules[{package!r}] = None; from megatron_pg.cli import main; sys.exit(main({command.split()!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"megatron-pg {command.split()[0]}: {package} is not installed")
+    assert done.stderr.count("\n") == 1
 
 
 # --- size ---

@@ -127,6 +127,7 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path, capsys):
 def test_one_run_given_twice_is_refused(make_run, capsys):
     path = make_run("a", [1.0])
     assert "is given twice" in refused(capsys, path, path)
+    assert "is given twice" in refused(capsys, path, path / "metrics.jsonl")
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(make_run, capsys):
@@ -138,5 +139,6 @@ def test_a_small_curve():
     assert small_curve([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert small_curve([2.0, 2.0]) == "▄▄"
     assert small_curve([1.0]) == "▄"
+    assert small_curve([1.0, 1 - 2**-53, 1.0]) == "▄▄▄"  # a last bit
     assert len(small_curve(list(range(1000)))) == 40
     assert small_curve([0, 0, 1, 1], width=2) == "▁█"

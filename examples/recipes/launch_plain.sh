@@ -6,6 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
+SCRIPT=$1
+shift
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -48,5 +50,5 @@ TRAINING_ARGS=(
     --dataloader-type external
 )
 
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" "$1" \
-    "${MODEL_ARGS[@]}" "${CPU_ARGS[@]}" "${TRAINING_ARGS[@]}" "${@:2}"
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" "$SCRIPT" \
+    "${MODEL_ARGS[@]}" "${CPU_ARGS[@]}" "${TRAINING_ARGS[@]}" "$@"

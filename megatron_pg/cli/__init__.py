@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if word in SUBCOMMANDS), None)
     try:
-        options = _parse(argv, name)
-        code = import_module(f"megatron_pg.cli.{options.subcommand}").run(options)
+        code = _run(argv, name)
         sys.stdout.flush()
         return code
     except InputError as error:
@@ -56,13 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _run(argv: list[str], name: str | None) -> int:
+    try:
+        options = _parse(argv, name)
+        return import_module(f"megatron_pg.cli.{options.subcommand}").run(options)
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        raise InputError(
+            f"{error.name} is not installed, and {name} needs it. Install it; megatron-pg doctor says what else is missing."
+        ) from error
+
+
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser = _Parser(prog="megatron-pg", description="Exactly normalised policy-gradient losses for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-pg {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for each, summary in SUBCOMMANDS.items():
         shape = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        sub = choices.add_parser(each, help=summary, description=f"Show {summary}.", **shape)
+        sub = choices.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **shape)
         if each == name:
             import_module(f"megatron_pg.cli.{each}").add_options(sub)
             sub.add_argument("--json", action="store_true", help="one JSON document instead of text")

@@ -5,6 +5,7 @@ ratio: the gradient mass of a token is w·|A|. Weights come from `plan_step`, as
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,7 +281,10 @@ def _draw(options: argparse.Namespace, lengths: Shares, prompts: Shares) -> None
 
 
 def _divisor(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not finite and > 0")
     return value

@@ -8,6 +8,7 @@ import difflib
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -101,11 +102,12 @@ def _add(curves: dict[str, Curve], line: bytes, where: str) -> None:
 def _labelled(paths: Sequence[str]) -> dict[str, Path]:
     """The runs by a name that tells them apart."""
     files = [Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path) for path in paths]
+    if again := [file for i, file in enumerate(files) if os.path.abspath(file) in map(os.path.abspath, files[:i])]:
+        raise InputError(
+            f"{show_path(again[0])}: is given twice, so its curves would hide each other. Give every run once."
+        )
     short = [printable(file.parent.name if file.name == "metrics.jsonl" else file.stem) or "." for file in files]
     labels = short if len(set(short)) == len(short) else [show_path(path) for path in paths]
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise InputError(f"{twice}: is given twice, so its curves would hide each other. Give every run once.")
     return dict(zip(labels, files, strict=True))
 
 
@@ -137,9 +139,14 @@ def _rows(runs: Mapping[str, dict[str, Curve]], name: str) -> list[tuple[str, ..
 def small_curve(values: Sequence[float], width: int = 40) -> str:
     """The values as a line of bars, each the mean of its stretch, from the smallest to the largest."""
     edges = [round(i * len(values) / min(width, len(values))) for i in range(min(width, len(values)) + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    means = [_visible(math.fsum(values[a:b]) / (b - a)) for a, b in itertools.pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1)) if span else 3] for mean in means)
+
+
+def _visible(value: float) -> float:
+    """The value with nine digits: a last bit that comes and goes is no curve."""
+    return float(f"{value:.9g}")
 
 
 def _listed(curve: Curve) -> dict[str, list]:
@@ -154,8 +161,9 @@ def _draw(runs: Mapping[str, dict[str, Curve]], names: Sequence[str], options: a
     panels = list(axes.flat)
     for name, axis in zip(names, panels, strict=False):
         for label, curves in runs.items():
-            steps = sorted(curves.get(name, {}))
-            axis.plot(steps, [curves[name][step] for step in steps] if steps else [], label=label, linewidth=1.3)
+            curve = curves.get(name, {})
+            steps = sorted(curve)
+            axis.plot(steps, [_visible(curve[step]) for step in steps], label=label, linewidth=1.3)
         axis.set_title(printable(name), fontsize=10)
         axis.grid(alpha=0.3)
     for axis in panels[len(names) :]:
