@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-TRAINING = ["pyyaml", "einops"]  # what megatron.training imports and megatron-core does not require
+TRAINING = ["pyyaml", "einops", "psutil"]  # what megatron.training imports and megatron-core does not require
 DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
 TEST = [*DEMO, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17"]
 

@@ -8,8 +8,7 @@ runs over gloo through cpu_megatron.py, on GPUs over NCCL without any patch.
 
 A run resumed with --load is the run that was not stopped, bit for bit, from a checkpoint at any step: prompts and draws
 follow from the seed and the first step of the rollout batch, and what is left of a batch that was open is read back from
-rollouts.jsonl, because the weights that sampled it are gone. Resume with the same flags and --run-dir. On a CPU Megatron saves with
---ckpt-format torch, or needs psutil.
+rollouts.jsonl, because the weights that sampled it are gone. Resume with the same flags and --run-dir.
 
 With --docs-per-step 256 a step is 256 documents, packed into rows of up to --micro-batch-size x --seq-length tokens, and
 every rank samples when it has used up its own rollouts (rollout_documents.py).
