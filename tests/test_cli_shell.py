@@ -124,6 +124,30 @@ EXACT = {
     "an exit of a subshell": "X=1\n(exit 1)\ntorchrun t.py $X\n",
     "command and exec": "command true\nX=1\nexec torchrun t.py $X\ntorchrun no.py\n",
     "comparisons in arithmetic": "N=2\ntorchrun t.py $((${N} * 3)) $((N > 1))\n",
+    "an array that may be empty": 'A=(--a "b c")\nE=()\ntorchrun t.py ${A[@]+"${A[@]}"} "${A[@]+"${A[@]}"}" "${E[@]+"${E[@]}"}" ${1+"$@"}\n',
+    "arithmetic of arguments": "f() { torchrun t.py $(($1 * 16)) $((-$2 + ${1})); }\nf 8 3\n",
+    "declarations expand all before they assign": "X=1\nf() { local X=2 Y=$X; export X=3 Z=$X; torchrun t.py $X $Y $Z; }\nf\n",
+    "declarations with quotes": 'X=1\nexport "X=2"\nfor P in "Y=a b" Z=3; do export "$P"; done\ntorchrun t.py "$X" "$Y" "$Z"\n',
+    "evaluated text": "eval 'X=1; set -- \"a b\"'\nC='torchrun t.py $X \"$1\"'\neval $C\n",
+    "arguments without a mark": "set -x\nset t.py --a\ntorchrun $@\n",
+    "more to shift than there is": 'set -- a\nshift 2\ntorchrun t.py "$@"\n',
+    "a pattern that is denied": "X=qwen3 Y=1\n[[ ! $X == qwen* ]] && Y=2\n[[ ! $X == q ]] && Z=3\ntorchrun t.py $Y $Z\n",
+    "an array that is only declared": 'f() { local -a A; A+=(x); torchrun t.py ${#A[@]} "${A[@]}"; }\nf\n',
+    "an array of one and its first element": 'A=(a)\nA=b\ntorchrun t.py "${A[@]}" $A\n',
+    "a here document whose end is indented": "cat <<EOF >/dev/null\n  EOF\ntorchrun no.py\nEOF\ntorchrun t.py\n",
+    "a here document with tabs": "cat <<-EOF >/dev/null\n\tX\n\tEOF\ntorchrun t.py\n",
+    "a command that expands to nothing": "${UNSET:+set -x}\nexec ${UNSET:-}\ntorchrun t.py\n",
+    "pipes to processes": "torchrun t.py | tee >(cat >/dev/null) >/dev/null\ncat <(echo x) >/dev/null\n",
+    "asking for a launcher": "command -v torchrun >/dev/null || exit 1\ntorchrun t.py\n",
+    "quotes in a command's comment": "X=$(echo 1 # it's\n)\nY=$(cat <<EOF\nit's )\nEOF\n)\ntorchrun t.py\n",
+    "a case in a command": "X=$(case a in a) echo case;; (b) echo 2;; esac; (echo 3))\ntorchrun t.py\n",
+    "patterns with alternatives": "shopt -s extglob\ncase a in @(a|b)) X=1;; esac\ntorchrun t.py\n",
+    "a descriptor of a name": "exec {FD}>/dev/null\ntorchrun t.py\n",
+    "a function named as the command": 'torchrun() { command torchrun "$@"; }\nX=1\ncommand torchrun t.py $X\n',
+    "translated text": 'torchrun t.py $"a b"\n',
+    "a variable that is unset": 'X=1\nunset X FROM_OUTSIDE\ntorchrun t.py ${X:-d} "$X" $FROM_OUTSIDE\n',
+    "strict mode": "set -euo pipefail\nIFS=$'\\n\\t'\nX=a\nA=(--b 'c d')\n[[ $X == b ]] || Y=2\nif [[ $X == b ]]; then :; fi\ntorchrun t.py $X $Y \"${A[@]}\"\n",
+    "the folder that cd leads to": 'mkdir -p sub\ncd sub\ntorchrun "$PWD/t.py"\n',
     "a quote in a command": 'X=1\necho "$(echo "it\'s")" > /dev/null\ntorchrun t.py $X\n',
 }
 
@@ -150,7 +174,7 @@ UNKNOWN = {  # the line and the reason of the word that cannot be known
     "cd $(x)\ntorchrun t.py [0]*3": ("line 2", "may be a pattern of file names"),
     "torchrun t.py {a,b}": ("line 1", "has braces, which the shell expands"),
     "IFS=,\nX=a,b\ntorchrun t.py $X": ("line 3", "the script sets IFS"),
-    "torchrun t.py $'a\\tb'": ("line 1", "is a form that is not read here"),
+    "torchrun t.py $'a\\x41'": ("line 1", "is a form that is not read here"),
     "declare -i X=1+1\ntorchrun t.py $X": ("line 1", "X is declared with an attribute"),
     "A=(1)\nA[0]=2\ntorchrun t.py $A": ("line 2", "A has an element assigned"),
     "for X in 1 $(x); do torchrun t.py $X; done": ("line 1", "X changes in the `for` loop"),
@@ -172,7 +196,25 @@ UNKNOWN = {  # the line and the reason of the word that cannot be known
     ),
     "export $(x)\ntorchrun t.py $X": ("line 2", "line 1: a declaration may have set it"),
     "if [ -e x ]; then cd /; fi\nsource launch.sh\ntorchrun t.py $X": ("line 3", "line 2: `source` reads"),
-    "X=1\ndeclare -n R=X\nR=2\ntorchrun t.py $X": ("line 4", "line 2: a reference to its name may have set it"),
+    "X=1\nexport $(x)\ntorchrun t.py $X": ("line 3", "line 2: a declaration may have set it"),
+    "X=1\nread $(x)\ntorchrun t.py $X": ("line 3", "line 2: a variable is set by `read`"),
+    "N=08\ntorchrun t.py $((10#$N*4))": ("line 2", "N is no decimal integer"),
+    "torchrun t.py $((1_000))": ("line 1", "is arithmetic that is not read here"),
+    "torchrun t.py $((UID))": ("line 1", "UID is set by bash itself"),
+    "X=1\n: $((X *= 2))\ntorchrun t.py $X": ("line 2", "X is changed by arithmetic"),
+    "A=(a b)\nunset 'A[1]'\ntorchrun t.py \"${A[@]}\"": ("line 2", "A has an element unset"),
+    'A=(a b)\nA+=c\ntorchrun t.py "${A[@]}"': ("line 2", "to whose first element something is added"),
+    'A=(a b)\nA=c\ntorchrun t.py "${A[@]}"': ("line 2", "whose first element is assigned"),
+    'A=([0]=a [1]=b)\ntorchrun t.py "${A[@]}"': ("line 1", "A is an array with indices"),
+    "IFS=$'\\n\\t'\nX='2 3'\ntorchrun t.py $X": ("line 3", "the script sets IFS"),
+    'IFS=,\nA=(1 2)\ntorchrun t.py "${A[*]}"': ("line 3", "the script sets IFS, which joins"),
+    "torchrun t.py \"${UNSET:-'x'}\"": ("line 1", "has single quotes inside double ones"),
+    "torchrun t.py {'a','b'}": ("line 1", "has braces, which the shell expands"),
+    "readonly X=1\nX=2\ntorchrun t.py $X": ("line 2", "X is readonly"),
+    "X=1\nf() { if [ -e x ]; then local X; fi; X=2; }\nf\ntorchrun t.py $X": ("line 3", "only where a branch is taken"),
+    'torchrun t.py ${UNSET:-#"x"}': ("line 1", "is a default of several words"),
+    "set -- a\neval $(x)\ntorchrun t.py $1": ("line 2", "`eval` may have set it"),
+    "shopt -s nullglob\ntorchrun t.py [x]y": ("line 2", "may be a pattern of file names"),
     "set -- a b\nwhile [ -e x ]; do torchrun t.py $1; shift; done": (
         "line 1",
         "a branch or a loop changes the arguments",
@@ -181,7 +223,7 @@ UNKNOWN = {  # the line and the reason of the word that cannot be known
     "if [ -e x ]; then : ${X:=1}; fi\ntorchrun t.py $X": ("line 1", "X is assigned inside a branch"),
     "cd /\nsource launch.sh\ntorchrun t.py $X": ("line 3", "line 2: `source` reads launch.sh"),
     "source /nowhere/env.sh\ntorchrun t.py $X": ("line 2", "line 1: `source` reads /nowhere/env.sh"),
-    "eval 'X=1'\ntorchrun t.py $X": ("line 2", "line 1: `eval` may have set it"),
+    'eval "X=1 $(x)"\ntorchrun t.py $FROM_OUTSIDE': ("line 2", "line 1: `eval` may have set it"),
     "X=1\nread X < /dev/null\ntorchrun t.py $X": ("line 2", "X is set by `read`"),
     "X=1\n((X++))\ntorchrun t.py $X": ("line 2", "X is changed by arithmetic"),
     "X=1\nlet X=X+1\ntorchrun t.py $X": ("line 2", "X is changed by arithmetic"),
@@ -270,7 +312,17 @@ def test_what_the_script_itself_may_have_put_into_an_unknown_value_is_known(writ
         "S=--ab\ntorchrun ${S%b} t.py": ("--ab",),
         "torchrun {--a,--b} t.py": ("--a,--b",),
         "IFS=,\nS='--a,--b'\ntorchrun $S t.py": ("--a,--b",),
-        "eval S=--a\ntorchrun $S t.py": ("--a",),
+        "eval S=--a $(x)\ntorchrun $S t.py": ("--a",),
+        "S=--a\neval $(x)\ntorchrun $S t.py": ("--a",),
+        "S=--a\nN=S\ntorchrun ${!N} t.py": ("--a",),
+        'A=(--a --b)\nA[1]=--c\ntorchrun "${A[@]}" t.py': ("--a", "--b", "--c"),
+        "declare -A L\nL[a]=--a; L[b]=--b\ntorchrun ${L[a]} t.py": ("--a", "--b"),
+        "while read X; do S=$X; done <<EOF\n--a\nEOF\ntorchrun $S t.py": ("--a",),
+        "echo --a | while read X; do torchrun $X t.py; done": ("--a",),
+        'mapfile -t A < <(printf %s --a)\ntorchrun "${A[@]}" t.py': ("--a",),
+        "cat >f.txt <<EOF\n--a\nEOF\ntorchrun $(cat f.txt) t.py": ("--a",),
+        "source <(echo S=--a)\ntorchrun $S t.py": ("--a",),
+        "A=(--a)\ntorchrun ${A[@]+${A[@]} --b} t.py": ("--a", "--b"),
         "printf -v S %s --a\ntorchrun $S t.py": ("--a",),
         "f() { S=--a; }\n[ -e x ] && f\ntorchrun $S t.py": ("--a",),
         "g() { echo --b; }\nf() { if true; then A=(--a); g; fi; }\nS=$(f | tail)\ntorchrun $S t.py": ("--a", "--b"),
@@ -309,6 +361,52 @@ def test_every_hole_of_a_word_knows_its_reason(write):
 def test_a_script_without_end_is_refused(write, text, message):
     with pytest.raises(InputError, match=message):
         read(write(text))
+
+
+STOPS = {
+    "shopt -s nocasematch": "line 1: `shopt -s nocasematch` changes what commands mean",
+    "shopt -s expand_aliases": "line 1: `shopt -s expand_aliases`",
+    "set -o posix": "line 1: `set -o posix`",
+    "declare -n R=X": "line 1: `declare -n` makes a second name",
+    "echo X=1 > f.sh\nsource ./f.sh": "line 2: `source` reads ./f.sh, which the script itself writes",
+    "echo X=1 | tee f.sh\n. f.sh": "line 2: `source` reads f.sh, which the script itself writes",
+}
+
+
+@pytest.mark.parametrize("text", STOPS)
+def test_what_is_not_followed_stops_with_its_line_and_the_way_on(text, write):
+    with pytest.raises(
+        InputError, match=re.escape(STOPS[text]) + ".* put `python -m megatron_pg explain` in the place"
+    ):
+        read(write(text))
+
+
+def test_windows_line_ends_are_refused(write):
+    with pytest.raises(InputError, match="launch.sh has CRLF line ends"):
+        read(write("X=1\r\ntorchrun t.py $X\r\n"))
+
+
+@pytest.mark.parametrize("text", ["set -e\n[[ a == b ]]", "set -e\n! true; false", 'E=\n: "${E:?needed}"'])
+def test_a_script_that_bash_ends_is_ended(text, write, tmp_path):
+    reading = read(write(f"{text}\ntouch ran\n"))
+    assert (reading.commands, bool(reading.ended)) == ([], True)
+    subprocess.run(["bash", "launch.sh"], capture_output=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_sourced_file_has_its_own_arguments_and_folder(write, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.sh").write_text('X=$1\nf() { source "$(dirname "${BASH_SOURCE[0]}")/b.sh"; }\n')
+    (tmp_path / "lib" / "b.sh").write_text("Y=inner\n")
+    (tmp_path / "b.sh").write_text("Y=outer\n")
+    path = write('source lib/a.sh given\nf\ntorchrun t.py $X $Y "$1"\n')
+    assert [word.text for word in torchrun_of(path, "own")] == run_bash(path, tmp_path, "own")
+
+
+def test_functions_that_call_each_other_are_read_in_no_time(write):
+    layers = "".join(f"f{i}() {{ f{i + 1}; g{i + 1}; }}\ng{i}() {{ f{i + 1}; g{i + 1}; }}\n" for i in range(20))
+    (word,) = torchrun_of(write(f"{layers}f20() {{ echo --a; }}\nX=$(f0)\ntorchrun $X"))
+    assert "--a" in word.unknown.text
 
 
 def test_a_sourced_file_is_looked_for_where_cd_has_led(write, tmp_path):

@@ -80,6 +80,38 @@ ONE_VALUE = {
     *("--vocab-file", "--wandb-entity", "--wandb-exp-name", "--wandb-project", "--wandb-save-dir"),
 }
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_MENTIONING = {  # commands that may name a launcher, and start none
+    *(
+        "echo",
+        "printf",
+        "which",
+        "type",
+        "hash",
+        "pkill",
+        "pgrep",
+        "killall",
+        "pip",
+        "pip3",
+        "ls",
+        "cat",
+        "grep",
+        "sed",
+    ),
+    *("awk", "tee", "test", "trap", "alias", "rm", "cp", "mv", "chmod", "mkdir", "touch", "git"),
+}
+_SHELLS = {
+    "eval",
+    "bash",
+    "sh",
+    "zsh",
+    "su",
+    "ssh",
+    "pdsh",
+    "tmux",
+    "screen",
+    "sbatch",
+}  # which may start what they are given
+_LAUNCHING = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b|\bpython[\d.]*\s.*\.py\b")
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 
 
@@ -181,7 +213,7 @@ def _from_script(
         options.world_size or _world_size(before),
         others,
         tuple(sorted(reading.environment)),
-        (*reading.caveats, *taken, *_reservations(command)),
+        (*reading.caveats, *map(_not_read, filter(_runs_script, reading.commands)), *taken, *_reservations(command)),
         tuple(assumed),
     )
 
@@ -194,19 +226,27 @@ def _reservations(command: Command) -> list[str]:
 
 def _choose(reading: Reading, line: int | None) -> Command:
     found = list(dict.fromkeys(command for command in reading.commands if _starts_training(command)))
-    launchers = [command for command in found if any(_is_launcher(word) for word in command.words)]
-    with_ours = [command for command in found if any(_OURS.match(word.text) for word in command.words)]
-    if line is not None:
-        found = [command for command in found if command.where == f"line {line}"]
-        if len(found) != 1:
+    hiding = [command for command in reading.commands if command not in found and _hides(command)]
+    if line is None:
+        candidates = [*(list(filter(_is_likely, found)) or found), *hiding]
+    else:
+        candidates = [command for command in found if command.where == f"line {line}"]
+        if not candidates:
             raise InputError(f"no training is started in line {line}. Give the line where the command begins.")
-        return found[0]
-    for candidates in (launchers, with_ours, found):
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            places = ", ".join(command.where for command in candidates)
-            raise InputError(f"several commands start a training ({places}). Choose one with --line.")
+    places = list(dict.fromkeys(command.where for command in candidates))
+    if len(places) > 1:
+        raise InputError(f"several commands start a training ({', '.join(places)}). Choose one with --line.")
+    if len(candidates) > 1:
+        raise InputError(
+            f"{places[0]} starts a training {len(candidates)} times, with different arguments. Give the flags themselves."
+        )
+    if candidates and candidates[0] in found:
+        return _followed(candidates[0])
+    unread = [*hiding, *filter(_runs_script, reading.commands)]
+    if unread:
+        raise InputError(
+            f"{_not_read(unread[0])}, and no other command starts a training. Give the script that it runs, or the flags themselves."
+        )
     if reading.ended:
         raise InputError(
             f"{reading.ended}: the script ends itself here, before it starts a training. Give its arguments behind it, or the variables "
@@ -221,10 +261,50 @@ def _is_launcher(word: Word) -> bool:
     return word.text.rpartition("/")[2] in _LAUNCHERS
 
 
-def _starts_training(command: Command) -> bool:
-    if command.words[0].text in ("echo", "printf"):
-        return False
+def _is_likely(command: Command) -> bool:
+    """Whether it is no mere tool: started by a launcher or by Ray, or with flags of ours."""
+    is_ray = command.words[0].text.rpartition("/")[2] == "ray"
+    return is_ray or any(_is_launcher(word) or _OURS.match(word.text) for word in command.words)
+
+
+def _hides(command: Command) -> bool:
+    """Whether a shell is given the text of a command that starts a training."""
     names = [word.text.rpartition("/")[2] for word in command.words]
+    if names[0] in _MENTIONING:
+        return False
+    texts = [text for word in command.words for text in (word.text, *(each.text for each in word.holes))]
+    if not _SHELLS & set(names):
+        texts = [each.text for each in command.words[0].holes]
+    return any(map(_LAUNCHING.search, texts))
+
+
+def _runs_script(command: Command) -> bool:
+    first, *rest = [word.text for word in command.words]
+    is_shell = first.rpartition("/")[2] in ("bash", "sh", "zsh", "sbatch")
+    return first.endswith(".sh") or (is_shell and any(text.endswith(".sh") for text in rest))
+
+
+def _not_read(command: Command) -> str:
+    shown = " ".join(word.text.replace(HOLE, "…") for word in command.words)
+    return f"{command.where}: what `{printable(shown[:60])}` starts is not read"
+
+
+def _followed(command: Command) -> Command:
+    for word in command.words:
+        name = word.text.rpartition("/")[2]
+        if name in ("xargs", "parallel", "find"):
+            raise InputError(
+                f"{command.where}: `{name}` adds arguments to the training command, which are not known. Give the flags themselves."
+            )
+        if _is_launcher(word) or word.text.endswith(".py"):
+            break
+    return command
+
+
+def _starts_training(command: Command) -> bool:
+    names = [word.text.rpartition("/")[2] for word in command.words]
+    if names[0] in _MENTIONING or (_SHELLS & set(names) and _hides(command) and "-c" in names):
+        return False
     runs_python = any(re.fullmatch(r"python[\d.]*", name) or HOLE in name for name in names)
     return any(name in _LAUNCHERS for name in names) or (runs_python and any(n.endswith(".py") for n in names))
 
@@ -234,9 +314,11 @@ def _split(command: Command) -> tuple[list[Word], list[Word]]:
     words = list(command.words)
     start = next((i + 1 for i, word in enumerate(words) if _is_launcher(word)), 0)
     for i, word in enumerate(words[start:], start=start):
+        if start and word.text in ("-m", "--module"):
+            return words[start:i], words[i + 2 :]
         if word.text.endswith(".py"):
             return words[start:i], words[i + 1 :]
-    return words[start:], words[start:]  # torchrun -m module
+    return words[start:], words[start:]
 
 
 def _parse(words: list[Word], *, assume: bool) -> tuple[argparse.Namespace, tuple[str, ...], list[str], list[str]]:
@@ -257,7 +339,7 @@ def _parse(words: list[Word], *, assume: bool) -> tuple[argparse.Namespace, tupl
         raise InputError(
             "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
         )
-    return args, tuple(others), list(dict.fromkeys(taken)), list(assumed.values())
+    return args, tuple(word.replace(HOLE, "…") for word in others), list(dict.fromkeys(taken)), list(assumed.values())
 
 
 def _check_unknown(
@@ -321,6 +403,8 @@ def _check_branches(words: list[Word], read: set[str]) -> list[str]:
 def _check_spelling(others: Sequence[str], own: set[str]) -> None:
     for word in others:
         flag = word.partition("=")[0]
+        if re.match(r"[\u2010-\u2015\u2212]", flag):
+            raise InputError(f"{printable(word)} begins with a dash that is no hyphen, so it is no flag. Write --.")
         if not flag.startswith("--"):
             continue
         others_too = {
@@ -348,11 +432,16 @@ def _fill_in(args: argparse.Namespace) -> None:
 def _world_size(words: Sequence[Word]) -> int | None:
     """Ranks that torchrun's options name, where they are numbers."""
     sizes = {"nproc-per-node": None, "nnodes": 1}
-    texts = [part for word in words for part in ([word.text] if HOLE in word.text else word.text.split("=", 1))]
-    for flag, value in itertools.pairwise(texts):
-        name = flag.lstrip("-").replace("_", "-")
-        if flag.startswith("--") and name in sizes:
-            sizes[name] = int(value) if value.isdecimal() else None
+    parts = [
+        (part, word.maybe)
+        for word in words
+        for part in (word.text.split("=", 1) if HOLE not in word.text else [word.text])
+    ]
+    for (flag, unsure), (value, unsure_too) in itertools.pairwise(parts):
+        short = flag[2:].replace("_", "-")  # argparse takes the beginning of a name for it
+        for name in sizes if flag.startswith("--n") else ():
+            if name.startswith(short):
+                sizes[name] = None if unsure or unsure_too or not value.isdecimal() else int(value)
     options = zip([Word("", ""), *words], words, strict=False)
     may_hold_more = any(word.many and not before.text.startswith("-") for before, word in options)
     if may_hold_more or None in sizes.values():

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
-from megatron_pg.cli.shell_tokens import ASSIGNMENT, NAME, Lexer, Part, Token
+from megatron_pg.cli.shell_tokens import ASSIGNMENT, HOLE, NAME, Lexer, Part, Token
 from megatron_pg.cli.shell_tree import (
     Block,
     Case,
@@ -23,22 +24,28 @@ from megatron_pg.cli.shell_tree import (
     For,
     Function,
     If,
+    InFile,
     Loop,
     Node,
     Not,
     Pipe,
+    Redirected,
     Simple,
     Subshell,
     literal,
     parse,
+    written,
 )
 from megatron_pg.cli.shell_values import State, Unknown, Value, Word, hole, lines_of, merged, text_of
 from megatron_pg.cli.shell_words import Words, without_redirections
 from megatron_pg.cli.terminal import InputError, read_text, show_path
 
-_SETTING = {"read", "mapfile", "readarray", "unset", "getopts"}
+_SETTING = {"read": "REPLY", "mapfile": "MAPFILE", "readarray": "MAPFILE", "getopts": "OPTARG"}  # and what by default
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _PREFIXES = {"exec", "command", "nohup", "env", "builtin"}
+_WRITING = {"tee", "cp", "mv", "sed", "ln", "install", "wget", "curl"}
+_STOPPING = {"nocasematch", "expand_aliases", "posix"}  # of `shopt -s` and `set -o`
+_VANISHING = {"nullglob", "failglob", "dotglob", "nocaseglob"}
 _STEPS = 10_000  # simple commands that are followed, loops and functions counted as often as they run
 _ROUNDS = 100  # of a loop whose test is known
 _DEPTH = 30  # functions and sourced files in each other
@@ -83,6 +90,9 @@ class Reading:
         self._words = Words(path, [Word(text, "the command line") for text in arguments], overrides)
         self._label = ""  # how messages name the file that is read; empty for the script itself
         self._is_certain = True
+        self._is_tested = False  # within a test, where `set -e` does not count
+        self._input = ""  # what the script itself gives the command to read
+        self._readonly: set[str] = set()
         self._returned: list[State] = []  # where the function or file that is read has returned
         self._steps, self._depth = 0, 0
 
@@ -108,9 +118,7 @@ class Reading:
         """Read one file; `label` is how messages name it, empty for the script itself."""
         shown = f"{label or show_path(path)} "
         block = parse(Lexer(read_text(path), shown).tokens(), shown)
-        outside, self._label = self._label, label
-        self._call(block, show_path(path))
-        self._label = outside
+        self._call(InFile(str(path), label, block), show_path(path))
 
     def _call(self, body: Node, name: str) -> None:
         """Run what `return` leaves: a function or a file."""
@@ -133,16 +141,28 @@ class Reading:
             return None
         match node:
             case Simple(tokens):
+                self._note_files(tokens, tokens)
                 return self._run_simple(tokens)
             case tuple():
-                return [None, *map(self._run, node)][-1]
+                return self._run_block(node)
             case Not(command):
-                status = self._run(command)
+                status = self._run_tested(command)
                 return None if status is None else not status
             case Pipe(commands):
-                for command in commands:
-                    self._run_apart(command)
+                for i, command in enumerate(commands):
+                    with self._reading(self._words.text_in(written(commands[:i]))):
+                        self._run_apart(command)
                 return None
+            case Redirected(tokens, body):
+                self._note_files(tokens, body)
+                with self._reading("\n".join(map(self._raw, tokens))):
+                    return self._run(body)
+            case InFile(path, label, body):
+                outside = self._words.file, self._label
+                self._words.file, self._label = path, label
+                status = self._run(body)
+                self._words.file, self._label = outside
+                return status
             case Subshell(body):
                 return self._run_apart(body)
             case Chain(left, operator, right):
@@ -156,8 +176,48 @@ class Reading:
             case Case():
                 return self._run_case(node)
             case Function(name, body):
-                self._state.functions[name] = body
+                self._state.functions[name] = InFile(self._words.file, self._label, body)
                 return True
+
+    def _run_block(self, nodes: Block) -> bool | None:
+        status = None
+        for node in nodes:
+            status = self._run(node)
+            if status is False and isinstance(node, Simple) and self._state.exits and not self._is_tested:
+                self._state.ended = self._where(node.tokens[0])
+        return status
+
+    def _run_tested(self, node: Node) -> bool | None:
+        outside, self._is_tested = self._is_tested, True
+        status = self._run(node)
+        self._is_tested = outside
+        return status
+
+    @contextmanager
+    def _reading(self, text: str) -> Iterator[None]:
+        outside = self._input
+        self._input = lines_of(outside, text)
+        yield
+        self._input = outside
+
+    def _note_files(self, tokens: Sequence[Token], command: Node | Sequence[Token]) -> None:
+        """Which files the script writes, and what it may put there."""
+        for redirection, target in itertools.pairwise(tokens):
+            if redirection.kind == "operator" and ">" in redirection.text and target.kind == "word":
+                word = self._words.expand_one(target, self._where(target))
+                if not word.holes and not word.text.startswith("/dev/"):
+                    path = self._path(word.text)
+                    text = lines_of(self._input, self._words.text_in(written(command)))
+                    self._words.files[path] = lines_of(self._words.files.get(path, ""), text)
+
+    def _path(self, text: str) -> str:
+        return os.path.normpath(os.path.join(self._state.folder or "", text))
+
+    def _stop(self, where: str, what: str) -> NoReturn:
+        raise InputError(
+            f"{show_path(self._words.path)}: {where}: {what}, which is not followed here. Give the flags themselves, or put "
+            "`python -m megatron_pg explain` in the place of the training command."
+        )
 
     def _run_apart(self, node: Node) -> bool | None:
         """In a shell of its own: what it assigns is lost."""
@@ -167,7 +227,7 @@ class Reading:
         return status
 
     def _run_chain(self, left: Node, operator: str, right: Node) -> bool | None:
-        status = self._run(left)
+        status = self._run_tested(left)
         goes_on = operator == "&&"
         if status is None:
             self._fork(lambda: self._run(right if goes_on else ()), lambda: self._run(() if goes_on else right))
@@ -190,7 +250,7 @@ class Reading:
         self._is_certain = outside
 
     def _run_if(self, node: If) -> bool | None:
-        status = self._run(node.test) if node.test else None
+        status = self._run_tested(node.test) if node.test else None
         if status is None:
             self._fork(lambda: self._run(node.then), lambda: self._run(node.otherwise))
             return None
@@ -227,7 +287,7 @@ class Reading:
             return
 
         def once() -> None:
-            self._forget(name, where, "changes in the `for` loop", text_of(items))
+            self._words.forget(name, where, "changes in the `for` loop", text_of(items))
             self._run(loop.body)
 
         self._repeat(once)
@@ -235,15 +295,15 @@ class Reading:
     def _run_loop(self, loop: Loop) -> None:
         for _ in range(_ROUNDS):
             recorded = len(self.commands)
-            status = self._run_apart(loop.test)
+            status = self._run_apart(Not(Not(loop.test)))
             del self.commands[recorded:]
             if status == (loop.word == "until") or self._state.ended:
                 return
             if status is None or loop.word == "for" or _breaks(loop.body):
                 break
-            self._run(loop.test)
+            self._run_tested(loop.test)
             self._run(loop.body)
-        self._repeat(lambda: (self._run(loop.test), self._run(loop.body)))
+        self._repeat(lambda: (self._run_tested(loop.test), self._run(loop.body)))
 
     def _repeat(self, once: Callable[[], object]) -> None:
         """What runs no or several times: nothing that it assigns is known, within it and behind it."""
@@ -266,7 +326,7 @@ class Reading:
     def _let_go(self, changing: Mapping[str, Unknown], start: State) -> None:
         for name, unknown in changing.items():
             text = lines_of(text_of(start.values.get(name)), unknown.text)
-            self._forget(name, unknown.where, "is assigned inside a loop", text)
+            self._words.forget(name, unknown.where, "is assigned inside a loop", text)
 
     # --- simple commands ---
 
@@ -282,10 +342,13 @@ class Reading:
         words = without_redirections(tokens)
         if words and words[0].kind == "arithmetic":
             return self._run_arithmetic(words[0])
-        is_last = False
+        is_last = is_program = False
         while words and literal(words[0]) in _PREFIXES:
+            is_program = True
             is_last |= literal(words[0]) == "exec" and len(words) > 1
             words = words[1:]
+            if words and literal(words[0]) in ("-v", "-V"):  # `command -v`
+                return None
         if words and literal(words[0]) in _DECLARING:
             return self._declare(words[0], words[1:])
         assignments = list(itertools.takewhile(_is_assignment, words))
@@ -294,16 +357,18 @@ class Reading:
                 self._assign(token)
             commands = [part for token in assignments for part in _parts(token) if part.kind == "command"]
             return None if commands else True
-        status = self._run_command(words[len(assignments) :], assignments, tokens)
-        self._state.ended = self._where(words[0]) if is_last else self._state.ended
+        where = self._where(words[0])
+        rest = [word for token in words[len(assignments) :] for word in self._words.expand(token, self._where(token))]
+        if self._state.ended or not rest:  # `${NAME:?}`, or nothing is left to run
+            return None
+        if rest[0].text in self._state.functions and not is_program:
+            return self._run_function(rest[0].text, rest[1:], assignments)
+        status = self._run_command(rest, self._where(words[len(assignments)]), tokens)
+        self._state.ended = where if is_last else self._state.ended
         return status
 
-    def _run_command(self, tokens: list[Token], assignments: list[Token], whole: tuple[Token, ...]) -> bool | None:
-        where = self._where(tokens[0])
-        words = [word for token in tokens for word in self._words.expand(token, self._where(token))]
-        name, rest = (words[0].text, words[1:]) if words else ("", [])
-        if name in self._state.functions:
-            return self._run_function(name, rest, assignments)
+    def _run_command(self, words: list[Word], where: str, whole: tuple[Token, ...]) -> bool | None:
+        name, rest = words[0].text, words[1:]
         match name:
             case "true" | ":":
                 return True
@@ -315,25 +380,30 @@ class Reading:
                 self._returned.append(self._state.copy())
                 self._state.ended = where
             case "source" | "." if rest:
-                self._source(rest[0], where)
+                self._source(rest, where)
             case "cd" | "pushd" | "popd":
                 target = [word for word in rest if word.text != "--"]
                 known = name == "cd" and len(target) == 1 and target[0].unknown is None and self._state.folder
                 self._state.folder = os.path.join(self._state.folder, target[0].text) if known else None
             case "eval":
-                self._lose_all(Unknown(where, "`eval` may have set it", text_of(words)))
+                return self._eval(words, where, whole[0].line)
             case "shift":
-                self._shift(rest, where)
-            case "set" if any(word.text == "--" for word in rest):
-                self._state.arguments = rest[[word.text for word in rest].index("--") + 1 :]
+                return self._shift(rest, where)
+            case "set":
+                self._set(rest, where)
+            case "shopt":
+                self._shopt({word.text for word in rest}, where)
             case "let":
-                self._run_let(" ".join(word.text for word in rest), where)
+                self._words.arithmetic_sets(" ".join(word.text for word in rest), where)
             case "printf" if rest and rest[0].text == "-v" and len(rest) > 1:
-                self._forget(rest[1].text, where, "is set by `printf`", text_of(rest))
+                self._forget(rest[1], where, "is set by `printf`", text_of(rest))
+            case "unset":
+                self._unset(rest, where)
             case _ if name in _SETTING:
-                text = "\n".join(map(self._raw, whole))
-                for word in rest:
-                    self._forget(word.text, where, f"is set by `{name}`", text)
+                given = text_of(self._state.arguments) if name == "getopts" else self._input
+                text = lines_of(given, *map(self._raw, whole))
+                for word in [*rest, Word(_SETTING[name], where)]:
+                    self._forget(word, where, f"is set by `{name}`", text)
             case _:
                 self.commands.append(Command(where, tuple(words), self._is_certain))
                 return True if name in ("echo", "printf") else None
@@ -353,31 +423,106 @@ class Reading:
         state = self._state
         for each, value in state.locals.items():
             state.values.pop(each, None)
-            if value is not None:
+            if isinstance(value, Word) and not value.where:  # two branches, one of which made it local
+                where = self._words.assigned[each].where if each in self._words.assigned else name
+                self._words.forget(each, where, "is local only where a branch is taken")
+            elif value is not None:
                 state.values[each] = value
         (state.arguments, state.locals), self._words.knows_arguments = outside, knows_arguments
 
-    def _lose_all(self, why: Unknown) -> None:
-        self._state.tainted = why
+    def _lose_variables(self, why: Unknown) -> None:
+        self._state.lost = why
         self._state.values.clear()
 
-    def _shift(self, rest: list[Word], where: str) -> None:
+    def _lose_all(self, why: Unknown) -> None:
+        """After commands that are not known: variables, arguments, and the functions that their text may define."""
+        state = self._state
+        self._lose_variables(why)
+        state.arguments = [hole(replace(why, text=lines_of(why.text, text_of(state.arguments))))]
+        for name, body in state.functions.items():
+            if re.search(rf"\b{re.escape(name)}\s*\(\s*\)|\bfunction\s+{re.escape(name)}\b", why.text):
+                state.functions[name] = If((), (body,), ())
+
+    def _eval(self, words: list[Word], where: str, line: int) -> bool | None:
+        if any(word.holes or word.maybe for word in words):
+            self._lose_all(Unknown(where, "`eval` may have set it", text_of(words)))
+            self.commands.append(Command(where, tuple(words), self._is_certain))
+            return None
+        shown = f"{show_path(self._words.path)}: {where}: `eval` of "
+        return self._run(parse(Lexer(" ".join(word.text for word in words[1:]), shown, line).tokens(), shown))
+
+    def _set(self, rest: list[Word], where: str) -> None:
+        while rest and rest[0].text[:1] in ("-", "+") and rest[0].text != "--":
+            option, *rest = rest
+            name = rest.pop(0).text if option.text.endswith("o") and rest else ""
+            if name in _STOPPING and option.text[0] == "-":
+                self._stop(where, f"`set -o {name}` changes what commands mean")
+            if "e" in option.text or name == "errexit":
+                self._state.exits = option.text[0] == "-"
+        is_marked = bool(rest) and rest[0].text == "--"
+        if rest:
+            self._state.arguments = rest[is_marked:]
+
+    def _shopt(self, options: set[str], where: str) -> None:
+        if "-s" not in options:
+            return
+        if changing := sorted(options & _STOPPING):
+            self._stop(where, f"`shopt -s {changing[0]}` changes what commands mean")
+        self._words.knows_globs &= not options & _VANISHING
+
+    def _unset(self, words: list[Word], where: str) -> None:
+        for word in words:
+            if word.text == "-f":
+                for each in words:
+                    self._state.functions.pop(each.text, None)
+                return
+            if re.fullmatch(NAME, word.text) and not word.maybe:
+                self._words.set(word.text, None, where)
+            else:
+                self._forget(word, where, "has an element unset", word.text)
+
+    def _forget(self, word: Word, where: str, why: str, text: str = "") -> None:
+        """Forget the variable that a word names; where the name is not known, all of them."""
+        match = re.match(rf"({NAME})(\[.*)?$", word.text, re.DOTALL)
+        if match:
+            self._words.forget(match.group(1), where, why, text)
+        elif word.text.startswith(HOLE):
+            self._lose_variables(Unknown(where, f"a variable {why}", text))
+
+    def _shift(self, rest: list[Word], where: str) -> bool | None:
         count = int(rest[0].text) if rest and rest[0].text.isdecimal() else None if rest else 1
         arguments = self._state.arguments
-        if count is None or any(word.many or word.maybe for word in arguments[:count]):
+        unsure = [word.many or bool(word.maybe) for word in arguments]
+        if count is None or any(unsure[:count]) or (count > len(arguments) and any(unsure)):
             self._state.arguments = [hole(Unknown(where, "`shift` changes the arguments", text_of(arguments)))]
-        else:
+            return None
+        if count <= len(arguments):
             self._state.arguments = arguments[count:]
+        return count <= len(arguments)
 
-    def _source(self, word: Word, where: str) -> None:
+    def _source(self, words: list[Word], where: str) -> None:
+        word, *arguments = words
         is_known = word.unknown is None and (self._state.folder is not None or os.path.isabs(word.text))
         path = Path(self._state.folder or "", word.text)
+        if is_known and self._is_written(word.text):
+            self._stop(where, f"`source` reads {show_path(word.text)}, which the script itself writes")
         if is_known and path.is_file():
+            outside = self._state.arguments
+            self._state.arguments = arguments or outside
             self.run_file(path, show_path(path))
+            self._state.arguments = outside if arguments else self._state.arguments
             return
         shown = "a file whose name is not known" if word.unknown else show_path(word.text)
-        self._state.tainted = Unknown(where, f"`source` reads {shown}, which is not to be had here and may set it")
+        why = f"`source` reads {shown}, which is not to be had here and may set it"
+        if word.unknown and not word.many and word.text == HOLE and word.unknown.text:  # `source <(…)`
+            self._lose_all(Unknown(where, why, word.unknown.text))
+        self._state.tainted = Unknown(where, why)
         self.caveats.append(f"{where}: {shown} is not read; what it changes is not seen")
+
+    def _is_written(self, name: str) -> bool:
+        path = self._path(name)
+        writing = (command.words for command in self.commands if command.words[0].text in _WRITING)
+        return path in self._words.files or any(self._path(word.text) == path for words in writing for word in words)
 
     # --- tests ---
 
@@ -407,6 +552,9 @@ class Reading:
         return decisive if decisive in found else None if None in found else not decisive
 
     def _compare(self, tokens: list[Token]) -> bool | None:
+        if len(tokens) > 1 and literal(tokens[0]) == "!":
+            found = self._compare(tokens[1:])
+            return None if found is None else not found
         words = [self._words.expand_one(token, self._where(token)) for token in tokens]
         if len(words) == 3 and words[1].text in ("=", "==", "!="):
             found = _matches(words[0], words[2], tokens[2])
@@ -415,57 +563,74 @@ class Reading:
 
     def _run_arithmetic(self, token: Token) -> bool | None:
         text, where = token.parts[0].value, self._where(token)
-        if self._run_let(text, where):
-            return None
         word = self._words.arithmetic(text, where)
         return None if word.unknown else word.text != "0"
-
-    def _run_let(self, text: str, where: str) -> bool:
-        """Whether arithmetic assigns; what it assigns is an integer."""
-        pattern = rf"({NAME})\s*(?:\[[^]]*\]\s*)?(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--)|(?:\+\+|--)\s*({NAME})"
-        names = [a or b for a, b in re.findall(pattern, text)]
-        for name in names:
-            self._forget(name, where, "is changed by arithmetic", is_open=False)
-        return bool(names)
 
     # --- assignments ---
 
     def _declare(self, word: Token, tokens: list[Token]) -> bool:
-        is_local = literal(word) == "local" or (literal(word) in ("declare", "typeset") and self._words.knows_arguments)
+        kind, where = literal(word), self._where(word)
+        is_local = kind == "local" or (kind in ("declare", "typeset") and self._words.knows_arguments)
         options = {letter for token in tokens if literal(token)[:1] == "-" for letter in literal(token)[1:]}
-        for token in tokens:
-            self._assign(token, is_local=is_local and "g" not in options)
-            if options - set("axrgf") and (name := _assigned_name(token)):  # `-i`, `-A`, `-n`
-                self._forget(
-                    name, self._where(token), "is declared with an attribute that changes it", self._raw(token)
-                )
-        if "n" in options:
-            self._lose_all(Unknown(self._where(word), "a reference to its name may have set it"))
+        if "n" in options and kind != "export":
+            self._stop(where, f"`{kind} -n` makes a second name of a variable")
+        found = [each for token in tokens for each in self._assigned(token)]  # all of them before one is set
+        for name, value, is_added in found:
+            self._put(name, value, where, is_added=is_added, is_local=is_local and "g" not in options)
+            if options - set("axrgfp"):  # `-i`, `-A`
+                self._words.forget(name, where, "is declared with an attribute that changes it")
+            if (kind == "readonly" or "r" in options) and not is_local:
+                self._readonly.add(name)
         return True
 
     def _assign(self, token: Token, *, is_local: bool = False) -> None:
-        where, name = self._where(token), _assigned_name(token)
-        if name is None:
-            if token.parts and token.parts[0].kind != "text":  # `export $(…)`
-                self._state.tainted = Unknown(where, "a declaration may have set it", self._raw(token))
-            return
-        if is_local:
-            self._state.locals.setdefault(name, self._state.values.get(name))
-        if token.kind == "array":
-            value: Value = [word for item in token.items for word in self._words.expand(item, self._where(item))]
-            (self._words.append if token.append else self._words.set)(name, value, where)
-            return
-        match = ASSIGNMENT.match(token.parts[0].value)
-        if match is None and not is_local:  # `export NAME`, or an element of an array
-            if token.parts[0].value != name:
-                self._forget(name, where, "has an element assigned", self._raw(token))
-            return
-        head = replace(token.parts[0], value=token.parts[0].value[match.end() if match else len(name) :])
-        value = self._words.expand_one(replace(token, parts=(head, *token.parts[1:])), where)
-        (self._words.append if match and match.group(2) else self._words.set)(name, value, where)
+        for name, value, is_added in self._assigned(token):
+            self._put(name, value, self._where(token), is_added=is_added, is_local=is_local)
 
-    def _forget(self, name: str, where: str, why: str, text: str = "", *, is_open: bool = True) -> None:
-        self._words.set(name, hole(Unknown(where, f"{name} {why}", text, is_open), many=is_open), where)
+    def _assigned(self, token: Token) -> list[tuple[str, Value | None, bool]]:
+        """What a word assigns: names, each with its value, None where only the name stands, and whether that is added."""
+        where, name = self._where(token), _assigned_name(token)
+        if token.kind == "array":
+            if any(re.match(r"\[[^]]*\]\+?=", item.parts[0].value) for item in token.items if item.parts):
+                unknown = Unknown(where, f"{token.text} is an array with indices", self._raw(token))
+                return [(token.text, [hole(unknown)], token.append)]
+            items = [word for item in token.items for word in self._words.expand(item, self._where(item))]
+            return [(token.text, items, token.append)]
+        match = ASSIGNMENT.match(token.parts[0].value) if name else None
+        if match:
+            head = replace(token.parts[0], value=token.parts[0].value[match.end() :])
+            value = self._words.expand_one(replace(token, parts=(head, *token.parts[1:])), where)
+            return [(name, value, bool(match.group(2)))]
+        if name and token.parts[0].value != name:
+            old = self._words.texts.get(name, "")
+            unknown = Unknown(where, f"{name} has an element assigned", lines_of(self._raw(token), old))
+            return [(name, [hole(unknown)], False)]
+        return [each for word in self._words.expand(token, where) for each in self._named(word, where)]
+
+    def _named(self, word: Word, where: str) -> list[tuple[str, Value | None, bool]]:
+        """What an argument of `export` and its like assigns."""
+        match = ASSIGNMENT.match(word.text)
+        if match:
+            return [(match.group(1), replace(word, text=word.text[match.end() :], many=False), bool(match.group(2)))]
+        if word.holes:
+            self._lose_variables(Unknown(where, "a declaration may have set it", text_of(word)))
+        return [(word.text, None, False)] if re.fullmatch(NAME, word.text) else []
+
+    def _put(self, name: str, value: Value | None, where: str, *, is_added: bool, is_local: bool) -> None:
+        is_new = is_local and name not in self._state.locals
+        if is_new:
+            self._state.locals[name] = self._state.values.get(name)
+        if name in self._readonly and value is not None:
+            self._words.forget(name, where, "is readonly, so bash does not assign it", text_of(value))
+        elif value is None:
+            if is_new:
+                self._words.set(name, None, where)
+        elif is_added:
+            self._words.append(name, value, where)
+        elif is_new:
+            self._words.set(name, value, where)
+        else:
+            self._words.assign(name, value, where)
 
     def _raw(self, token: Token) -> str:
         return self._words.text_in("".join(part.written for part in _parts(token)))

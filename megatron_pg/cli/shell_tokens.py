@@ -18,7 +18,7 @@ _OPERATORS = re.compile(r"\|&|\|\||&&|;;&|;;|;&|\d*(?:<<<|<<-|<<|<>|>>|>\||[<>]&
 class Part:
     """A piece of a word: text, or what the shell would replace."""
 
-    kind: str  # "text", "parameter", "arithmetic" or "command"
+    kind: str  # "text", "parameter", "arithmetic", "command" or "process" (`<(…)`, whose value is its words)
     value: str
     quoted: bool
 
@@ -45,10 +45,14 @@ class Token:
 class Lexer:
     """Splits a script into words and operators."""
 
-    def __init__(self, text: str, label: str):
-        self._text, self._label = text.replace("\r\n", "\n").replace(HOLE, " "), label
-        self._at, self._line = 0, 1
-        self._here_documents: list[str] = []
+    def __init__(self, text: str, label: str, line: int = 1):
+        if "\r\n" in text:
+            raise InputError(
+                f"{label}has CRLF line ends, which bash takes into the arguments. Convert it with `sed -i 's/\\r$//'`."
+            )
+        self._text, self._label = text.replace(HOLE, " "), label
+        self._at, self._line = 0, line
+        self._here_documents: list[tuple[str, str]] = []  # the word that ends each, and what is cut from its lines
 
     def tokens(self) -> Iterator[Token]:
         """Every token, in order; an InputError where the script ends inside one."""
@@ -66,7 +70,7 @@ class Lexer:
         while self._at < len(self._text):
             if self._text.startswith("\\\n", self._at):
                 self._advance(2)
-            elif self._text[self._at] in " \t\r":
+            elif self._text[self._at] in " \t":
                 self._advance(1)
             elif self._text[self._at] == "#":
                 end = self._text.find("\n", self._at)
@@ -86,7 +90,8 @@ class Lexer:
         self._advance(len(text))
         if text.lstrip("0123456789") in ("<<", "<<-"):
             self._skip_blanks()
-            self._here_documents.append("".join(part.value for part in self._word().parts))
+            end = "".join(part.value for part in self._word().parts)
+            self._here_documents.append((end, "\t" if text.endswith("-") else ""))
             return replace(token, text="<<")  # its word is taken
         return token
 
@@ -103,12 +108,12 @@ class Lexer:
 
     def _here_texts(self) -> Iterator[Token]:
         """The here documents behind this end of a line, which is left: their last line ends with it."""
-        for end in self._here_documents:
+        for end, cut in self._here_documents:
             line, start = self._line, self._at
             while self._at < len(self._text):
                 self._advance(1)
                 stop = self._text.find("\n", self._at)
-                if self._advance((len(self._text) if stop < 0 else stop) - self._at).strip() == end:
+                if self._advance((len(self._text) if stop < 0 else stop) - self._at).lstrip(cut) == end:
                     break
             yield Token("here", line, (Part("text", self._text[start : self._at], True),))
         self._here_documents.clear()
@@ -121,7 +126,10 @@ class Lexer:
                 name = ASSIGNMENT.fullmatch(parts[0].value) if here == "(" and len(parts) == 1 else None
                 if name:
                     return self._array(line, name.group(1), bool(name.group(2)))
-                break
+                if here != "(" or not parts or parts[-1].quoted or parts[-1].value[-1:] not in ("@", "?", "*", "+"):
+                    break
+                parts.append(Part("text", f"({self._balanced(1, '()', 0)})", False))  # `@(a|b)`
+                continue
             parts += self._piece(here)
         return Token("word", line, _merged(parts))
 
@@ -147,6 +155,9 @@ class Lexer:
         if here == "'":
             return [Part("text", self._until("'", "a single quote"), True)]
         if here == '"':
+            return self._double_quoted()
+        if self._text.startswith('$"', self._at):
+            self._advance(1)
             return self._double_quoted()
         if here in "$`":
             return [self._substitution(quoted=False)]
@@ -189,18 +200,40 @@ class Lexer:
                 return Part("arithmetic", body[:-1], quoted)
             return Part("command", f"({body}", quoted)
         if text.startswith("$(", at):
-            return Part("command", self._balanced(2, "()", 0), quoted)
+            return Part("command", self._commands(), quoted)
         if text.startswith("${", at):
             return Part("parameter", self._balanced(2, "{}", 0), quoted)
         if text.startswith("$'", at) and not quoted:
             self._advance(1)
             body = self._until("'", "a single quote")
-            return Part("parameter", f"$'{body}'", True) if "\\" in body else Part("text", body, True)
+            plain = re.sub(r"\\[nt]", lambda match: {"n": "\n", "t": "\t"}[match.group()[1]], body)
+            return Part("parameter", f"$'{body}'", True) if "\\" in plain else Part("text", plain, True)
         match = re.compile(rf"\$({NAME}|[0-9@*#?$!-])").match(text, at)
         if match is None:
             return Part("text", self._advance(1), quoted)
         self._advance(match.end() - at)
         return Part("parameter", match.group(1), quoted)
+
+    def _commands(self) -> str:
+        """What lies in `$(…)`; a `)` behind the pattern of a `case` does not close it."""
+        line, start, outside = self._line, self._at + 2, self._here_documents
+        self._advance(2)
+        self._here_documents, open_ones, begins = [], [], True
+        for token in self.tokens():
+            text = token.text if token.kind == "operator" else self._text_of(token)
+            if text == ")" and not open_ones:
+                self._here_documents = outside
+                return self._text[start : self._at - 1]
+            if text == "(" or (text == "case" and begins):
+                open_ones.append(text)
+            elif open_ones and (text, open_ones[-1]) in ((")", "("), ("esac", "case")):
+                open_ones.pop()
+            begins = token.kind == "operator" or text in ("then", "do", "else", "{", "!")
+        raise self._unfinished(line, "a $( that never ends")
+
+    @staticmethod
+    def _text_of(token: Token) -> str:
+        return "".join(part.value for part in token.parts if part.kind == "text" and not part.quoted)
 
     def _balanced(self, skip: int, brackets: str, extra: int) -> str:
         """What lies between brackets, nested ones and quotes included; the closing one is consumed."""

@@ -83,6 +83,23 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Redirected:
+    """A compound command with the redirections behind it, its here documents among them."""
+
+    tokens: tuple[Token, ...]
+    body: "Node"
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """What a file defines: its path and the name that messages give it go with it."""
+
+    path: str
+    label: str
+    body: "Node"
+
+
+@dataclass(frozen=True, slots=True)
 class Function:
     """The definition of a function."""
 
@@ -91,7 +108,7 @@ class Function:
 
 
 Block = tuple["Node", ...]  # commands one after the other, `{ … }` too
-Node = Simple | Not | Pipe | Chain | Subshell | If | For | Loop | Case | Function | Block
+Node = Simple | Not | Pipe | Chain | Subshell | If | For | Loop | Case | Redirected | InFile | Function | Block
 
 
 def literal(token: Token) -> str:
@@ -205,8 +222,8 @@ class _Parser:
             return self._simple()
         self._at += 1
         node = reader()
-        self._redirections()
-        return node
+        tokens = self._redirections()
+        return Redirected(tuple(tokens), node) if tokens else node
 
     def _redirections(self) -> list[Token]:
         """What follows a command, or stands in it: `< file`, `> >(command)`, and the text of a here document."""
@@ -215,8 +232,8 @@ class _Parser:
             token = self._take()
             if self._word() == "(":  # `<(command)` is the name of a file
                 self._at += 1
-                self._subshell()
-                tokens.append(Token("word", token.line, (Part("command", f"{token.text}(…)", True),)))
+                part = Part("process", written(self._subshell()), True)
+                tokens.append(Token("word", token.line, (part,)))
                 continue
             tokens.append(token)
             if token.kind == "operator" and token.text != "<<":

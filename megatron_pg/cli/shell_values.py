@@ -49,7 +49,8 @@ def hole(unknown: Unknown, *, many: bool = True) -> Word:
 def text_of(*values: Value | None) -> str:
     """All that the script may have put into values, each line once."""
     words = [word for value in values if value for word in (value if isinstance(value, list) else [value])]
-    return lines_of(*(text for word in words for text in (word.text, *(each.text for each in word.holes))))
+    texts = (text for word in words for text in (word.text, *(each.text for each in word.holes)))
+    return lines_of(*(text.replace(HOLE, "") for text in texts))
 
 
 def lines_of(*texts: str) -> str:
@@ -70,10 +71,12 @@ class State:
     """What one command leaves to the next."""
 
     arguments: list[Word]
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, Value | None] = field(default_factory=dict)
     functions: dict[str, Node] = field(default_factory=dict)
     locals: dict[str, Value | None] = field(default_factory=dict)  # what the variables of a function hide
     tainted: Unknown | None = None  # what may have set any variable that is not set here
+    lost: Unknown | None = None  # the same, of the environment's too
+    exits: bool = False  # `set -e`
     folder: str | None = "."  # where `cd` has led; None where that is not known
     ended: str | None = None  # where the script, or what was called, came to its end
 
@@ -94,7 +97,10 @@ def merged(one: State, other: State) -> State:
     ]:
         state.functions[name] = If((), *((each.functions.get(name, ()),) for each in (one, other)))
     state.locals = {**other.locals, **one.locals}
-    state.tainted = one.tainted or other.tainted
+    for name in one.locals.keys() ^ other.locals.keys():
+        state.locals[name] = hole(Unknown("", f"{name} is local only where a branch is taken"))
+    state.tainted, state.lost = one.tainted or other.tainted, one.lost or other.lost
+    state.exits = one.exits and other.exits
     state.folder = one.folder if one.folder == other.folder else None
     if one.arguments != other.arguments:
         where = next((word.where for word in [*one.arguments, *other.arguments]), "")
@@ -106,6 +112,8 @@ def merged(one: State, other: State) -> State:
 def _present(name: str, state: State) -> Value | None:
     if name in state.values:
         return state.values[name]
+    if state.lost:
+        return hole(state.lost)
     if name in os.environ:
         return Word(os.environ[name], "the environment")
     return hole(state.tainted) if state.tainted else None
