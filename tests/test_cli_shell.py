@@ -211,7 +211,7 @@ UNKNOWN = {  # the line and the reason of the word that cannot be known
     "torchrun t.py \"${UNSET:-'x'}\"": ("line 1", "has single quotes inside double ones"),
     "torchrun t.py {'a','b'}": ("line 1", "has braces, which the shell expands"),
     "readonly X=1\nX=2\ntorchrun t.py $X": ("line 2", "X is readonly"),
-    "X=1\nf() { if [ -e x ]; then local X; fi; X=2; }\nf\ntorchrun t.py $X": ("line 3", "only where a branch is taken"),
+    "X=1\nf() { if [ -e x ]; then local X; fi; X=2; }\nf\ntorchrun t.py $X": ("line 2", "only where a branch is taken"),
     'torchrun t.py ${UNSET:-#"x"}': ("line 1", "is a default of several words"),
     "set -- a\neval $(x)\ntorchrun t.py $1": ("line 2", "`eval` may have set it"),
     "shopt -s nullglob\ntorchrun t.py [x]y": ("line 2", "may be a pattern of file names"),
@@ -382,7 +382,7 @@ def test_what_is_not_followed_stops_with_its_line_and_the_way_on(text, write):
 
 
 def test_windows_line_ends_are_refused(write):
-    with pytest.raises(InputError, match="launch.sh has CRLF line ends"):
+    with pytest.raises(InputError, match="has CRLF line ends"):
         read(write("X=1\r\ntorchrun t.py $X\r\n"))
 
 
