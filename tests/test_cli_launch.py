@@ -246,6 +246,9 @@ WRITTEN = {  # the script itself may have put a flag that is read there
     "X=$(echo --loss-aggregation token_mean); torchrun t.py $X": "--loss-aggregation may be in it",
     "while [ -e x ]; do X=--sft; done; torchrun t.py $X": "--sft may be in it",
     "torchrun t.py {--fp16,--bf16}": "--fp16 may be in it",
+    'A=--fp16; eval "$(x)"; torchrun t.py $A': "--fp16 may be in it",
+    'A=(--x); A[7]=--fp16; torchrun t.py "${A[@]}"': "--fp16 may be in it",
+    "printf --fp16 | while read X; do torchrun t.py $X; done": "--fp16 may be in it",
     'torchrun t.py "--$NAME" 3': "it decides a flag that is read",
     'torchrun t.py --pg-temperature="$T"': "it decides a flag that is read",
     "torchrun t.py --pg-temperature $T": "it decides a flag that is read",
@@ -335,6 +338,14 @@ BAD_SCRIPTS = {
     b"torchrun 'a": "a single quote that never ends",
     b"torchrun t.py\ntorchrun t.py\n": "several commands start a training (line 1, line 2). Choose one with --line",
     b"echo torchrun t.py": "no command starts a training",
+    b"for S in 1 2; do torchrun t.py $S; done": "line 1 starts a training 2 times, with different arguments",
+    b"torchrun convert.py\nray job submit -- python3 train.py": "several commands start a training (line 1, line 2)",
+    b"torchrun t.py\nsrun bash -c 'torchrun u.py'": "several commands start a training (line 1, line 2)",
+    b"echo --fp16 | xargs torchrun t.py": "`xargs` adds arguments to the training command",
+    b"bash inner.sh": "line 1: what `bash inner.sh` starts is not read, and no other command starts a training",
+    b"eval torchrun t.py $(x)": "line 1: what `eval torchrun t.py",
+    "torchrun t.py \u2014fp16".encode(): "begins with a dash that is no hyphen",
+    b"torchrun t.py\r\n": "has CRLF line ends",
     b"a" * (17 * 2**20): "is larger than",
     b"torchrun t.py --loss-aggregation\n": "expected one argument",
 }
@@ -385,6 +396,35 @@ def test_what_a_branch_adds_stops_only_where_it_is_a_flag_that_is_read(call, scr
         assert f"line 2: {words.split()[0]} is passed only where a branch is taken" in err
     err = call("explain", script(text.format("2")))[2]  # one more value of the flag before it
     assert "line 1: --dataloader-type is passed only where a branch is taken" in err
+
+
+def test_a_module_is_started_with_all_its_arguments(call, script):
+    said = explained(
+        call, script("torchrun -m my.train --calculate-per-token-loss --config conf.py --dataloader-type external")
+    )
+    assert said["other_arguments"] == ["--config", "conf.py"]
+    assert said["arguments"]["loss_aggregation"] == "token_mean"
+
+
+RANKS = {
+    "--nproc-per-node 8 --nnode 2": 16,
+    "--nproc_per_node=4": 4,
+    '--nproc-per-node 8 "${D[@]}"': None,
+    '--nnodes 4 --nproc-per-node 8 "${E[@]}"': 32,
+}
+
+
+@pytest.mark.parametrize("words", RANKS)
+def test_the_number_of_ranks_is_what_torchrun_reads(call, script, words):
+    arrays = "D=()\nE=()\nif [ -e x ]; then D+=(--nnodes 4); E+=(--master-port 1); fi\n"
+    path = script(f"{arrays}torchrun {words} t.py --dataloader-type external")
+    assert explained(call, path)["sizes"]["world"] == RANKS[words]
+
+
+def test_another_script_that_is_started_is_noted(call, script):
+    said = explained(call, script("bash inner.sh\ntorchrun t.py --dataloader-type external $X"))
+    assert said["remarks"] == ["line 1: what `bash inner.sh` starts is not read"]
+    assert said["other_arguments"] == ["…"]
 
 
 def test_a_step_of_documents_has_their_number_of_rollouts(call):

@@ -148,6 +148,8 @@ EXACT = {
     "a variable that is unset": 'X=1\nunset X FROM_OUTSIDE\ntorchrun t.py ${X:-d} "$X" $FROM_OUTSIDE\n',
     "strict mode": "set -euo pipefail\nIFS=$'\\n\\t'\nX=a\nA=(--b 'c d')\n[[ $X == b ]] || Y=2\nif [[ $X == b ]]; then :; fi\ntorchrun t.py $X $Y \"${A[@]}\"\n",
     "the folder that cd leads to": 'mkdir -p sub\ncd sub\ntorchrun "$PWD/t.py"\n',
+    "an element that is replaced": 'A=(a b c)\nA[1]="d e"\ntorchrun t.py "${A[@]}"\n',
+    "an assignment before evaluated text": "X=1\nX=2 eval 'Y=$X'\ntorchrun t.py $X $Y\n",
     "a quote in a command": 'X=1\necho "$(echo "it\'s")" > /dev/null\ntorchrun t.py $X\n',
 }
 
@@ -176,7 +178,7 @@ UNKNOWN = {  # the line and the reason of the word that cannot be known
     "IFS=,\nX=a,b\ntorchrun t.py $X": ("line 3", "the script sets IFS"),
     "torchrun t.py $'a\\x41'": ("line 1", "is a form that is not read here"),
     "declare -i X=1+1\ntorchrun t.py $X": ("line 1", "X is declared with an attribute"),
-    "A=(1)\nA[0]=2\ntorchrun t.py $A": ("line 2", "A has an element assigned"),
+    "A=(1)\nA[2]=2\ntorchrun t.py $A": ("line 2", "A has an element assigned"),
     "for X in 1 $(x); do torchrun t.py $X; done": ("line 1", "X changes in the `for` loop"),
     "for X in 1 2; do break; done\ntorchrun t.py $X": ("line 1", "X is assigned inside a loop"),
     "for ((X = 0; X < 3; X++)); do true; done\ntorchrun t.py $X": ("line 1", "X is assigned inside a loop"),
@@ -315,7 +317,7 @@ def test_what_the_script_itself_may_have_put_into_an_unknown_value_is_known(writ
         "eval S=--a $(x)\ntorchrun $S t.py": ("--a",),
         "S=--a\neval $(x)\ntorchrun $S t.py": ("--a",),
         "S=--a\nN=S\ntorchrun ${!N} t.py": ("--a",),
-        'A=(--a --b)\nA[1]=--c\ntorchrun "${A[@]}" t.py': ("--a", "--b", "--c"),
+        'A=(--a --b)\nA[2]=--c\ntorchrun "${A[@]}" t.py': ("--a", "--b", "--c"),
         "declare -A L\nL[a]=--a; L[b]=--b\ntorchrun ${L[a]} t.py": ("--a", "--b"),
         "while read X; do S=$X; done <<EOF\n--a\nEOF\ntorchrun $S t.py": ("--a",),
         "echo --a | while read X; do torchrun $X t.py; done": ("--a",),

@@ -273,6 +273,7 @@ def _hides(command: Command) -> bool:
     if names[0] in _MENTIONING:
         return False
     texts = [text for word in command.words for text in (word.text, *(each.text for each in word.holes))]
+    texts.append(" ".join(word.text for word in command.words))
     if not _SHELLS & set(names):
         texts = [each.text for each in command.words[0].holes]
     return any(map(_LAUNCHING.search, texts))
@@ -303,7 +304,8 @@ def _followed(command: Command) -> Command:
 
 def _starts_training(command: Command) -> bool:
     names = [word.text.rpartition("/")[2] for word in command.words]
-    if names[0] in _MENTIONING or (_SHELLS & set(names) and _hides(command) and "-c" in names):
+    is_text = _SHELLS & set(names) and any(re.fullmatch(r"-\w*c", name) for name in names)  # `bash -c '…'`
+    if names[0] in _MENTIONING or names[0] == "eval" or (is_text and _hides(command)):
         return False
     runs_python = any(re.fullmatch(r"python[\d.]*", name) or HOLE in name for name in names)
     return any(name in _LAUNCHERS for name in names) or (runs_python and any(n.endswith(".py") for n in names))

@@ -363,9 +363,22 @@ class Reading:
             return None
         if rest[0].text in self._state.functions and not is_program:
             return self._run_function(rest[0].text, rest[1:], assignments)
-        status = self._run_command(rest, self._where(words[len(assignments)]), tokens)
+        with self._assigned_before(assignments if rest[0].text in ("source", ".", "eval") else []):
+            status = self._run_command(rest, self._where(words[len(assignments)]), tokens)
         self._state.ended = where if is_last else self._state.ended
         return status
+
+    @contextmanager
+    def _assigned_before(self, assignments: list[Token]) -> Iterator[None]:
+        """`NAME=value source file`: what is assigned holds within."""
+        before = {name: self._state.values.get(name) for name in map(_assigned_name, assignments)}
+        for token in assignments:
+            self._assign(token)
+        yield
+        for name, value in before.items():
+            self._words.set(name, value, self._where(assignments[0]))
+            if value is None:
+                self._state.values.pop(name, None)
 
     def _run_command(self, words: list[Word], where: str, whole: tuple[Token, ...]) -> bool | None:
         name, rest = words[0].text, words[1:]
@@ -602,6 +615,14 @@ class Reading:
             value = self._words.expand_one(replace(token, parts=(head, *token.parts[1:])), where)
             return [(name, value, bool(match.group(2)))]
         if name and token.parts[0].value != name:
+            old = self._state.values.get(name)
+            index = re.match(rf"{NAME}\[(\d+)\]=", token.parts[0].value)
+            is_known = isinstance(old, list) and not any(word.many or word.maybe for word in old)
+            if index and is_known and int(index.group(1)) < len(old):
+                head = replace(token.parts[0], value=token.parts[0].value[index.end() :])
+                word = self._words.expand_one(replace(token, parts=(head, *token.parts[1:])), where)
+                at = int(index.group(1))
+                return [(name, [*old[:at], replace(word, many=False), *old[at + 1 :]], False)]
             old = self._words.texts.get(name, "")
             unknown = Unknown(where, f"{name} has an element assigned", lines_of(self._raw(token), old))
             return [(name, [hole(unknown)], False)]
