@@ -27,7 +27,7 @@ def settings(tmp_path, monkeypatch):
     """What the page's file and flags come to."""
     page = (DOCS / "adding.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (flags,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    (flags,) = re.findall(r"```bash\nGRPO_ARGS=\((.*?)\)\n```", page, re.DOTALL)
     (tmp_path / "my_rl").mkdir()
     (tmp_path / "my_rl" / "objectives.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
