@@ -81,36 +81,11 @@ ONE_VALUE = {
 }
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _MENTIONING = {  # commands that may name a launcher, and start none
-    *(
-        "echo",
-        "printf",
-        "which",
-        "type",
-        "hash",
-        "pkill",
-        "pgrep",
-        "killall",
-        "pip",
-        "pip3",
-        "ls",
-        "cat",
-        "grep",
-        "sed",
-    ),
-    *("awk", "tee", "test", "trap", "alias", "rm", "cp", "mv", "chmod", "mkdir", "touch", "git"),
+    *("echo", "printf", "which", "type", "hash", "pkill", "pgrep", "killall", "pip", "pip3", "ls", "cat", "grep"),
+    *("sed", "awk", "tee", "test", "trap", "alias", "rm", "cp", "mv", "chmod", "mkdir", "touch", "git"),
 }
-_SHELLS = {
-    "eval",
-    "bash",
-    "sh",
-    "zsh",
-    "su",
-    "ssh",
-    "pdsh",
-    "tmux",
-    "screen",
-    "sbatch",
-}  # which may start what they are given
+# which may start what they are given
+_SHELLS = {"eval", "bash", "sh", "zsh", "su", "ssh", "pdsh", "tmux", "screen", "sbatch"}
 _LAUNCHING = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b|\bpython[\d.]*\s.*\.py\b")
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 
