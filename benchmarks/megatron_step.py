@@ -27,8 +27,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_pg import Sample, pack
 from megatron_pg.args import add_arguments
-from megatron_pg.forward_step import PolicyGradientStep
-from megatron_pg.loss import LossSettings
+from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.loss import LossSettings
 
 HEADS = {
     "bfloat16 logits, stored": {},

@@ -12,7 +12,7 @@ from pathlib import Path
 from run_folder import continue_rollouts
 
 from megatron_pg import Sample, read_rollouts
-from megatron_pg.rollouts import RolloutFileError
+from megatron_pg.rollouts.sample import RolloutFileError
 
 BATCH = "x_batch"  # field of the rollout file
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from megatron_pg import RolloutWriter, read_rollouts
-from megatron_pg.reporting import MetricsFile
+from megatron_pg.metrics.reporting import MetricsFile
 
 
 class RunFolder:

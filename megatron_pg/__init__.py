@@ -1,7 +1,7 @@
 """Exactly normalised policy-gradient losses for Megatron-LM.
 
 Names are imported when they are first used: reading flags needs neither torch nor Megatron, and only
-`megatron_pg.forward_step` and `megatron_pg.pretrain` need Megatron.
+`megatron_pg.step.forward_step` and `megatron_pg.pretrain` need Megatron.
 """
 
 from importlib import import_module
@@ -9,23 +9,23 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Documents": "accumulation",
-    "EndOfDocuments": "accumulation",
+    "Documents": "step.documents",
+    "EndOfDocuments": "step.documents",
     "ArgumentError": "args",
     "ArgumentNotice": "args",
     "ArgumentWarning": "args",
     "add_arguments": "args",
     "validate_args": "args",
-    "PackedBatch": "batch",
-    "cut_steps": "batch",
-    "pack": "batch",
-    "StepPlan": "plan",
-    "StepPlanError": "plan",
-    "plan_step": "plan",
-    "RolloutFileError": "rollouts",
-    "RolloutWriter": "rollouts",
-    "Sample": "rollouts",
-    "read_rollouts": "rollouts",
+    "PackedBatch": "batch.pack",
+    "cut_steps": "batch.pack",
+    "pack": "batch.pack",
+    "StepPlan": "step.plan",
+    "StepPlanError": "step.plan",
+    "plan_step": "step.plan",
+    "RolloutFileError": "rollouts.lines",
+    "RolloutWriter": "rollouts.sample",
+    "Sample": "rollouts.sample",
+    "read_rollouts": "rollouts.sample",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -14,9 +14,9 @@ import os
 import warnings
 from importlib import metadata
 
-from megatron_pg.head_flags import add_head_arguments, head_violations, head_warnings
-from megatron_pg.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
-from megatron_pg.objective_flags import (
+from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
+from megatron_pg.flags.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
+from megatron_pg.flags.loss_terms import (
     OBJECTIVE_PARAMETERS,
     add_objective_arguments,
     is_finite,

@@ -26,14 +26,14 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_pg.accumulation import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
+from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.args import ArgumentError, add_arguments, disagreement, rank_snapshot, validate_args
-from megatron_pg.collectives import all_gather_rows, decode, encode
-from megatron_pg.explain import banner
-from megatron_pg.forward_step import PolicyGradientStep, StepReport
-from megatron_pg.import_path import source_of
-from megatron_pg.loss import LossSettings
-from megatron_pg.reporting import MetricsFile, check_metrics_file, console_line, nonfinite_entries
+from megatron_pg.step.collectives import all_gather_rows, decode, encode
+from megatron_pg.flags.banner import banner
+from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
+from megatron_pg.flags.import_path import source_of
+from megatron_pg.step.loss import LossSettings
+from megatron_pg.metrics.reporting import MetricsFile, check_metrics_file, console_line, nonfinite_entries
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error

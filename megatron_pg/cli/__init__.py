@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import InputError
-from megatron_pg.printable import printable
+from megatron_pg.rollouts.printable import printable
 
 SUBCOMMANDS = {
     "explain": "the objective that flags or a launch script put in force, as a formula with numbers",

@@ -16,8 +16,8 @@ from megatron_pg.args import AGGREGATIONS
 from megatron_pg.cli.digest import Digest, digest_rollouts
 from megatron_pg.cli.pictures import check_picture, new_figure, save_figure
 from megatron_pg.cli.terminal import InputError, say, show_json, show_path, table
-from megatron_pg.printable import printable
-from megatron_pg.rollout_lines import RolloutFileError
+from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.lines import RolloutFileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def compare(digest: Digest, divisor: float | None, path: str) -> dict[str, Compa
     Raises:
         InputError: a prompt group or rollout lies in two steps, or a step cannot be planned.
     """
-    from megatron_pg.batch import check_boundaries  # imports torch
+    from megatron_pg.batch.pack import check_boundaries  # imports torch
 
     steps = _steps(digest)
     units = [_Unit(p, r) for p, r in zip(digest.prompt_ids, digest.rollout_ids, strict=True)]
@@ -122,7 +122,7 @@ def _compare_one(
 
 
 def _denominators(digest: Digest, rows: np.ndarray, mode: str, divisor: float | None, where: str) -> np.ndarray:
-    from megatron_pg.plan import plan_step  # imports torch
+    from megatron_pg.step.plan import plan_step  # imports torch
 
     try:
         plan = plan_step(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import busy, say, show_json
-from megatron_pg.printable import printable
+from megatron_pg.rollouts.printable import printable
 
 TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/megatron.md
 _TIMEOUT = 180  # seconds for one probe

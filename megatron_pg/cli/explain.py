@@ -8,7 +8,7 @@ from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.checks import check_or_stop
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
-from megatron_pg.explain import COUNTED_TOKENS, COUNTED_UNITS, banner, describe
+from megatron_pg.flags.banner import COUNTED_TOKENS, COUNTED_UNITS, banner, describe
 
 # The same weights under the names of other frameworks; what differs silently is said with them.
 ELSEWHERE = {

@@ -20,7 +20,7 @@ from megatron_pg.cli.shell import Command, Reading, read_commands
 from megatron_pg.cli.shell_tokens import HOLE
 from megatron_pg.cli.shell_values import Word
 from megatron_pg.cli.terminal import InputError, show_path
-from megatron_pg.printable import printable
+from megatron_pg.rollouts.printable import printable
 
 # Megatron's flags that a rule or the layout reads: attribute, and what argparse is told. A release may lack some.
 MEGATRON_FLAGS: Mapping[str, dict] = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_pg.printable import printable
+from megatron_pg.rollouts.printable import printable
 
 
 class InputError(ValueError):

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.args import KERNELS as IMPLEMENTATIONS
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss, PolicyLoss, plain_grpo
 from megatron_pg.kernels.reference import reference_loss
-from megatron_pg.logprobs import check_logits
+from megatron_pg.kernels.logprobs import check_logits
 
 __all__ = ["GRPOLoss", "LossTerms", "PolicyGradientLoss", "PolicyLoss", "grpo_loss", "policy_gradient_loss"]
 

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_pg.kl import ESTIMATORS
+from megatron_pg.objectives.kl import ESTIMATORS
 from megatron_pg.objectives import Objective, Tokens, objective_of
-from megatron_pg.sequences import Sequences
+from megatron_pg.batch.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

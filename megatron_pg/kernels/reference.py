@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.logprobs import logprobs_and_entropy
+from megatron_pg.kernels.logprobs import logprobs_and_entropy
 
 
 def reference_loss(

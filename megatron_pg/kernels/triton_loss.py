@@ -55,9 +55,9 @@ def fits_one_launch(logits: Tensor, vocab_size: int) -> bool:
             stacklevel=2,
         )
         return False
-    from megatron_pg.kernels import ring
+    from megatron_pg.kernels import one_launch
 
-    return ring.supports(logits, vocab_size)
+    return one_launch.supports(logits, vocab_size)
 
 
 class _OneLaunch(torch.autograd.Function):
@@ -65,10 +65,10 @@ class _OneLaunch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, policy_loss, inplace, options):
-        from megatron_pg.kernels import ring
+        from megatron_pg.kernels import one_launch
 
         gradient = logits.detach() if inplace else torch.empty_like(logits)
-        found = ring.grpo_loss_and_gradient(logits, gradient, targets, policy_loss, **options)
+        found = one_launch.grpo_loss_and_gradient(logits, gradient, targets, policy_loss, **options)
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]

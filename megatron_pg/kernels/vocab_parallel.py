@@ -1,6 +1,6 @@
 """Log-probabilities and entropy from vocabulary-parallel logits in Triton: read, exchange, and in the backward read and write.
 
-`megatron_pg.logprobs` is the specification. The forward reads the logits once and keeps four numbers per token; the
+`megatron_pg.kernels.logprobs` is the specification. The forward reads the logits once and keeps four numbers per token; the
 backward makes the gradient, over the logits themselves if asked. Rows that are masked, or whose upstream gradient is
 zero, are not read.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
-from megatron_pg.logprobs import Rows
+from megatron_pg.kernels.logprobs import Rows
 
 WARPS = 8
 VECTOR_BYTES = 16  # of one load of one thread

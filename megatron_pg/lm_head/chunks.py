@@ -10,7 +10,7 @@ from megatron_pg.kernels import PolicyLoss
 from megatron_pg.lm_head import chunking
 from megatron_pg.lm_head.products import logits_dtype, product_into
 from megatron_pg.lm_head.readers import EagerReader, Vocabulary
-from megatron_pg.logprobs import Rows
+from megatron_pg.kernels.logprobs import Rows
 
 
 class Chunks:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.head_flags import HEAD_BACKWARDS
+from megatron_pg.flags.head import HEAD_BACKWARDS
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.inputs import check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype
 from megatron_pg.lm_head.readers import Vocabulary
-from megatron_pg.logprobs import Rows
+from megatron_pg.kernels.logprobs import Rows
 
 
 def logprobs_and_entropy(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.head_flags import HEAD_MODES
+from megatron_pg.flags.head import HEAD_MODES
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, check_factors, check_fields
 from megatron_pg.kernels.policy_loss import plain_grpo
 from megatron_pg.lm_head.chunks import Chunks

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg import logprobs as eager
+from megatron_pg.kernels import logprobs as eager
 from megatron_pg.args import KERNELS
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, check_for_triton, checked_vocab_size
 from megatron_pg.lm_head.inputs import check_choice
-from megatron_pg.logprobs import Rows
+from megatron_pg.kernels.logprobs import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, triton_loss, vocab_parallel
 from megatron_pg.kernels.surrogate import surrogate_and_slope
 from megatron_pg.lm_head.readers import Vocabulary, loss_and_slopes
-from megatron_pg.logprobs import Rows
+from megatron_pg.kernels.logprobs import Rows
 
 
 class TritonReader:
@@ -47,9 +47,9 @@ class TritonReader:
         self, z: Tensor, out: Tensor, chunk: slice, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
     ) -> PolicyGradientLoss:
         """The loss of a chunk, and in `out`, which may be `z`, its gradient by the logits, times `grad_scale`."""
-        from megatron_pg.kernels import ring  # where `fits_one_launch` has looked for what it needs
+        from megatron_pg.kernels import one_launch  # where `fits_one_launch` has looked for what it needs
 
-        return ring.grpo_loss_and_gradient(
+        return one_launch.grpo_loss_and_gradient(
             z,
             out,
             self._targets[chunk],

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.head_flags import needs_recompute
-from megatron_pg.import_path import load_function
-from megatron_pg.objective_flags import OBJECTIVE_PARAMETERS, objective_numbers
+from megatron_pg.flags.head import needs_recompute
+from megatron_pg.flags.import_path import load_function
+from megatron_pg.flags.loss_terms import OBJECTIVE_PARAMETERS, objective_numbers
 from megatron_pg.objectives.table import Objective
 from megatron_pg.objectives.tokens import Parameters, Tokens
 

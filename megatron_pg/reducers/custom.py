@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_pg.args import REDUCER_PARAMETERS, ArgumentError
 from megatron_pg.cp_utils import whole_sequences
-from megatron_pg.import_path import load_function
+from megatron_pg.flags.import_path import load_function
 
 CustomReducer = Callable[..., Callable[[Tensor], Tensor]]
 

@@ -1,0 +1,342 @@
+"""One micro-batch: samples laid out as Megatron wants them, whole, and this rank's slice of it.
+
+Two layouts: thd (one row, documents one after the other) and bshd (one padded row per sample). Everything is laid
+out at full length first; context parallelism then takes one index out of every field, so tokens, masks, advantages
+and weights cannot come apart. Labels are shifted before slicing, inside each document.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.cp_utils import padded_length, zigzag_index
+from megatron_pg.rollouts.sample import Id, Sample
+from megatron_pg.batch.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One micro-batch of whole samples, on the CPU, equal on all tensor-, context- and pipeline-parallel peers.
+
+    B rows of W positions: thd has B = 1, bshd one row per sample and empty rows up to the row count. A response
+    token belongs to the position whose logits predict it, one before its own.
+    """
+
+    qkv_format: str  # "thd" or "bshd"
+    samples: tuple[Sample, ...]
+    tokens: Tensor  # [B, W] int64
+    labels: Tensor  # [B, W] int64, the next token of the same document, else 0
+    position_ids: Tensor  # [B, W] int64, counted from the start of the document
+    sample_index: Tensor  # [B, W] int64 into `samples`, -1 on padding
+    response_positions: Tensor  # [sum of R] int64 into the flattened rows
+    documents: tuple[int, ...]  # padded lengths along a row: of every document (thd), or the width (bshd)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the model processes, padding included."""
+        return self.tokens.numel()
+
+    @property
+    def tokens_per_sample(self) -> list[int]:
+        """M_i of each sample."""
+        return [sample.num_trained for sample in self.samples]
+
+    def response_values(self, field: str) -> Tensor:
+        """[sum of R] one response-aligned field of the samples, one sample after the other."""
+        values = [getattr(sample, field) for sample in self.samples]
+        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+
+    def optional_values(self, field: str) -> Tensor | None:
+        """[sum of R] an optional field, NaN for samples without it; None when there are samples and none has it."""
+        values = [getattr(sample, field) for sample in self.samples]
+        if not values:
+            return torch.zeros(0, dtype=torch.float64)
+        if all(value is None for value in values):
+            return None
+        gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
+        return torch.cat([gap if value is None else value for value, gap in zip(values, gaps, strict=True)])
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[sum of R] bool, trained response tokens."""
+        return self.response_values("loss_mask").bool()
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, 0 elsewhere."""
+        flat = torch.zeros(self.tokens.numel(), dtype=values.dtype)
+        flat[self.response_positions] = values
+        return flat.view(self.tokens.shape)
+
+    def per_token(self, per_sample: Tensor) -> Tensor:
+        """[sum of R] from one value per sample."""
+        lengths = torch.tensor([sample.response_length for sample in self.samples], dtype=torch.int64)
+        return torch.repeat_interleave(per_sample, lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalBatch:
+    """What one rank computes on: its context-parallel slice, on its device.
+
+    Model inputs are [B, W/C]. Loss inputs are [T] in the order of the logits [W/C, B, V] flattened over their first
+    two dimensions.
+    """
+
+    tokens: Tensor  # [B, W/C] int64
+    labels: Tensor  # [B, W/C] int64
+    position_ids: Tensor  # [B, W/C] int64
+    loss_mask: Tensor  # [B, W/C] float32, for Megatron's own auxiliary losses
+    boundaries: Tensor | None  # [documents + 1] int32, padded, of the whole row; thd only
+    mask: Tensor  # [T] bool, trained tokens
+    targets: Tensor  # [T] int64
+    old_logprobs: Tensor  # [T] float64
+    advantages: Tensor  # [T] float64
+    weights: Tensor  # [T] float64, w = mask / denominator of the sample
+    document_weights: Tensor  # [T] float64, mask / trained tokens of the sample: sums to 1 over a document
+    ref_logprobs: Tensor | None  # [T] float64, NaN where the sample has none; None where no sample has any
+    rollout_logprobs: Tensor | None  # likewise
+    auxiliary_weights: Tensor | None  # [T] float64, of the KL and entropy terms; None: `weights`
+    corrections: Tensor | None  # [T] float64, factor on the policy term; None: there is none
+    sequences: Sequences | None  # the samples as sequences, without their process group; None: not asked for
+    whole: PackedBatch
+    row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
+    trained: Tensor  # [num_trained] int64, where the mask is True
+    num_trained: int  # trained tokens here, known on the host
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that this rank holds, padding included."""
+        return self.tokens.numel()
+
+    def locate(self, flat: int) -> str:
+        """Sample and response token of an entry of the [T] fields, for error messages."""
+        column, row = divmod(flat, self.tokens.shape[0])
+        position = int(self.row_index[column])
+        i = int(self.whole.sample_index[row, position])
+        sample = self.whole.samples[i]
+        prompt_length = len(sample.tokens) - sample.response_length
+        k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
+        given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in ("old_logprobs", "advantages"))
+        return f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k} with {given}"
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    qkv_format: str,
+    cp_size: int = 1,
+    max_seq_len: int | None = None,
+    rows: int | None = None,
+    multiple_of: int = 1,
+) -> PackedBatch:
+    """Lay samples out as one micro-batch.
+
+    Args:
+        samples: may be empty: an empty micro-batch still takes part in every collective.
+        qkv_format: "thd" (packed) or "bshd" (padded).
+        cp_size: context-parallel size C; documents (thd) are padded to a multiple of 2C.
+        max_seq_len: width W of the rows; a multiple of 2C when C > 1. bshd needs it. thd takes it as the exact length
+            of the row, which pipeline parallelism needs (`--seq-length`); without it the row is as long as its documents.
+        rows: number of rows, for bshd only; rows without a sample are padding. Default: one per sample.
+        multiple_of: the row's length is padded to a multiple of it (sequence parallelism: TP · C), for thd only.
+
+    Raises:
+        ValueError: the format is unknown, a sample is longer than the row, or there are more samples than rows.
+    """
+    if qkv_format == "thd":
+        if rows is not None:
+            raise ValueError(f"rows={rows} has no effect on thd, which packs one row. Leave it out or choose bshd.")
+        return _pack_thd(samples, cp_size, max_seq_len, multiple_of)
+    if qkv_format == "bshd":
+        if multiple_of != 1:
+            raise ValueError(
+                f"multiple_of={multiple_of} has no effect on bshd, whose width is max_seq_len. Leave it out."
+            )
+        return _pack_bshd(samples, cp_size, max_seq_len, len(samples) if rows is None else rows)
+    raise ValueError(f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them.")
+
+
+def slice_batch(
+    batch: PackedBatch,
+    weights: Tensor,
+    *,
+    cp_rank: int,
+    cp_size: int,
+    device: torch.device | str = "cpu",
+    auxiliary_weights: Tensor | None = None,
+    corrections: Tensor | None = None,
+    sequences: bool = False,
+) -> LocalBatch:
+    """This rank's part of a micro-batch.
+
+    Args:
+        batch: the whole micro-batch.
+        weights: [sum of R] float64, the weight of each response token in the objective, 0 where masked.
+        cp_rank: rank in the context-parallel group.
+        cp_size: size of that group.
+        device: where the model runs.
+        auxiliary_weights: [sum of R] float64, of the KL and entropy terms, where they are others.
+        corrections: [sum of R] float64, factor of each response token on the policy term.
+        sequences: whether the loss needs averages over whole sequences.
+    """
+    index = zigzag_index(batch.documents, cp_rank=cp_rank, cp_size=cp_size)
+    given = {"weights": weights, "auxiliary_weights": auxiliary_weights, "corrections": corrections}
+    fields = _response_fields(batch) | given
+    found = {name: values for name, values in fields.items() if values is not None}
+    flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in found.items()}
+    tensors = dict.fromkeys(fields) | _model_inputs(batch, index, flat["mask"]) | flat
+    return LocalBatch(
+        **{name: None if values is None else _to_device(values, device) for name, values in tensors.items()},
+        sequences=_sequences(batch, index, device) if sequences else None,
+        whole=batch,
+        row_index=index,
+        num_trained=int(flat["mask"].sum()),
+    )
+
+
+def _response_fields(batch: PackedBatch) -> dict[str, Tensor | None]:
+    """[sum of R] each, by their names in `LocalBatch`; None where no sample has the field."""
+    counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
+    return {
+        "mask": batch.loss_mask,
+        "old_logprobs": batch.response_values("old_logprobs"),
+        "advantages": batch.response_values("advantages"),
+        "document_weights": batch.loss_mask / batch.per_token(counts),
+        "ref_logprobs": batch.optional_values("ref_logprobs"),
+        "rollout_logprobs": batch.optional_values("rollout_logprobs"),
+    }
+
+
+def _model_inputs(batch: PackedBatch, index: Tensor, mask: Tensor) -> dict[str, Tensor | None]:
+    """What the model reads, [B, W/C] each, and the targets and trained rows in the order of its logits."""
+    labels = batch.labels[:, index]
+    return {
+        "tokens": batch.tokens[:, index],
+        "labels": labels,
+        "position_ids": batch.position_ids[:, index],
+        "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
+        "targets": labels.t().reshape(-1),
+        "trained": mask.nonzero()[:, 0],
+        "boundaries": torch.tensor([0, *batch.documents]).cumsum(0).int() if batch.qkv_format == "thd" else None,
+    }
+
+
+def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:
+    """Cut one rollout batch into optimizer steps, in order.
+
+    Raises:
+        ValueError: samples are left over, or a prompt group or rollout would lie in two steps, so that neither step
+            would know its denominator.
+    """
+    if samples_per_step < 1 or len(samples) % samples_per_step:
+        raise ValueError(
+            f"{len(samples)} samples do not fill steps of {samples_per_step}; none may be dropped. Choose a step size that "
+            "divides the rollout batch."
+        )
+    steps = [list(samples[i : i + samples_per_step]) for i in range(0, len(samples), samples_per_step)]
+    check_boundaries(steps)
+    return steps
+
+
+def check_boundaries(steps: Sequence[Sequence[Sample]]) -> None:
+    """Raise unless every prompt group and every rollout lies wholly in one of the steps of a rollout batch."""
+    for kind, noun in (("prompt_id", "prompt group"), ("rollout_id", "rollout")):
+        seen: dict[Id, int] = {}
+        for number, step in enumerate(steps):
+            for unit in {getattr(sample, kind) for sample in step} - {None}:
+                if seen.setdefault(unit, number) != number:
+                    raise ValueError(
+                        f"{noun} {unit!r} has samples in steps {seen[unit]} and {number}; a group must lie in one optimizer "
+                        "step. Sort the samples by prompt, or choose another step size."
+                    )
+
+
+def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multiple_of: int) -> PackedBatch:
+    lengths = [padded_length(len(sample.tokens), cp_size) for sample in samples]
+    unit = math.lcm(multiple_of, 2 * cp_size if cp_size > 1 else 1)
+    needed = -(-max(sum(lengths), 1) // unit) * unit
+    if width is not None and (width < needed or width % unit):
+        raise ValueError(
+            f"max_seq_len={width} for a packed row of {needed} tokens (a multiple of {unit}), so documents would be cut off or the "
+            "ranks' chunks would not tile the row. Put fewer samples into the micro-batch, or raise the width."
+        )
+    filling = (needed if width is None else width) - sum(lengths)
+    # the last document takes the filling: a document of padding would be a phantom segment
+    documents = [*lengths[:-1], lengths[-1] + filling] if lengths else [filling]
+    starts = [0, *itertools.accumulate(documents)]
+    return _lay_out("thd", samples, (1, starts[-1]), [(0, start) for start in starts], tuple(documents))
+
+
+def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
+    longest = max((len(sample.tokens) for sample in samples), default=1)
+    if width is None:
+        raise ValueError(
+            "bshd needs max_seq_len, the width of the rows, so that every rank lays them out alike; pass --seq-length."
+        )
+    if width < longest:
+        raise ValueError(
+            f"max_seq_len={width} with a sample of {longest} tokens, so it would be cut off. Raise the row width (--seq-length) "
+            "or drop the sample."
+        )
+    if cp_size > 1 and width % (2 * cp_size):
+        raise ValueError(
+            f"max_seq_len={width} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so the ranks' chunks "
+            f"would not tile the row. Use {padded_length(width, cp_size)}."
+        )
+    if not rows >= 1 or rows < len(samples):
+        raise ValueError(
+            f"rows={rows} for {len(samples)} samples: none may be dropped. Give at least one row per sample."
+        )
+    return _lay_out("bshd", samples, (rows, width), [(row, 0) for row in range(rows)], (width,))
+
+
+def _lay_out(
+    qkv_format: str,
+    samples: Sequence[Sample],
+    shape: tuple[int, int],
+    origins: Sequence[tuple[int, int]],
+    documents: tuple[int, ...],
+) -> PackedBatch:
+    tokens, labels, position_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    sample_index = torch.full(shape, -1)
+    response_positions = [torch.zeros(0, dtype=torch.int64)]
+    for i, (sample, (row, start)) in enumerate(zip(samples, origins, strict=False)):
+        n, r = len(sample.tokens), sample.response_length
+        tokens[row, start : start + n] = sample.tokens
+        labels[row, start : start + n - 1] = sample.tokens[1:]
+        position_ids[row, start : start + n] = torch.arange(n)
+        sample_index[row, start : start + n] = i
+        first = row * shape[1] + start + n - r - 1
+        response_positions.append(torch.arange(first, first + r))
+    return PackedBatch(
+        qkv_format=qkv_format,
+        samples=tuple(samples),
+        tokens=tokens,
+        labels=labels,
+        position_ids=position_ids,
+        sample_index=sample_index,
+        response_positions=torch.cat(response_positions),
+        documents=documents,
+    )
+
+
+def _sequences(batch: PackedBatch, index: Tensor, device: torch.device | str) -> Sequences:
+    size = len(batch.samples)
+    rows = batch.sample_index[:, index].t().reshape(-1)
+    slots = torch.where(rows < 0, size, rows)
+    found = {
+        "slots": slots,
+        "order": slots.argsort(stable=True),
+        "lengths": torch.bincount(slots, minlength=size + 1),
+        "counts": torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1),
+    }
+    return Sequences(**{name: _to_device(values, device) for name, values in found.items()})
+
+
+def _to_device(values: Tensor, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)  # does not wait for the device

@@ -1,0 +1,155 @@
+"""The flags of the LM head and their rules. Needs no torch."""
+
+import argparse
+from collections.abc import Callable, Iterator
+
+from megatron_pg.flags.loss_terms import REJECTS_BY_MODEL, SEQUENCE_LEVEL
+
+HEAD_MODES = ("forward", "recompute")
+HEAD_BACKWARDS = ("bf16", "split")
+
+
+def add_head_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the LM head."""
+    group.add_argument(
+        "--fp32-lm-head",
+        action="store_true",
+        help="Logits in float32 from bfloat16 hidden states and weights, so that log-probabilities are as exact as a "
+        "float32 sampler's. The logits are stored whole.",
+    )
+    group.add_argument(
+        "--pg-fused-head",
+        nargs="?",
+        const="forward",
+        choices=HEAD_MODES,
+        help="The same precision, from the last hidden states to the loss in chunks of tokens; the logits are never stored. "
+        "forward (the default without a value): the gradient is made with the loss; recompute: the logits are made again in "
+        "the backward, for a loss scale and for losses that read whole sequences.",
+    )
+    group.add_argument(
+        "--fp32-lm-head-backward",
+        choices=HEAD_BACKWARDS,
+        help="Gradient of the logits in the products of the backward. bf16 (default): rounded, as in Megatron; split: "
+        "two bfloat16 parts, a weight gradient exact to 1e-5, for twice the products.",
+    )
+    group.add_argument(
+        "--pg-vocab-size",
+        type=int,
+        metavar="V",
+        help="Columns of the logits that the rollout engine has; those at or beyond V are padding and take no "
+        "probability. Default: all columns of Megatron's padded vocabulary.",
+    )
+
+
+def head_violations(args: argparse.Namespace, megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]:
+    """Rules E50 to E55; `megatron(name)` is Megatron's argument of that name, None where a release lacks it."""
+    yield from _choice_rules(args)
+    yield from _vocabulary_rules(args, megatron("padded_vocab_size"))
+    backward = args.fp32_lm_head_backward
+    if backward is not None and not (args.fp32_lm_head or args.pg_fused_head):
+        yield (
+            "E51",
+            f"--fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one or remove it",
+        )
+    if args.fp32_lm_head or args.pg_fused_head:
+        yield from _layer_rules(megatron)
+    if args.pg_fused_head is not None:
+        yield from _fused_rules(args, megatron)
+
+
+def _choice_rules(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    if not isinstance(args.fp32_lm_head, bool):
+        yield "E50", f"--fp32-lm-head must be true or false, got {args.fp32_lm_head!r}"
+    for flag, value, choices in (
+        ("--pg-fused-head", args.pg_fused_head, HEAD_MODES),
+        ("--fp32-lm-head-backward", args.fp32_lm_head_backward, HEAD_BACKWARDS),
+    ):
+        if value is not None and value not in choices:
+            yield "E50", f"{flag} {value!r} is not one of {', '.join(choices)}"
+
+
+def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Iterator[tuple[str, str]]:
+    size = args.pg_vocab_size
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        yield "E52", f"--pg-vocab-size must be a whole number >= 1, got {size!r}"
+    elif padded is not None and size > padded:
+        yield (
+            "E52",
+            f"--pg-vocab-size {size} is more than the {padded} columns of the logits; give the rollout engine's",
+        )
+
+
+def _layer_rules(megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]:
+    if megatron("defer_embedding_wgrad_compute"):
+        yield (
+            "E53",
+            "--defer-embedding-wgrad-compute computes the output layer's weight gradient later, and the float32 head computes it "
+            "at once; remove one",
+        )
+    if megatron("fp8_output_proj"):
+        yield (
+            "E53",
+            "--fp8-output-proj makes the output layer one of Transformer Engine, into which the float32 head cannot be put; remove one",
+        )
+    if (dtype := megatron("output_logit_dtype")) is not None:
+        yield "E53", f"--output-logit-dtype {dtype} is Megatron's own way to the same logits; remove it or ours"
+
+
+def _fused_rules(args: argparse.Namespace, megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]:
+    for name, why in (
+        ("mtp_num_layers", "computes further losses from logits"),
+        ("use_mup", "scales the logits"),
+        ("cross_entropy_loss_fusion", "is a loss over logits"),
+    ):
+        if megatron(name):
+            yield "E54", f"--{name.replace('_', '-')} {why}, which --pg-fused-head never makes; remove one"
+    if args.pg_fused_head != "forward":
+        return
+    for name in ("fp16", "loss_scale"):
+        if megatron(name):
+            yield (
+                "E55",
+                f"--{name.replace('_', '-')} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; "
+                "use --pg-fused-head recompute",
+            )
+    for reader in _sequence_readers(args):
+        yield from needs_recompute(reader)
+
+
+def needs_recompute(reader: str) -> Iterator[tuple[str, str]]:
+    """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
+    yield (
+        "E55",
+        f"--pg-fused-head forward makes the gradient of a chunk before the next is read, and {reader} reads whole sequences; "
+        "use --pg-fused-head recompute",
+    )
+
+
+def _sequence_readers(args: argparse.Namespace) -> Iterator[str]:
+    """The flags that make the loss of a token depend on its whole sequence."""
+    if args.pg_correction in REJECTS_BY_MODEL:
+        yield f"--pg-correction {args.pg_correction}"
+    if args.pg_custom_objective_path is None and args.pg_objective in SEQUENCE_LEVEL:
+        yield f"--pg-objective {args.pg_objective}"
+
+
+def head_warnings(args: argparse.Namespace, megatron: Callable[[str], object]) -> list[str]:
+    """W10, for arguments without violations: what changes nothing where everything is float32, as in a test on a CPU."""
+    if not is_float32(megatron("params_dtype")):
+        return []
+    given = {
+        "--fp32-lm-head": args.fp32_lm_head,
+        "--fp32-lm-head-backward": args.fp32_lm_head_backward is not None,
+    }
+    return [
+        f"{flag} has no effect here: without --bf16 and --fp16 hidden states, weights, logits and their gradients are float32 anyway"
+        for flag, is_given in given.items()
+        if is_given
+    ]
+
+
+def is_float32(params_dtype: object) -> bool:
+    """Whether Megatron's `params_dtype` is float32; None, where it is not known, is not."""
+    return str(params_dtype) == "torch.float32"

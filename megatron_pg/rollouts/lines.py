@@ -1,0 +1,110 @@
+"""The lines of a rollout file: one header, then one JSON object each. Needs no torch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_pg.rollouts.printable import printable
+
+FORMAT = "megatron_pg.rollouts"
+VERSION = 1
+MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
+
+
+class RolloutFileError(ValueError):
+    """A rollout file is malformed; the message begins with file and line."""
+
+
+def read_records(path: str | Path) -> Iterator[tuple[int, dict]]:
+    """Line number and object of every sample; the header is checked.
+
+    Raises:
+        RolloutFileError: the file cannot be read, or a line is not one JSON object.
+    """
+    shown = printable(str(path), limit=None)
+    for number, line in enumerate(raw_lines(path), start=1):
+        record = parse_line(line, f"{shown}:{number}")
+        if number == 1:
+            check_header(record, shown)
+        else:
+            yield number, record
+
+
+def raw_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """The lines that begin at bytes `start` to `stop` - 1; one that is too long is cut behind MAX_LINE_BYTES.
+
+    Raises:
+        RolloutFileError: the file cannot be read.
+    """
+    shown = printable(str(path), limit=None)
+    if "\0" in str(path):
+        raise RolloutFileError(f"{shown}: no file can have this name. Give an existing rollout file.")
+    try:
+        with open(path, "rb") as file:
+            if start:
+                file.seek(start - 1)
+                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                    pass  # the rest of a line that begins before `start`
+            at = file.tell() if start else 0
+            while (stop is None or at < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
+                at += len(line)
+                yield line
+    except OSError as error:
+        raise RolloutFileError(f"{shown}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
+
+
+def no_samples_message(path: str | Path) -> str:
+    """What is wrong with a file that holds a header at most."""
+    shown = printable(str(path), limit=None)
+    return f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
+
+
+def parse_line(line: bytes, where: str) -> dict:
+    """The object of one line; `where` is how messages name it."""
+    if len(line) > MAX_LINE_BYTES:
+        raise RolloutFileError(
+            f"{where}: line is longer than {MAX_LINE_BYTES} bytes, so it is no sample of this format."
+        )
+    try:
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RolloutFileError(
+            f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        why = "was the file cut short?"
+        if not line.endswith(b"\n"):
+            why += " The line has no end: if its writer was killed, delete it."
+        raise RolloutFileError(f"{where}: is not one JSON object per line ({error}); {why}") from error
+    if not isinstance(record, dict):
+        raise RolloutFileError(f"{where}: is a JSON {type(record).__name__}, not an object. Write one object per line.")
+    return record
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate field {shorten(next(n for n in names if names.count(n) > 1))}")
+    return record
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def check_header(record: dict, shown: str) -> None:
+    """Refuse the first line of a file that is of another format or version; `shown` names the file."""
+    if record.get("format") != FORMAT or record.get("version") != VERSION:
+        raise RolloutFileError(
+            f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, so the "
+            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSION}}}.'
+        )
+    if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
+        raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")
+
+
+def shorten(value: object) -> str:
+    """A value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,569 @@
+"""One optimizer step through Megatron's schedule: plan, run, check.
+
+    1. take this step's K micro-batches and plan them: one exchange over the data-parallel group; under --docs-per-step K is
+       found first (`megatron_pg.step.documents`)
+    2. run Megatron's forward-backward function over them, with the weights that came out
+    3. one all-gather for the checks and all metrics, one host read, before the optimizer moves
+
+Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.training.pretrain`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+
+from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
+from megatron_pg.batch.pack import LocalBatch, PackedBatch, slice_batch
+from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
+from megatron_pg.cp_utils import zigzag_index
+from megatron_pg.step.loss import (
+    Contract,
+    LossSettings,
+    MicrobatchLoss,
+    TokenFactors,
+    auxiliary_weights,
+    microbatch_head_loss,
+    microbatch_loss,
+    response_weights,
+    token_factors,
+)
+from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
+from megatron_pg.step.plan import LocalTable, StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
+
+
+class NonFiniteLossError(ValueError):
+    """A trained token's loss is NaN or inf; raised on every rank, in training before the optimizer moves."""
+
+
+class ContractError(ValueError):
+    """Megatron's settings or counts are not what the plan relies on."""
+
+
+class LostPeerError(RuntimeError):
+    """Another rank was killed, failed or hangs, so a collective or transfer of the step broke off on this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step's forward-backward found, equal on every rank."""
+
+    plan: StepPlan
+    metrics: dict[str, float]  # by name, in the order of docs/metrics.md; one without a contribution is absent
+    nonfinite: dict[str, list[int]]  # metric: the ranks whose contribution is NaN or inf
+    forward_only: bool  # an evaluation step
+    documents: StepDocuments | None = None  # what the step took; None without --docs-per-step
+
+
+class PolicyGradientStep:
+    """The policy-gradient loss for Megatron's schedules.
+
+    Args:
+        settings: from `LossSettings.from_args`, after `validate_args`.
+        on_report: called with a `StepReport` after every forward-backward, on every rank.
+        documents: takes the steps under `--docs-per-step`; None: a step is what the schedule asks for.
+    """
+
+    def __init__(
+        self,
+        settings: LossSettings,
+        on_report: Callable[[StepReport], None] | None = None,
+        documents: DocumentAccumulator | None = None,
+    ):
+        self.settings = settings
+        self.documents = documents
+        self._on_report = on_report or (lambda report: None)
+        self._attached = False
+        self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
+        self._contract: Contract | None = None  # of the step in progress
+        self._local: LocalBatch | None = None  # of the forward in progress
+        self._results: list[tuple[LocalBatch, Tensor, Tensor]] = []  # batch, metrics, non-finite tokens of each forward
+        self._counts_positions = False  # mixture of experts: the router counts positions
+        self._calls = 0  # of forward_backward, for messages
+
+    # --- the model ---
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
+        self._attached = True
+        if self.settings.float32_logits or self.settings.fused_head:  # a sampler's logits have the loss's precision
+            self._float32_layer = model.output_layer
+            compute_in_float32(model.output_layer, backward=self.settings.head_backward)
+        deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.fused_head else None
+        language_model_loss = model.compute_language_model_loss
+
+        def compute_language_model_loss(labels: Tensor, logits: Tensor):
+            if self._local is None or labels is not self._local.labels:  # multi-token prediction brings its own labels
+                return language_model_loss(labels, logits)
+            options = {
+                "cp_group": _group_of_several(parallel_state.get_context_parallel_group()),
+                "upstream": self._contract.upstream,
+            }
+            if deferred:
+                return microbatch_head_loss(deferred.take(), self._local, self.settings, **options)
+            rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
+            tp_group = _group_of_several(parallel_state.get_tensor_model_parallel_group())
+            return microbatch_loss(rows, self._local, self.settings, tp_group, **options)
+
+        model.compute_language_model_loss = compute_language_model_loss
+        return model
+
+    def _computes_loss(self) -> bool:
+        return self._local is not None
+
+    def forward_step(self, data_iterator: Iterator[LocalBatch], model: nn.Module) -> tuple[object, Callable]:
+        """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned."""
+        local = next(data_iterator)
+        if not isinstance(local, LocalBatch):
+            raise ContractError(
+                f"the data iterator gave a {type(local).__name__} that no plan has seen, so its denominators are unknown; "
+                "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
+            )
+        self._local = local
+        try:
+            output = model(
+                local.tokens,
+                local.position_ids,
+                None,
+                labels=local.labels,
+                loss_mask=local.loss_mask,
+                packed_seq_params=_packed_seq_params(local),
+            )
+        finally:
+            self._local = None
+        return output, partial(self._loss_func, local)
+
+    def _loss_func(self, local: LocalBatch, output: MicrobatchLoss) -> tuple:
+        if not isinstance(output, MicrobatchLoss):
+            raise ContractError(
+                f"the model returned a {type(output).__name__}, not the policy-gradient loss; call PolicyGradientStep.attach on "
+                "the GPTModel before it is wrapped"
+            )
+        if torch.is_grad_enabled() and not output.total.requires_grad:
+            raise ContractError(
+                "loss does not require grad, so Megatron would skip this rank's backward and the others would wait; unfreeze a "
+                "parameter of the model"
+            )
+        self._results.append((local, output.partial, output.nonfinite))
+        return self._contract.outputs(output.total, self._local_count(local), output.policy)
+
+    def _local_count(self, local: LocalBatch) -> int:
+        return local.num_positions if self._counts_positions else local.num_trained
+
+    # --- the step ---
+
+    def forward_backward(self, forward_backward_func: Callable, **arguments: object) -> list:
+        """Megatron's forward-backward function with the plan before it and the checks behind it.
+
+        Args:
+            forward_backward_func: what `get_forward_backward_func()` returned.
+            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es (documents, where the step takes
+                them: `num_microbatches` is then its own), on every rank, the same on tensor-, context- and
+                pipeline-parallel peers; `forward_step_func` is `self.forward_step`.
+
+        Raises:
+            EndOfDocuments: on every rank, before the schedule runs.
+            StepPlanError, ContractError, NonFiniteLossError: on every rank.
+            LostPeerError: on the ranks that survive one that was killed, failed or hangs.
+        """
+        self._calls += 1
+        with _lost_peer_named(self._calls):
+            return self._run(forward_backward_func, arguments)
+
+    def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
+        model = arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
+        plan, local, documents = self._plan(chunks, arguments)
+        self._contract, self._results = self._contract_of(plan), []
+        # every virtual pipeline chunk runs over the same micro-batches
+        iterators = [iter(local) for _ in chunks]
+        arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
+        found: list[Tensor] = []
+        # with gradients on, the fused head adds to main_grad in the forward
+        trains = torch.is_grad_enabled() and not arguments.get("forward_only")
+        with self._checked_before_finalize(chunks[0].config, found), torch.set_grad_enabled(trains):
+            losses = forward_backward_func(**arguments)
+        rows = found[0] if found else self._gather_and_check()
+        self._on_report(self._report(plan, rows, documents, forward_only=bool(arguments.get("forward_only"))))
+        return losses
+
+    def _report(
+        self, plan: StepPlan, rows: Tensor, documents: StepDocuments | None, *, forward_only: bool
+    ) -> StepReport:
+        """What the ranks' partial results [world, width] come to."""
+        metrics = self.settings.metrics
+        return StepReport(
+            plan=plan,
+            metrics=metrics.finish(metrics.combine(rows).tolist(), plan) | (asdict(documents) if documents else {}),
+            nonfinite=metrics.nonfinite(rows.tolist()),
+            forward_only=forward_only,
+            documents=documents,
+        )
+
+    @contextmanager
+    def _checked_before_finalize(self, config: object, found: list[Tensor]) -> Iterator[None]:
+        """Check before gradients are reduced: Megatron's own NaN check stops the one rank that sees it."""
+        finalize = config.finalize_model_grads_func
+
+        def check_and_finalize(*positional: object, **keywords: object) -> None:
+            found.append(self._gather_and_check())
+            finalize(*positional, **keywords)
+
+        if finalize is not None:
+            config.finalize_model_grads_func = check_and_finalize
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = finalize
+
+    def _plan(
+        self, chunks: list[nn.Module], arguments: dict
+    ) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
+        """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
+        try:
+            batches, documents, error = self._fetch(chunks, arguments)
+        except EndOfDocuments:
+            _agree([], None, None)  # unless a peer goes on
+            raise
+        table, factors = None, []
+        if error is None:
+            try:
+                _check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
+                table, factors = self._count(batches)
+            except Exception as failure:  # travels to the other ranks, so that all of them stop
+                error = failure
+        plan = self._exchange(
+            table,
+            error,
+            batches,
+            num_microbatches=arguments["num_microbatches"],
+            undivided=() if documents is None else self._units,
+        )
+        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
+
+    def _count(self, batches: Sequence[PackedBatch]) -> tuple[LocalTable, list[TokenFactors]]:
+        """What this rank brings to the plan, and what of it the loss takes up again."""
+        factors = [token_factors(batch, self.settings) for batch in batches]
+        samples = [sample for batch in batches for sample in batch.samples]
+        kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
+        group = parallel_state.get_data_parallel_group()
+        return local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group, kept), factors
+
+    def _exchange(
+        self,
+        table: LocalTable | None,
+        error: Exception | None,
+        batches: Sequence[PackedBatch],
+        *,
+        num_microbatches: int,
+        undivided: Sequence[str],
+    ) -> StepPlan:
+        """The plan from every rank's table, or every rank's error."""
+        plan, failure = None, None
+        try:
+            plan = plan_from_table(
+                table,
+                error=error,
+                aggregation=self.settings.plan_aggregation,
+                divisor=self.settings.divisor,
+                num_positions=sum(batch.num_positions for batch in batches),
+                num_microbatches=num_microbatches,
+                group=parallel_state.get_data_parallel_group(),
+                num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
+                denominator=self.settings.denominator,
+                auxiliary_aggregation=self.settings.plan_auxiliary_aggregation,
+                undivided=undivided,
+            )
+        except StepPlanError as raised:
+            failure = raised
+        _agree(batches, plan, failure)
+        return plan
+
+    def _fetch(
+        self, chunks: list[nn.Module], arguments: dict
+    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
+        """This rank's micro-batches, the documents that they were taken from, and this rank's error."""
+        forward_only = bool(arguments.get("forward_only"))
+        takes_documents = self.documents is not None and not forward_only
+        batches, source, error = [], None, None
+        try:
+            self._check_model(chunks, forward_only=forward_only)
+            source = _source_of(arguments["data_iterator"])
+            if not takes_documents:
+                batches = _take(source, arguments["num_microbatches"])
+        except Exception as failure:  # travels to the other ranks, so that all of them stop
+            error = failure
+        if not takes_documents:
+            return batches, None, error
+        batches, documents, error = self._take_documents(source, chunks, error)
+        arguments["num_microbatches"] = len(batches)
+        return batches, documents, error
+
+    def _take_documents(
+        self, source: Iterator | None, chunks: list[nn.Module], error: Exception | None
+    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
+        """The step's documents, packed into as many micro-batches as Megatron's schedule can run."""
+        schedulable = partial(
+            schedulable_count,
+            num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+            group_size=chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+        )
+        group = parallel_state.get_data_parallel_group()
+        return self.documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
+
+    @property
+    def _units(self) -> tuple[str, ...]:
+        """What a step of documents must hold whole, because a denominator counts it."""
+        return ("rollout_id", "prompt_id") if self.settings.plan_aggregation == "prompt_mean" else ("rollout_id",)
+
+    def _check_model(self, chunks: list[nn.Module], *, forward_only: bool) -> None:
+        config = chunks[0].config
+        if config.calculate_per_token_loss != self.settings.per_token:
+            raise ContractError(
+                f"the model was built with calculate_per_token_loss={config.calculate_per_token_loss}, the arguments say "
+                f"{self.settings.per_token}; call validate_args before the model config is made"
+            )
+        if config.finalize_model_grads_func is None and not forward_only:
+            raise ContractError(
+                "config.finalize_model_grads_func is None, so gradients would be neither reduced over ranks nor divided; set it to "
+                "megatron.core.distributed.finalize_model_grads"
+            )
+        vocabulary, columns = self.settings.vocab_size, get_attr_wrapped_model(chunks[0], "vocab_size")
+        if vocabulary is not None and vocabulary > columns:
+            raise ContractError(
+                f"--pg-vocab-size {vocabulary} is more than the {columns} columns of the model's logits; give the rollout engine's"
+            )
+        is_last_stage = any(get_attr_wrapped_model(chunk, "post_process") for chunk in chunks)
+        if is_last_stage and not self._attached:
+            raise ContractError(
+                "the model has no policy-gradient loss; call PolicyGradientStep.attach before it is wrapped"
+            )
+        if self._float32_layer is not None:
+            check_layer(self._float32_layer)
+
+    def _contract_of(self, plan: StepPlan) -> Contract:
+        # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those
+        count = plan.num_positions if self._counts_positions else plan.num_tokens
+        if self.settings.per_token:
+            check_count(count)
+        return Contract(
+            per_token=self.settings.per_token,
+            num_microbatches=plan.num_microbatches,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+            count=count,
+        )
+
+    def _slice(
+        self,
+        plan: StepPlan,
+        batches: Sequence[PackedBatch],
+        factors: Sequence[TokenFactors],
+        device: torch.device,
+    ) -> list[LocalBatch]:
+        cp_rank = parallel_state.get_context_parallel_rank()
+        cp_size = parallel_state.get_context_parallel_world_size()
+        local, first = [], 0
+        for batch, own in zip(batches, factors, strict=True):
+            sliced = slice_batch(
+                batch,
+                response_weights(batch, plan, first, factors=own, settings=self.settings),
+                cp_rank=cp_rank,
+                cp_size=cp_size,
+                device=device,
+                auxiliary_weights=auxiliary_weights(batch, plan, first),
+                corrections=own.corrections,
+                sequences=self.settings.terms.reads_sequences,
+            )
+            local.append(sliced)
+            first += len(batch.samples)
+        return local
+
+    def _gather_and_check(self) -> Tensor:
+        """The step's one all-gather and one host read: checks, and [world, width] partial results of the metrics."""
+        device = device_of(None)
+        rows = all_gather_rows(torch.cat([self._check_values(device), self._partial_result(device)]))
+        checks = rows[:, :3].tolist()
+        self._raise_nonfinite(checks)
+        returned = sum(row[2] for row in checks)
+        if self.settings.per_token and returned != self._contract.count:
+            raise ContractError(
+                f"returned token counts sum to {returned:.0f}, the plan has {self._contract.count}, so Megatron would divide by the "
+                "wrong number; do not wrap or replace the forward step's loss function"
+            )
+        return rows[:, 3:]
+
+    def _check_values(self, device: torch.device) -> Tensor:
+        """[3]: trained tokens whose loss is not finite, code of the first one, returned counts."""
+        if not self._results:
+            return torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64, device=device)
+        found = torch.stack([nonfinite for _, _, nonfinite in self._results])  # [K, 2]
+        microbatch = torch.arange(len(found), dtype=torch.float64, device=device)
+        counted = sum(self._local_count(local) for local, _, _ in self._results) if _reports() else 0
+        returned = torch.full((), float(counted), dtype=torch.float64, device=device)
+        # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
+        return torch.stack([found[:, 0].sum(), (found[:, 1] + microbatch * 2.0**32).amin(), returned])
+
+    def _partial_result(self, device: torch.device) -> Tensor:
+        metrics = self.settings.metrics
+        if not self._results or not _reports():
+            return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
+        return metrics.combine(torch.stack([metrics_of for _, metrics_of, _ in self._results]))
+
+    def _raise_nonfinite(self, checks: list[list[float]]) -> None:
+        bad = [rank for rank, (count, _, _) in enumerate(checks) if count > 0]
+        if not bad:
+            return
+        where = ""
+        if torch.distributed.get_rank() == bad[0]:
+            microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
+            where = self._results[microbatch][0].locate(flat)
+        where = broadcast_text(where, bad[0])
+        raise NonFiniteLossError(
+            f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
+            "so the step means nothing and the optimizer has not moved. Look at that sample's logits and log-probabilities."
+        )
+
+
+@contextmanager
+def _lost_peer_named(call: int) -> Iterator[None]:
+    """Give the backend's error about a closed connection or a timeout a name and a way on."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not (isinstance(error, torch.distributed.DistError) or "gloo" in text):
+            raise
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        raise LostPeerError(
+            f"rank {rank} of {size} lost another rank in its step {call}, which therefore cannot finish; the optimizer has not moved. "
+            "Another rank was killed, failed with an error of its own, or hangs: see the end of its log. Resume from the last "
+            f"checkpoint; --distributed-timeout-minutes sets how long a silent rank is waited for. ({_first_line(text)})"
+        ) from error
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:300]
+
+
+def _source_of(data_iterator: object) -> Iterator:
+    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    if source is None:
+        raise ContractError(
+            "this rank has no data iterator, so it cannot know the step; every rank needs one: set is_distributed = True on "
+            "the dataset provider"
+        )
+    return source
+
+
+def _take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
+    batches = []
+    for _ in range(num_microbatches):
+        batch = next(source, None)
+        if batch is None:
+            raise ContractError(
+                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step, so it cannot be run; lower "
+                "--train-iters, or fill up with empty micro-batches"
+            )
+        if not isinstance(batch, PackedBatch):
+            raise ContractError(
+                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.batch.pack"
+            )
+        batches.append(batch)
+    return batches
+
+
+def _check_batches(
+    batches: Sequence[PackedBatch], model: nn.Module, arguments: dict, vocab_size: int | None = None
+) -> None:
+    """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
+    vocabulary = vocab_size or get_attr_wrapped_model(model, "vocab_size")
+    learned = get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute"
+    positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
+    cp_size = parallel_state.get_context_parallel_world_size()
+    static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
+    shape = (arguments["micro_batch_size"], arguments["seq_length"])
+    for k, batch in enumerate(batches):
+        zigzag_index(batch.documents, cp_rank=0, cp_size=cp_size)  # raises when the documents do not divide
+        if int(batch.tokens.max()) >= vocabulary:
+            raise ContractError(
+                f"micro-batch {k} holds token id {int(batch.tokens.max())}, the vocabulary has {vocabulary}, so a token would have no "
+                "logit. Check the tokenizer."
+            )
+        if int(batch.position_ids.max()) >= positions:
+            raise ContractError(
+                f"micro-batch {k} holds a document of {int(batch.position_ids.max()) + 1} positions, the model has {positions}, so a "
+                "position would have no embedding; raise --max-position-embeddings or drop the sample"
+            )
+        if static and tuple(batch.tokens.shape) != shape:
+            raise ContractError(
+                f"micro-batch {k} has shape {tuple(batch.tokens.shape)}, pipeline parallelism sends {shape} (--micro-batch-size, "
+                "--seq-length), so the stages would not fit; pack with max_seq_len and rows of that size"
+            )
+
+
+def _agree(batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPlanError | None) -> None:
+    """Stop every rank when one could not plan, or when model-parallel peers hold different micro-batches (rule P9)."""
+    if torch.distributed.get_world_size() == parallel_state.get_data_parallel_world_size():
+        if failure is not None:  # every rank has it
+            raise failure
+        return
+    digest = 0.0 if plan is None else _digest(batches, plan)
+    mine = [float(parallel_state.get_data_parallel_rank()), digest, float(failure is not None)]
+    ranks = all_gather_rows(torch.tensor(mine, dtype=torch.float64)).tolist()
+    if failed := [rank for rank, (_, _, has_failed) in enumerate(ranks) if has_failed]:
+        raise StepPlanError(broadcast_text(str(failure or ""), failed[0])) from failure
+    seen: dict[float, tuple[int, float]] = {}
+    for rank, (dp_rank, value, _) in enumerate(ranks):
+        first, expected = seen.setdefault(dp_rank, (rank, value))
+        if value != expected:
+            raise ContractError(
+                f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and must be given "
+                "the same micro-batches"
+            )
+
+
+def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
+    """48 bits of everything that the loss reads, exact in float64."""
+    content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
+    for batch in batches:
+        content.update(repr((batch.qkv_format, batch.documents)).encode())
+        for values in (
+            batch.tokens,
+            *(batch.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),
+            *(batch.optional_values(name) for name in ("ref_logprobs", "rollout_logprobs")),
+        ):
+            content.update(b"" if values is None else values.numpy().tobytes())
+    return float(int.from_bytes(content.digest(), "big"))
+
+
+def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
+    if local.boundaries is None:
+        return None
+    longest = max(local.whole.documents)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=local.boundaries,
+        cu_seqlens_kv=local.boundaries,
+        cu_seqlens_q_padded=local.boundaries,
+        cu_seqlens_kv_padded=local.boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _group_of_several(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup | None:
+    return group if group.size() > 1 else None
+
+
+def _reports() -> bool:
+    """Whether this rank's sums count: tensor-parallel peers hold copies."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0

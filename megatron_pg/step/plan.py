@@ -1,0 +1,423 @@
+"""The step plan: integer counts of the whole optimizer step, exchanged once, and a denominator per sample.
+
+Everything later (kernel, context parallelism, pipeline, metrics) only reads the weights that come out of here. Every
+rank sees the same table, so a mistake in it is found, and raised, on every rank.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.args import AGGREGATIONS
+from megatron_pg.step.collectives import all_gather_rows, decode, encode
+from megatron_pg.reducers import REDUCERS, StepCounts
+from megatron_pg.rollouts.sample import Id
+
+SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
+_MESSAGE = 512  # bytes of a rank's error that travel to the others
+_INT32_MAX = 2**31 - 1
+
+
+class StepPlanError(ValueError):
+    """The step cannot be planned; the same message is raised on every data-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """Totals of one optimizer step, and the denominators of this rank's samples."""
+
+    aggregation: str
+    divisor: float | None
+    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; S samples of this process
+    num_samples: int
+    num_rollouts: int  # N_r
+    num_prompts: int | None  # P; None without prompt ids
+    num_tokens: int  # T, trained
+    num_response_tokens: int  # trained or not
+    num_positions: int  # R, prompt, response and padding
+    num_microbatches: int  # K, the same on every rank
+    auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
+
+
+def plan_step(
+    tokens_per_sample: Sequence[int] | Tensor,
+    *,
+    aggregation: str,
+    divisor: float | None = None,
+    rollout_ids: Sequence[Id] | None = None,
+    prompt_ids: Sequence[Id] | None = None,
+    positions_per_sample: Sequence[int] | Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> StepPlan:
+    """Denominators of one optimizer step, from integer metadata, by one all-gather (two above 1024 samples on a rank).
+
+        objective = sum over tokens of mask / d_sample(t) * loss_t
+
+    Args:
+        tokens_per_sample: [S] trained tokens of each sample of this process in the whole step, all micro-batches.
+        aggregation: sample_mean, prompt_mean, token_mean or constant. The same on every rank.
+        divisor: L of `constant`, in tokens. The same on every rank.
+        rollout_ids: [S] the trajectory of each sample; without it every sample is its own rollout.
+        prompt_ids: [S] the prompt group of each sample; needed by prompt_mean.
+        positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
+        group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
+            Context-, tensor- and pipeline-parallel peers hold copies and are never summed.
+
+    Raises:
+        StepPlanError: on every rank of `group`, for a mistake on any of them.
+    """
+    error, local, positions = None, None, 0
+    try:
+        local = _local_table(tokens_per_sample, aggregation, divisor, rollout_ids, prompt_ids, group)
+        positions = _count_positions(positions_per_sample, local)
+    except Exception as failure:  # travels to the other ranks, so that all of them stop
+        error = failure
+    return plan_from_table(
+        local,
+        error=error,
+        aggregation=aggregation,
+        divisor=divisor,
+        num_positions=positions,
+        num_microbatches=1,
+        group=group,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTable:
+    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key, kept tokens) per sample."""
+
+    rows: Tensor  # [S, 4] int64
+    has_rollout_ids: bool
+    has_prompt_ids: bool
+
+
+def _local_table(
+    tokens_per_sample: Sequence[int] | Tensor,
+    aggregation: str,
+    divisor: float | None,
+    rollout_ids: Sequence[Id] | None,
+    prompt_ids: Sequence[Id] | None,
+    group: ProcessGroup | None,
+    kept_per_sample: Sequence[int] | None = None,
+) -> LocalTable:
+    _check_aggregation(aggregation, divisor)
+    counts = _counts(tokens_per_sample)
+    size = len(counts)
+    if aggregation == "prompt_mean":
+        _check_prompt_ids(prompt_ids, size)
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
+    rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
+    prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
+    kept = counts if kept_per_sample is None else _counts(kept_per_sample)
+    rows = torch.stack([counts, rollouts, prompts, kept], dim=1)
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None)
+
+
+def _count_positions(positions_per_sample: Sequence[int] | Tensor | None, local: LocalTable) -> int:
+    if positions_per_sample is None:
+        return int(local.rows[:, 0].sum())
+    if len(positions_per_sample) != len(local.rows):
+        raise ValueError(
+            f"positions_per_sample has {len(positions_per_sample)} entries for {len(local.rows)} samples, so positions cannot be "
+            "counted. Give one each."
+        )
+    return int(_counts(positions_per_sample).sum())
+
+
+def plan_from_table(
+    local: LocalTable | None,
+    *,
+    error: Exception | None,
+    aggregation: str,
+    divisor: float | None,
+    num_positions: int,
+    num_microbatches: int,
+    group: ProcessGroup | None,
+    num_response_tokens: int | None = None,
+    denominator: str = "scheduled",
+    auxiliary_aggregation: str | None = None,
+    undivided: Sequence[str] = (),
+) -> StepPlan:
+    """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
+
+    `denominator` says what denominators count; the auxiliary terms, which no correction touches, count trained tokens
+    under `kept` too. The plan's totals count all rollouts and trained tokens. `undivided`: the kinds of units
+    ("rollout_id", "prompt_id") that may not lie on two ranks.
+    """
+    rows = torch.zeros(0, 4, dtype=torch.int64) if local is None else local.rows
+    responses = int(rows[:, 0].sum()) if num_response_tokens is None else num_response_tokens
+    head = _Head(len(rows), int(error is not None), *_id_flags(local), num_positions, num_microbatches, responses)
+    try:
+        heads, tables = _exchange(rows, head, _describe(error), group)
+    except StepPlanError as failure:
+        raise failure from error
+    _check_agreement(heads)
+    _check_undivided(tables, undivided)
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    start = sum(len(table) for table in tables[:rank])
+    mine, with_prompts = slice(start, start + len(rows)), any(h.has_prompt_ids == 1 for h in heads)
+    count = partial(_count_units, torch.cat(tables), mine, with_prompts=with_prompts, divisor=divisor)
+    counts = count()
+    counted = counts if denominator == "scheduled" else count(denominator=denominator)
+    auxiliary = count(denominator="live") if denominator == "kept" else counted
+    return StepPlan(
+        aggregation=aggregation,
+        divisor=divisor,
+        denominators=_denominators(counted, aggregation),
+        auxiliary_denominators=_denominators(auxiliary, auxiliary_aggregation) if auxiliary_aggregation else None,
+        num_samples=sum(h.num_samples for h in heads),
+        num_rollouts=counts.num_rollouts,
+        num_prompts=counts.num_prompts,
+        num_tokens=counts.num_tokens,
+        num_response_tokens=sum(h.num_response_tokens for h in heads),
+        num_positions=sum(h.num_positions for h in heads),
+        num_microbatches=num_microbatches,
+    )
+
+
+class _Head(NamedTuple):
+    """What every rank sends beside its table."""
+
+    num_samples: int
+    failed: int
+    has_rollout_ids: int  # 1 or 0; -1 without samples
+    has_prompt_ids: int
+    num_positions: int
+    num_microbatches: int
+    num_response_tokens: int
+
+
+def _id_flags(local: LocalTable | None) -> tuple[int, int]:
+    if local is None or not len(local.rows):
+        return -1, -1
+    return int(local.has_rollout_ids), int(local.has_prompt_ids)
+
+
+def _describe(error: Exception | None) -> str:
+    return str(error or "") if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def local_table_of(
+    samples: Sequence,
+    aggregation: str,
+    divisor: float | None,
+    group: ProcessGroup | None,
+    kept_per_sample: Sequence[int] | None = None,
+) -> LocalTable:
+    """The table of this rank's `Sample`s, in order; `kept_per_sample`: trained tokens that no correction rejects."""
+    prompt_ids = _all_or_none("prompt_id", samples)
+    if aggregation == "prompt_mean" and prompt_ids is None:
+        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
+    return _local_table(
+        [sample.num_trained for sample in samples],
+        aggregation,
+        divisor,
+        _all_or_none("rollout_id", samples),
+        prompt_ids,
+        group,
+        kept_per_sample,
+    )
+
+
+def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
+    ids = [getattr(sample, name) for sample in samples]
+    missing = [i for i, value in enumerate(ids) if value is None]
+    if missing and len(missing) < len(ids):
+        raise ValueError(
+            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot be "
+            "counted. Give it to every sample or to none."
+        )
+    return None if missing or not ids else ids
+
+
+def _check_aggregation(aggregation: str, divisor: float | None) -> None:
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
+        )
+    if aggregation == "constant" and not (divisor is not None and 0 < divisor < float("inf")):
+        raise ValueError(
+            f"divisor={divisor} of constant must be finite and > 0. Set it to a length, for instance 4096."
+        )
+    if aggregation != "constant" and divisor is not None:
+        raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
+
+
+def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
+    counts = torch.as_tensor(tokens_per_sample)
+    if counts.numel() == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
+        raise ValueError(
+            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
+            "Give whole numbers of trained tokens."
+        )
+    if (counts < 0).any():
+        i = int((counts < 0).nonzero()[0])
+        raise ValueError(
+            f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
+        )
+    return counts.to(torch.int64).cpu()
+
+
+def _check_prompt_ids(prompt_ids: Sequence[Id] | None, size: int) -> None:
+    missing = range(size) if prompt_ids is None else (i for i, value in enumerate(prompt_ids) if value is None)
+    first = next(iter(missing), None)
+    if first is not None:
+        raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {first} has none")
+
+
+def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
+    """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
+    if len(ids) != size:
+        raise ValueError(
+            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
+        )
+    for i, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
+        if isinstance(value, int) and abs(value) >= 2**62:
+            raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
+    return torch.tensor([_key(value) for value in ids], dtype=torch.int64)
+
+
+def _key(value: Id) -> int:
+    if isinstance(value, int):
+        return value
+    return -(2**62) - (int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 2)
+
+
+def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None) -> tuple[list[_Head], list[Tensor]]:
+    """All ranks' heads and tables, in rank order; raises on every rank where one rank reports an error."""
+    message = encode(error, _MESSAGE).view(torch.int64)
+    gathered = _all_gather(torch.cat([torch.tensor(head, dtype=torch.int64), message, _fill(rows, SLOTS)]), group)
+    integers, messages, bodies = gathered.tensor_split([len(head), len(head) + len(message)], dim=1)
+    heads = [_Head(*values) for values in integers.tolist()]
+    if failed := [rank for rank, other in enumerate(heads) if other.failed]:
+        texts = [decode(messages[rank]) for rank in failed]
+        if len(failed) == len(heads) and len(set(texts)) == 1:  # every rank's own
+            raise StepPlanError(texts[0])
+        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
+    largest = max(other.num_samples for other in heads)
+    if largest > SLOTS:
+        bodies = _all_gather(_fill(rows, largest), group)
+    tables = [b[: 4 * other.num_samples].view(-1, 4) for b, other in zip(bodies, heads, strict=True)]
+    return heads, tables
+
+
+def _fill(rows: Tensor, slots: int) -> Tensor:
+    flat = torch.zeros(4 * slots, dtype=torch.int64)
+    values = rows.reshape(-1)[: 4 * slots]
+    flat[: len(values)] = values
+    return flat
+
+
+def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    return values[None] if group is None else all_gather_rows(values, group)
+
+
+def _check_agreement(heads: list[_Head]) -> None:
+    for name in ("rollout_ids", "prompt_ids"):
+        found = [getattr(head, f"has_{name}") for head in heads]
+        if 1 in found and 0 in found:
+            raise StepPlanError(
+                f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none, so units cannot be counted. "
+                "Give them on every rank or on none."
+            )
+    for rank, head in enumerate(heads):
+        if head.num_microbatches != heads[0].num_microbatches:
+            raise StepPlanError(
+                f"rank 0 has {heads[0].num_microbatches} micro-batches, rank {rank} has {head.num_microbatches}; Megatron's schedule "
+                "needs the same number everywhere. Fill up with empty micro-batches."
+            )
+
+
+def _check_undivided(tables: Sequence[Tensor], kinds: Sequence[str]) -> None:
+    """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
+    ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
+    for kind in kinds:
+        keys = torch.cat(tables)[:, 1 if kind == "rollout_id" else 2]
+        units, inverse = torch.unique(keys, return_inverse=True)
+        first = torch.full((len(units),), len(tables)).scatter_reduce(0, inverse, ranks, "amin")
+        if len(stray := (ranks != first[inverse]).nonzero()):
+            i = int(stray[0])
+            raise StepPlanError(
+                f"{kind} {_show(keys[i])} has samples on data-parallel ranks {int(first[inverse[i]])} and {int(ranks[i])}, so steps "
+                "of a number of documents could cut it. Give all its samples to one rank."
+            )
+
+
+def _count_units(
+    table: Tensor, mine: slice, *, with_prompts: bool, divisor: float | None, denominator: str = "scheduled"
+) -> StepCounts:
+    trained, rollouts, prompts, kept = table.unbind(dim=1)
+    tokens = kept if denominator == "kept" else trained
+    num_tokens = int(tokens.sum())
+    if num_tokens == 0:
+        raise StepPlanError(
+            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
+            if int(trained.sum())
+            else "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
+            "more samples per step."
+        )
+    if with_prompts:
+        _check_one_group(rollouts, prompts)
+    live_only = denominator != "scheduled"
+    num_rollouts, per_rollout = _totals(rollouts, tokens, live_only)
+    num_prompts, per_prompt = _totals(prompts, tokens, live_only) if with_prompts else (None, None)
+    return StepCounts(
+        tokens_per_rollout=per_rollout[mine],
+        tokens_per_prompt=per_prompt[mine] if per_prompt is not None else None,
+        num_rollouts=num_rollouts,
+        num_prompts=num_prompts,
+        num_tokens=num_tokens,
+        divisor=divisor,
+        live_only=live_only,
+    )
+
+
+def _totals(keys: Tensor, tokens: Tensor, live_only: bool) -> tuple[int, Tensor]:
+    """Number of distinct units (`live_only`: with a counted token), and for every sample the tokens of its unit."""
+    units, inverse = torch.unique(keys, return_inverse=True)
+    totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
+    return int((totals > 0).sum()) if live_only else len(units), totals[inverse]
+
+
+def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
+    """One per sample; infinite for a unit that is not counted although it has trained tokens."""
+    denominators = REDUCERS[aggregation](counts)
+    if not counts.live_only or aggregation == "token_mean":
+        return denominators
+    tokens = counts.tokens_per_prompt if aggregation == "prompt_mean" else counts.tokens_per_rollout
+    return torch.where(tokens > 0, denominators, torch.inf)
+
+
+def _check_one_group(rollouts: Tensor, prompts: Tensor) -> None:
+    units, inverse = torch.unique(rollouts, return_inverse=True)
+    first = torch.full((len(units),), len(rollouts)).scatter_reduce(0, inverse, torch.arange(len(rollouts)), "amin")
+    stray = (prompts != prompts[first[inverse]]).nonzero()
+    if len(stray):
+        i = int(stray[0])
+        raise StepPlanError(
+            f"rollout {_show(rollouts[i])} belongs to prompt groups {_show(prompts[first[inverse[i]]])} and "
+            f"{_show(prompts[i])}, so its tokens would count twice. Give all samples of a rollout one prompt_id."
+        )
+
+
+def _show(key: Tensor) -> str:
+    value = int(key)
+    return str(value) if abs(value) < 2**62 else f"with the string-id hash {-value - 2**62:x}"
+
+
+def check_count(count: int) -> None:
+    """Refuse a count that Megatron's int32 accumulator cannot hold (per-token contract only)."""
+    if count > _INT32_MAX:
+        raise StepPlanError(f"{count} tokens in one step exceed Megatron's int32 counter. Take fewer per step.")

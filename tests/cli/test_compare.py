@@ -1,0 +1,421 @@
+"""`megatron-pg compare` against plain loops in float64, and what it refuses against `read_rollouts`."""
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from test_rollouts import HEADER, RECORD
+from test_untrusted_input import damaged, malformed_lines
+
+from megatron_pg import read_rollouts
+from megatron_pg.cli import digest as digest_room
+from megatron_pg.cli import main
+from megatron_pg.cli.digest import digest_rollouts
+from megatron_pg.rollouts.lines import RolloutFileError
+
+ROOT = Path(__file__).parents[2]
+
+
+def random_records(rng: random.Random, *, steps: int = 3) -> list[dict]:
+    """Steps with uneven groups, fan-out, holes in masks, masked samples, numbers and lists as advantages."""
+    records = []
+    for step in range(steps):
+        for prompt in range(rng.randint(2, 4)):
+            for rollout in range(rng.randint(1, 4)):
+                for _ in range(rng.choice([1, 1, 2])):
+                    length = rng.choice([1, 2, rng.randint(1, 40)])
+                    mask = [int(rng.random() < 0.8) for _ in range(length)]
+                    records.append(
+                        {
+                            "step": step,
+                            "prompt_id": f"{step}.{prompt}",
+                            "rollout_id": 100 * step + 10 * prompt + rollout,
+                            "tokens": [rng.randrange(150_000) for _ in range(length + rng.randint(1, 5))],
+                            "response_length": length,
+                            "loss_mask": mask,
+                            "old_logprobs": [-rng.expovariate(1) for _ in range(length)],
+                            "reward": rng.choice([0, 1, 0.5]),
+                            "advantage": rng.gauss(0, 1)
+                            if rng.random() < 0.7
+                            else [rng.gauss(0, 1) for _ in range(length)],
+                        }
+                    )
+    records[0]["loss_mask"][0] = 1  # no step without a trained token
+    return records
+
+
+def write(path: Path, records: list[dict], header: object = HEADER) -> Path:
+    path.write_text("\n".join(json.dumps(each) for each in [header, *records]) + "\n")
+    return path
+
+
+def oracle(records: list[dict], mode: str, divisor: float) -> dict:
+    """Loss, effective share and gradient mass by plain loops over tokens."""
+    losses, ess, mass = [], [], defaultdict(float)
+    for step in dict.fromkeys(r["step"] for r in records):
+        rows = [r for r in records if r["step"] == step]
+        of_rollout, of_prompt = defaultdict(int), defaultdict(int)
+        for r in rows:
+            of_rollout[r["rollout_id"]] += sum(r["loss_mask"])
+            of_prompt[r["prompt_id"]] += sum(r["loss_mask"])
+        total = sum(of_rollout.values())
+        weights, loss = [], []
+        for r in rows:
+            delta = {
+                "sample_mean": len(of_rollout) * max(of_rollout[r["rollout_id"]], 1),
+                "prompt_mean": len(of_prompt) * max(of_prompt[r["prompt_id"]], 1),
+                "token_mean": total,
+                "constant": len(of_rollout) * divisor,
+            }[mode]
+            for t, bit in enumerate(r["loss_mask"]):
+                if bit:
+                    a = r["advantage"][t] if isinstance(r["advantage"], list) else r["advantage"]
+                    weights.append(1 / delta)
+                    loss.append(-a / delta)
+                    mass[id(r)] += abs(a) / delta
+        losses.append(math.fsum(loss))
+        ess.append(math.fsum(weights) ** 2 / (total * math.fsum(w * w for w in weights)))
+    return {"loss": math.fsum(losses) / len(losses), "ess": math.fsum(ess) / len(ess), "mass": mass}
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main(["compare", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def close(a, b) -> bool:
+    return a == pytest.approx(b, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_aggregation_agrees_with_plain_loops(seed, tmp_path, capsys):
+    records = random_records(random.Random(seed))
+    path = write(tmp_path / "r.jsonl", records)
+    code, out, err = run(capsys, path, "--divisor", "32", "--top", "99", "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert said["trained_tokens"] == sum(sum(r["loss_mask"]) for r in records)
+    for mode, found in said["aggregations"].items():
+        expected = oracle(records, mode, 32.0)
+        total = math.fsum(expected["mass"].values())
+        assert close(found["loss"], expected["loss"])
+        assert close(found["aggregation_ess"], expected["ess"])
+        assert close(found["gradient_mass"], total)
+        for each in said["by_prompt"]:
+            own = math.fsum(expected["mass"][id(r)] for r in records if r["prompt_id"] == each["prompt_id"])
+            assert close(each["share"][mode], own / total)
+        for each in said["by_length"]:
+            low, _, high = each["length"].partition("-")
+            inside = [r for r in records if int(low) <= r["response_length"] <= int(high or low)]
+            assert each["samples"] == len(inside)
+            assert close(each["share"][mode], math.fsum(expected["mass"][id(r)] for r in inside) / total)
+        assert sum(each["share"][mode] for each in said["by_length"]) == pytest.approx(1)
+
+
+def test_lengths_of_ten_a_thousand_a_hundred_and_four_hundred(tmp_path, capsys):
+    """The published figures: sample_mean has 141 of 1510 tokens that count, and one token weighs 37.75 times the mean."""
+    records = [
+        RECORD
+        | {"prompt_id": i, "rollout_id": i, "tokens": [1] * (n + 1), "response_length": n, "loss_mask": [1] * n}
+        | {"old_logprobs": [-1.0] * n, "advantage": 1.0}
+        for i, n in enumerate((10, 1000, 100, 400))
+    ]
+    said = json.loads(run(capsys, write(tmp_path / "r.jsonl", records), "--json")[1])["aggregations"]
+    assert said["sample_mean"]["aggregation_ess"] * 1510 == pytest.approx(140.97, abs=0.01)
+    assert said["sample_mean"]["heaviest_token"] == pytest.approx(37.75)
+    assert said["token_mean"]["aggregation_ess"] == pytest.approx(1)
+    assert said["sample_mean"]["effective_prompts"] == pytest.approx(4)
+
+
+def test_without_a_divisor_constant_has_shares_and_no_loss(tmp_path, capsys):
+    path = write(tmp_path / "r.jsonl", random_records(random.Random(0)))
+    said = json.loads(run(capsys, path, "--json")[1])
+    constant = said["aggregations"]["constant"]
+    assert (constant["loss"], constant["gradient_mass"]) == (None, None)
+    assert constant["aggregation_ess"] == pytest.approx(1)
+    assert "needs --divisor" in run(capsys, path)[1]
+
+
+def test_the_text_shows_every_aggregation_and_the_heaviest_prompts(tmp_path, capsys):
+    path = write(tmp_path / "r.jsonl", random_records(random.Random(0)))
+    code, out, _ = run(capsys, path, "--top", "2")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in ("sample_mean", "prompt_mean", "token_mean", "constant")] == [
+        "sample_mean",
+        "prompt_mean",
+        "token_mean",
+        "constant",
+    ]
+    assert sum(line.strip().startswith(("0.", "1.", "2.")) for line in out.splitlines()) == 2
+
+
+def test_no_advantage_means_no_shares(tmp_path, capsys):
+    path = write(tmp_path / "r.jsonl", [RECORD | {"advantage": 0}])
+    code, out, _ = run(capsys, path, "--json")
+    assert code == 0
+    assert json.loads(out)["by_prompt"][0]["share"]["sample_mean"] is None
+    assert "–" in run(capsys, path)[1]
+
+
+# --- the digest ---
+
+
+def refusal_of(read, path: Path) -> tuple[object, str | None]:
+    """What `read` returns and None, or None and the words in which it refuses the file."""
+    try:
+        return read(path), None
+    except RolloutFileError as error:
+        return None, str(error)
+
+
+def same_digest(path: Path) -> None:
+    """The digest is what `read_rollouts` reads, or both refuse the file in the same words."""
+    samples, expected = refusal_of(read_rollouts, path)
+    found, refusal = refusal_of(digest_rollouts, path)
+    assert refusal == expected
+    if expected is not None:
+        return
+    assert found.steps == [s.step for s in samples]
+    assert found.prompt_ids == [s.prompt_id for s in samples]
+    assert found.rollout_ids == [s.rollout_id for s in samples]
+    assert list(found.lengths) == [s.response_length for s in samples]
+    assert list(found.trained) == [s.num_trained for s in samples]
+    assert list(found.advantages) == pytest.approx([float(s.advantages[s.loss_mask].sum()) for s in samples])
+    assert list(found.magnitudes) == pytest.approx([float(s.advantages[s.loss_mask].abs().sum()) for s in samples])
+
+
+UNUSUAL = [  # good lines that the screen leaves to the full checks
+    {"loss_mask": [1.0, 0.0]},
+    {"old_logprobs": [5e-4, -1]},
+    {"old_logprobs": [-1e-300, -1e5]},
+    {"loss_mask": [0, 1], "old_logprobs": [3.0, -1.0]},
+    {"x_nested": {"old_logprobs": [1, 2], "tokens": "x"}},
+    {"x_text": '"tokens": [1]'},
+    {"rollout_logprobs": [-0.0, 0], "ref_logprobs": [-1, -2.5e-05]},
+    {"advantage": [1, -2.5]},
+    {"prompt_id": "é", "rollout_id": -(2**61)},
+    {"x_flag": True, "x_none": None},
+]
+
+
+@pytest.mark.parametrize("fields", UNUSUAL, ids=str)
+def test_unusual_lines_are_read_alike(fields, tmp_path):
+    same_digest(write(tmp_path / "r.jsonl", [RECORD, RECORD | fields]))
+
+
+def test_malformed_lines_are_refused_in_the_same_words(tmp_path):
+    path, head = tmp_path / "r.jsonl", json.dumps(HEADER).encode() + b"\n"
+    good = json.dumps(RECORD).encode() + b"\n"
+    for line in malformed_lines():
+        path.write_bytes(head + good + line + b"\n" + good)
+        same_digest(path)
+
+
+def test_damaged_files_are_read_alike(tmp_path):
+    rng, path = random.Random(1), tmp_path / "r.jsonl"
+    good = write(path, random_records(rng, steps=1)[:3]).read_bytes()
+    for _ in range(300):
+        path.write_bytes(damaged(good, rng))
+        same_digest(path)
+
+
+def test_the_screen_accepts_what_writers_write(tmp_path, monkeypatch):
+    """Otherwise every line would take the slow way."""
+    monkeypatch.setattr(digest_room, "_examine", lambda *_: pytest.fail("the screen left a line open"))
+    path = write(tmp_path / "r.jsonl", random_records(random.Random(2)))
+    assert len(digest_rollouts(path).steps) > 10
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch):
+    """Many parts, read here: processes would not see the patch."""
+
+    def parts(path: Path, size: int):
+        for start in range(0, size, 700):
+            yield min(start + 700, size), digest_room._read_part(path, start, min(start + 700, size))
+
+    monkeypatch.setattr(digest_room, "_parts", parts)
+
+
+def test_parts_of_a_file_add_up(tmp_path, in_small_parts):
+    path = write(tmp_path / "r.jsonl", random_records(random.Random(3), steps=6))
+    assert path.stat().st_size > 7000
+    same_digest(path)
+
+
+def test_an_error_in_a_later_part_has_the_line_of_the_file(tmp_path, in_small_parts):
+    records = random_records(random.Random(3), steps=6)
+    for bad in (0, 7, len(records) - 1):
+        path = write(tmp_path / "r.jsonl", [*records[:bad], records[bad] | {"reward": "x"}, *records[bad + 1 :]])
+        same_digest(path)
+        with pytest.raises(RolloutFileError, match=f"r.jsonl:{bad + 2}: reward='x'"):
+            digest_rollouts(path)
+
+
+def test_processes_read_what_one_reads(tmp_path, monkeypatch):
+    path = write(tmp_path / "r.jsonl", random_records(random.Random(4), steps=8))
+    alone = digest_rollouts(path)
+    monkeypatch.setattr(digest_room, "_ALONE", 0)
+    together = digest_rollouts(path)
+    assert all(getattr(alone, name) == getattr(together, name) for name in alone.__slots__)
+
+
+# --- refusals ---
+
+
+def two_steps(*changes: dict) -> list[dict]:
+    return [RECORD | {"step": i, "prompt_id": i, "rollout_id": i} | change for i, change in enumerate(changes)]
+
+
+BAD_FILES = {
+    "empty": (b"", "holds no sample"),
+    "a header only": (json.dumps(HEADER).encode() + b"\n", "holds no sample"),
+    "another format": (b'{"a": 1}\n', "header has format None"),
+    "a picture": (b"\x89PNG\r\n\x1a\n", "is not UTF-8"),
+    "an archive": (b"PK\x03\x04" + bytes(100), "is not one JSON object"),
+    "cut short": (json.dumps(HEADER).encode() + b'\n{"step": 1, "tok', "The line has no end"),
+    "a missing column": (json.dumps(HEADER).encode() + b'\n{"step": 1}\n', "field 'prompt_id' is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, capsys):
+    content, message = BAD_FILES[name]
+    path, picture = tmp_path / "r.jsonl", tmp_path / "out.png"
+    path.write_bytes(content)
+    code, out, err = run(capsys, path, "--output", picture)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("megatron-pg compare: ")
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.jsonl"]
+
+
+def test_a_huge_line_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_pg.rollouts.lines.MAX_LINE_BYTES", 5000)
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(HEADER) + "\n" + json.dumps(RECORD | {"x_note": "a" * 6000}) + "\n")
+    code, _, err = run(capsys, path)
+    assert code == 2
+    assert "r.jsonl:2: line is longer than 5000 bytes" in err
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", ".", "a\0b", "\x1b[31m.jsonl"])
+def test_an_unreadable_path_is_named(name, tmp_path, capsys):
+    code, out, err = run(capsys, tmp_path / name)
+    assert (code, out) == (2, "")
+    assert err.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (two_steps({}, {"prompt_id": 0}), "prompt group 0 has samples in steps 0 and 1"),
+        (two_steps({}, {"rollout_id": 0}), "rollout 0 has samples in steps 0 and 1"),
+        (two_steps({}, {"loss_mask": [0, 0]}), "step 1: the step has no trained token"),
+        (two_steps({}, {"step": 0, "rollout_id": 0}), "belongs to prompt groups"),
+    ],
+)
+def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, capsys):
+    code, out, err = run(capsys, write(tmp_path / "r.jsonl", records))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+BAD_OPTIONS = {
+    "--divisor 0": "not finite and > 0",
+    "--divisor inf": "not finite and > 0",
+    "--divisor x": "x is not finite and > 0",
+    "--top -1": "--top -1 is negative",
+    "--output out.gif": "is no .png, .svg, .pdf file",
+    "--output nowhere/out.png": "its folder does not exist",
+    "--output taken.png": "exists already and is kept",
+}
+
+
+@pytest.mark.parametrize("words", BAD_OPTIONS)
+def test_bad_options_are_refused_before_anything_is_read(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.png").write_bytes(b"mine")
+    code, out, err = run(capsys, "absent.jsonl", *words.split())
+    assert (code, out) == (2, "")
+    assert re.search(BAD_OPTIONS[words], err), err
+    assert (tmp_path / "taken.png").read_bytes() == b"mine"
+
+
+# --- pictures ---
+
+
+def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, picture = write(tmp_path / "r.jsonl", random_records(random.Random(0))), tmp_path / "out.png"
+    assert run(capsys, path, "--output", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run(capsys, path, "--output", picture)[0] == 2
+    assert run(capsys, path, "--output", picture, "--overwrite")[0] == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
+
+
+def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = write(tmp_path / "r.jsonl", [RECORD])
+    code, out, err = run(capsys, path, "--output", tmp_path / "out.svg")
+    assert (code, out) == (2, "")
+    assert "matplotlib cannot be imported" in err
+    assert "pip install matplotlib" in err
+    assert run(capsys, path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "command"), [("torch", "convert --format slime x.pt --output y"), ("numpy", "compare x")]
+)
+def test_without_a_package_there_is_a_message(package, command):
+    """In a process of its own, where nothing is imported yet."""
+    code = f"import sys; sys.modules[{package!r}] = None; from megatron_pg.cli import main; sys.exit(main({command.split()!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"megatron-pg {command.split()[0]}: {package} is not installed")
+    assert done.stderr.count("\n") == 1
+
+
+# --- size ---
+
+PROCESSOR_SECONDS, GIBIBYTES = 20.0, 2.0  # 10 s on two cores that do nothing else
+
+
+def test_a_large_file_is_compared_in_time_and_memory(tmp_path, full):
+    """100,000 samples of 200 response tokens in the full tier."""
+    samples = 100_000 if full else 1_000
+    path, rng = tmp_path / "r.jsonl", random.Random(0)
+    with path.open("w") as file:
+        file.write(json.dumps(HEADER) + "\n")
+        for i in range(samples):
+            n = rng.randint(1, 400)
+            record = RECORD | {"prompt_id": i // 8, "rollout_id": i, "tokens": rng.choices(range(150_000), k=n + 20)}
+            record |= {"response_length": n, "loss_mask": [1] * n, "old_logprobs": [-rng.random() for _ in range(n)]}
+            file.write(json.dumps(record) + "\n")
+    (tmp_path / "measured.py").write_text(
+        "import json, os, resource, sys\n"
+        "from megatron_pg.cli import main\n"
+        "if __name__ == '__main__':\n"
+        f"    assert main(['compare', {str(path)!r}, '--json']) == 0\n"
+        "    own, child = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
+        "    seconds = own.ru_utime + own.ru_stime + child.ru_utime + child.ru_stime\n"
+        "    kibibytes = own.ru_maxrss + min(os.cpu_count(), 8) * child.ru_maxrss\n"
+        "    print(json.dumps([seconds, kibibytes]), file=sys.stderr)\n"
+    )
+    command, environment = [sys.executable, str(tmp_path / "measured.py")], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["samples"] == samples
+    seconds, kibibytes = json.loads(done.stderr.splitlines()[-1])
+    assert seconds < PROCESSOR_SECONDS
+    assert kibibytes < GIBIBYTES * 2**20

@@ -1,0 +1,536 @@
+"""`megatron-pg convert`: dumps with the field names of the frameworks' own writers, read back with `read_rollouts`."""
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_pg import read_rollouts
+from megatron_pg.cli import main
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main(["convert", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def refused(capsys, folder: Path, *words) -> str:
+    """The one line of a conversion that fails and leaves nothing behind."""
+    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    code, out, err = run(capsys, *words, "--output", folder / "out.jsonl")
+    assert (code, out) == (2, ""), err
+    assert err.startswith("megatron-pg convert: ")
+    assert err.count("\n") == 1
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
+    return err
+
+
+# --- slime and miles: Sample.to_dict() of slime/utils/types.py and miles/utils/types.py ---
+
+
+def slime_sample(index: int, group: int, reward: object, **changes) -> dict:
+    return {
+        "group_index": group,
+        "index": index,
+        "rollout_id": None,
+        "prompt": "2+2=",
+        "tokens": [10 + group, 11, 20 + index, 21, 22],
+        "multimodal_inputs": None,
+        "multimodal_train_inputs": None,
+        "response": "4",
+        "response_length": 3,
+        "label": "4",
+        "reward": reward,
+        "loss_mask": None,
+        "weight_versions": ["7"],
+        "rollout_log_probs": [-0.5, -0.25, -1.0 - index],
+        "rollout_routed_experts": None,
+        "remove_sample": False,
+        "teacher_log_probs": None,
+        "status": "completed",
+        "metadata": {"source": "math"},
+        "generate_function_path": None,
+        "train_metadata": None,
+        "non_generation_time": 0.0,
+        "spec_info": {"spec_accept_token_num": 0},
+        "prefix_cache_info": {"cached_tokens": 0},
+    } | changes
+
+
+SLIME = [
+    slime_sample(0, 0, 1.0),
+    slime_sample(1, 0, 0.0, loss_mask=[1, 0, 1]),
+    slime_sample(2, 0, 0.5, status="truncated", remove_sample=True),
+    slime_sample(3, 1, 1.0, rollout_id=40),
+    slime_sample(4, 1, 1.0, rollout_id=40),
+    slime_sample(5, 1, 0.0, rollout_id=41),
+]
+CHOICES = ("--old-logprobs", "rollout", "--advantage", "group_norm")
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(samples=SLIME, name="12.pt", **top) -> Path:
+        torch.save({"rollout_id": 12, "samples": samples} | top, tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_a_rollout_dump_of_slime_or_miles(framework, save, tmp_path, capsys):
+    path = save(**({"metadata": {"prompt_group_sizes": [3, 3]}} if framework == "miles" else {}))
+    output = tmp_path / "out.jsonl"
+    code, out, err = run(capsys, path, "--format", framework, *CHOICES, "--output", output)
+    assert (code, err) == (0, "")
+    assert "6 samples of 2 prompts in 1 steps" in out
+    samples = read_rollouts(output)
+    assert [s.step for s in samples] == [12] * 6
+    assert [s.prompt_id for s in samples] == [0, 0, 0, 1, 1, 1]
+    assert [s.rollout_id for s in samples] == ["sample-0", "sample-1", "sample-2", 40, 40, 41]
+    assert [s.loss_mask.int().tolist() for s in samples[:3]] == [[1, 1, 1], [1, 0, 1], [0, 0, 0]]
+    assert samples[1].tokens.tolist() == SLIME[1]["tokens"]
+    assert samples[0].old_logprobs.tolist() == samples[0].rollout_logprobs.tolist() == [-0.5, -0.25, -1.0]
+    assert [s.reward for s in samples] == [1.0, 0.0, 0.5, 1.0, 1.0, 0.0]
+    assert samples[2].extra == {"x_status": "truncated", "x_index": 2}
+    # group 0: mean 1/2, unbiased std 1/2; group 1: two rollouts, mean 1/2, std 1/sqrt(2)
+    assert samples[0].advantages.tolist() == pytest.approx([0.5 / (0.5 + 1e-6)] * 3)
+    assert samples[5].advantages.tolist() == pytest.approx([-0.5 / (math.sqrt(0.5) + 1e-6)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("group_mean", [0.5, -0.5, 0.0, 0.5, 0.5, -0.5]), ("reward", [1, 0, 0.5, 1, 1, 0])]
+)
+def test_advantages_follow_from_rewards_as_chosen(rule, expected, save, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert (
+        run(capsys, save(), "--format", "slime", "--old-logprobs", "rollout", "--advantage", rule, "--output", output)[
+            0
+        ]
+        == 0
+    )
+    read = read_rollouts(output)
+    assert [float(s.advantages[0]) for s, e in zip(read, expected, strict=True) if s.num_trained] == pytest.approx(
+        [e for s, e in zip(read, expected, strict=True) if s.num_trained]
+    )
+
+
+def train_dump(samples=SLIME) -> dict:
+    """--save-debug-train-data of slime, format_version 2: the rows are in another order than in the rollout dump."""
+    rows = [
+        {
+            "data_parallel_rank": i % 2,
+            "rollout_position": i,
+            "tokens": torch.tensor(sample["tokens"]),
+            "response_lengths": 3,
+            "log_probs": torch.tensor([-0.125, -0.75, -2.0 - i]),
+            "ref_log_probs": torch.tensor([-0.1, -0.2, -0.3]),
+            "advantages": torch.tensor([0.5 * i, 1.0, -1.0]),
+        }
+        for i, sample in enumerate(samples)
+    ]
+    return {"format_version": 2, "rollout_id": 12, "rank": 0, "samples": rows[::-1], "dp_shards": []}
+
+
+def test_the_training_dump_of_slime_gives_what_was_trained_with(save, tmp_path, capsys):
+    torch.save(train_dump(), tmp_path / "train.pt")
+    output = tmp_path / "out.jsonl"
+    code, _, err = run(capsys, save(), "--format", "slime", "--train-data", tmp_path / "train.pt", "--output", output)
+    assert (code, err) == (0, "")
+    sample = read_rollouts(output)[3]
+    assert sample.old_logprobs.tolist() == [-0.125, -0.75, -5.0]
+    assert sample.ref_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert sample.advantages.tolist() == [1.5, 1.0, -1.0]
+    assert sample.rollout_logprobs.tolist() == [-0.5, -0.25, -4.0]
+
+
+BAD_SLIME = {
+    "no choice of log-probabilities": ({}, ("--advantage", "reward"), "old_logprobs cannot be derived"),
+    "no choice of advantages": ({}, ("--old-logprobs", "rollout"), "the dump has no advantages"),
+    "no group": ({"group_index": None}, CHOICES, "sample 0: group_index is not set"),
+    "no index": ({"index": None}, CHOICES, "sample 0: rollout_id and index is not set"),
+    "no log-probabilities": ({"rollout_log_probs": None}, CHOICES, "the dump has no rollout_log_probs"),
+    "no reward": ({"reward": None}, CHOICES, "its reward is None, not a number"),
+    "a reward of parts": ({"reward": {"math": 1.0}}, CHOICES, r"several parts (math). Choose one with --reward-key"),
+    "a reward without parts": ({}, (*CHOICES, "--reward-key", "math"), "its reward 1.0 has no parts"),
+    "a reward that is not finite": ({"reward": math.nan}, CHOICES, "its reward is nan, not a finite number"),
+    "an empty response": ({"response_length": 0, "rollout_log_probs": []}, CHOICES, "sample 0: "),
+    "a wrong length": ({"response_length": 2}, CHOICES, "old_logprobs of sample of the dump has 3 entries for 2"),
+    "a length in words": ({"response_length": "3"}, CHOICES, "response_length is '3', not an integer"),
+    "tokens in words": ({"tokens": "abc"}, CHOICES, "tokens='abc' has the wrong type"),
+    "no tokens": ({"tokens": None}, CHOICES, "field 'tokens' is missing"),
+    "a mask of weights": ({"loss_mask": [0.5, 1, 1]}, CHOICES, "must be 0 or 1, got 0.5"),
+    "a positive log-probability": ({"rollout_log_probs": [1.0, -1, -1]}, CHOICES, "log-probabilities are at most 0"),
+    "a log-probability that is not finite": ({"rollout_log_probs": [math.nan, -1, -1]}, CHOICES, "old_logprobs="),
+    "siblings with different rewards": (
+        {"rollout_id": 40, "group_index": 1},
+        (*CHOICES[:2], "--advantage", "group_mean"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SLIME)
+def test_a_slime_dump_that_does_not_say_enough_is_refused(name, save, tmp_path, capsys):
+    changes, options, message = BAD_SLIME[name]
+    if name.startswith("siblings"):
+        changes, message = changes | {"reward": 0.25}, "samples of one rollout have different rewards"
+    path = save([SLIME[0] | changes, *SLIME[1:]])
+    assert message in refused(capsys, tmp_path, path, "--format", "slime", *options)
+
+
+def test_a_part_of_the_reward_is_chosen_by_its_key(save, tmp_path, capsys):
+    path = save([sample | {"reward": {"math": sample["reward"], "style": 9}} for sample in SLIME])
+    output = tmp_path / "out.jsonl"
+    assert run(capsys, path, "--format", "slime", *CHOICES, "--reward-key", "math", "--output", output)[0] == 0
+    assert [s.reward for s in read_rollouts(output)][:3] == [1.0, 0.0, 0.5]
+
+
+BAD_TRAIN_DATA = {
+    "a dump of one rank": (lambda d: {"rollout_id": 12, "rank": 0, "rollout_data": {}}, "no training dump of slime"),
+    "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "holds no sample of this position"),
+    "other tokens": (
+        lambda d: d | {"samples": [s | {"tokens": torch.tensor([1])} for s in d["samples"]]},
+        "its tokens differ",
+    ),
+    "no log_probs": (
+        lambda d: d | {"samples": [{k: v for k, v in s.items() if k != "log_probs"} for s in d["samples"]]},
+        "has no field 'log_probs'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRAIN_DATA)
+def test_a_training_dump_that_does_not_belong_is_refused(name, save, tmp_path, capsys):
+    change, message = BAD_TRAIN_DATA[name]
+    torch.save(change(train_dump()), tmp_path / "train.pt")
+    assert message in refused(capsys, tmp_path, save(), "--format", "slime", "--train-data", tmp_path / "train.pt")
+
+
+class Loud:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, flag: Path):
+        self.flag = flag
+
+    def __reduce__(self):
+        return Path.touch, (self.flag,)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", *map(str, range(pickle.HIGHEST_PROTOCOL + 1))])
+def test_stored_code_is_never_run(kind, save, tmp_path, capsys):
+    path, flag = tmp_path / "dump.pt", tmp_path / "flag"
+    payload = {"rollout_id": 1, "samples": [SLIME[0] | {"metadata": Loud(flag)}]}
+    if kind == "torch.save":
+        torch.save(payload, path)
+    else:
+        path.write_bytes(pickle.dumps(payload, int(kind)))
+    assert "only tensors and plain values are loaded" in refused(capsys, tmp_path, path, "--format", "slime", *CHOICES)
+    assert not flag.exists()
+
+
+def test_an_array_in_a_dump_is_named(save, tmp_path, capsys):
+    path = save([SLIME[0] | {"rollout_routed_experts": np.zeros((2, 2), dtype=np.int32)}])
+    message = refused(capsys, tmp_path, path, "--format", "miles", *CHOICES)
+    assert "holds numpy" in message
+    assert "docs/cli.md shows how" in message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80", b"PK\x03\x04" + bytes(50), b"{}", b"\xff" * 1000, "truncated"],
+    ids=["empty", "byte", "zip", "json", "noise", "truncated"],
+)
+def test_a_file_that_torch_did_not_save_is_refused(content, save, tmp_path, capsys):
+    path = tmp_path / "broken.pt"
+    path.write_bytes(save().read_bytes()[:900] if content == "truncated" else content)
+    assert "is no file of torch.save, was cut short, or holds objects" in refused(
+        capsys, tmp_path, path, "--format", "slime", *CHOICES
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[], {}, 3, "text", {"rollout_id": 1}, {"rollout_id": "x", "samples": []}, {"rollout_id": 1, "samples": [1]}],
+)
+def test_a_saved_value_of_another_shape_is_refused(value, tmp_path, capsys):
+    torch.save(value, tmp_path / "dump.pt")
+    message = refused(capsys, tmp_path, tmp_path / "dump.pt", "--format", "slime", *CHOICES)
+    assert "Is the file of another format?" in message
+
+
+def test_one_dump_given_twice_or_units_in_two_steps_are_refused(save, tmp_path, capsys):
+    first, second = save(name="1.pt", rollout_id=1), save(name="2.pt", rollout_id=2)
+    message = refused(capsys, tmp_path, first, second, "--format", "slime", *CHOICES)
+    assert "2.pt: sample 0: prompt_id 0 is also in step 1" in message
+    later = [s | {"group_index": s["group_index"] + 9, "index": s["index"] + 9, "rollout_id": None} for s in SLIME]
+    output = tmp_path / "both.jsonl"
+    assert (
+        run(capsys, first, save(later, "2.pt", rollout_id=2), "--format", "slime", *CHOICES, "--output", output)[0] == 0
+    )
+    assert {s.step for s in read_rollouts(output)} == {1, 2}
+
+
+# --- NeMo-RL: log_batched_dict_as_jsonl of nemo_rl/utils/logger.py ---
+
+
+def nemo_row(
+    i: int, prompt: list[int], response: list[int], mask: list[int] | None = None, width: int = 8, **changes
+) -> dict:
+    ids = [*prompt, *response]
+    padding = [0] * (width - len(ids))
+    live = [0] * len(prompt) + (mask or [1] * len(response))
+    return {
+        "content": ["text"],
+        "rewards": [float(i % 2)],
+        "input_lengths": [len(ids)],
+        "token_ids": [ids + padding],
+        "token_loss_mask": [live + padding],
+        "sample_loss_mask": [1.0],
+        "advantages": [[0.25 * (i + 1)] * width],
+        "generation_logprobs": [[0.0] * len(prompt) + [-0.5 - k for k in range(len(response))] + [0.0] * len(padding)],
+        "prev_logprobs": [[-9.0] * len(prompt) + [-0.25 - k for k in range(len(response))] + [0.0] * len(padding)],
+        "idx": i,
+    } | changes
+
+
+NEMO = [
+    nemo_row(0, [1, 2], [5, 6, 7]),
+    nemo_row(1, [1, 2], [5], sample_loss_mask=[0.0]),
+    nemo_row(2, [1, 2, 3], [5, 6, 7, 8], [1, 0, 0, 1]),
+    nemo_row(3, [1, 2, 3], [9, 9]),
+]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(rows, name="train_data_step7.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+def test_a_training_log_of_nemo_rl(lines, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    code, _, err = run(capsys, lines(NEMO), "--format", "nemo_rl", "--group-size", "2", "--output", output)
+    assert (code, err) == (0, "")
+    samples = read_rollouts(output)
+    assert [s.step for s in samples] == [7] * 4
+    assert [s.prompt_id for s in samples] == ["7/0", "7/0", "7/1", "7/1"]
+    assert len({s.rollout_id for s in samples}) == 4
+    assert samples[0].tokens.tolist() == [1, 2, 5, 6, 7]
+    assert samples[0].response_length == 3
+    assert samples[0].old_logprobs.tolist() == [-0.25, -1.25, -2.25]
+    assert samples[0].rollout_logprobs.tolist() == [-0.5, -1.5, -2.5]
+    assert samples[1].num_trained == 0
+    assert samples[2].loss_mask.int().tolist() == [1, 0, 0, 1]
+    assert [float(s.advantages[0]) for s in samples if s.num_trained] == [0.25, 0.75, 1.0]
+    assert [s.reward for s in samples] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_dynamic_sampling_uses_the_rewards_that_were_kept(lines, tmp_path, capsys):
+    rows = [row | {"filtered_rewards": [0.75]} for row in NEMO]
+    output = tmp_path / "out.jsonl"
+    assert run(capsys, lines(rows), "--format", "nemo_rl", "--group-size", "2", "--output", output)[0] == 0
+    assert {s.reward for s in read_rollouts(output)} == {0.75}
+
+
+BAD_NEMO = {
+    "no group size": (NEMO, (), "does not say which samples share a prompt. Give --group-size"),
+    "a wrong group size": (NEMO, ("--group-size", "4"), ":3: its prompt differs from that of its group's first row"),
+    "a left-over row": (NEMO[:3], ("--group-size", "2"), "3 rows are no multiple of --group-size 2"),
+    "no prompt": ([nemo_row(0, [], [5, 6])], ("--group-size", "1"), ":1: its first token is trained"),
+    "no trained token": ([nemo_row(0, [1], [5], [0])], ("--group-size", "1"), ":1: no token is trained"),
+    "validation data": (
+        [{"content": ["x"], "rewards": [1.0], "idx": 0}],
+        ("--group-size", "1"),
+        "has no field 'input_lengths'",
+    ),
+    "a number for a list": (
+        [NEMO[0] | {"rewards": 1.0}],
+        ("--group-size", "1"),
+        "rewards is 1.0, not a list of one value",
+    ),
+    "a short row": ([NEMO[0] | {"prev_logprobs": [[-1.0]]}], ("--group-size", "1"), "prev_logprobs has no 5 entries"),
+    "a weight for a mask": (
+        [NEMO[0] | {"sample_loss_mask": [0.5]}],
+        ("--group-size", "1"),
+        "sample_loss_mask is 0.5, not 0 or 1",
+    ),
+    "a reward in words": ([NEMO[0] | {"rewards": ["x"]}], ("--group-size", "1"), "its reward is 'x'"),
+    "an unknown line": ([[1, 2]], ("--group-size", "1"), "is a list, not a sample with fields"),
+    "nothing": ([], ("--group-size", "1"), "holds no sample"),
+    "no group": (NEMO, ("--group-size", "0"), "--group-size 0 is no number of samples"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NEMO)
+def test_a_nemo_rl_log_that_does_not_fit_is_refused(name, lines, tmp_path, capsys):
+    rows, options, message = BAD_NEMO[name]
+    assert message in refused(capsys, tmp_path, lines(rows), "--format", "nemo_rl", *options)
+
+
+def test_the_step_comes_from_the_name_or_the_user(lines, tmp_path, capsys):
+    path = lines(NEMO, "renamed.jsonl")
+    options = ("--format", "nemo_rl", "--group-size", "2")
+    assert "its name does not say the step" in refused(capsys, tmp_path, path, *options)
+    output = tmp_path / "out.jsonl"
+    assert run(capsys, path, *options, "--step", "3", "--output", output)[0] == 0
+    assert {s.step for s in read_rollouts(output)} == {3}
+
+
+# --- verl: _write_generations of verl/trainer/ppo/ray_trainer.py ---
+
+
+def verl_row(i: int, prompt: str, **changes) -> dict:
+    extra = {"ids": [1, 2, 3 + i, 4], "n": 2, "mask": [1, 1], "logp": [-0.5, -0.25]}
+    return {"input": prompt, "output": "4", "gts": "4", "score": float(i % 2), "step": 5} | extra | changes
+
+
+VERL = [verl_row(0, "a"), verl_row(1, "b"), verl_row(2, "a"), verl_row(3, "b")]
+COLUMNS = [f"--column={name}" for name in ("tokens=ids", "response_length=n", "loss_mask=mask", "old_logprobs=logp")]
+
+
+def test_a_rollout_dump_of_verl_with_the_columns_that_a_sample_needs(lines, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    words = ("--format", "verl", *COLUMNS, "--advantage", "group_mean", "--output", output)
+    code, _, err = run(
+        capsys, lines([*VERL, verl_row(4, "c", score=1.0), verl_row(5, "c", score=0.0)], "5.jsonl"), *words
+    )
+    assert (code, err) == (0, "")
+    samples = read_rollouts(output)
+    assert [s.prompt_id for s in samples] == ["5/0", "5/1", "5/0", "5/1", "5/2", "5/2"]
+    assert [s.step for s in samples] == [5] * 6
+    assert samples[2].tokens.tolist() == [1, 2, 5, 4]
+    assert [float(s.advantages[0]) for s in samples] == [0, 0, 0, 0, 0.5, -0.5]
+
+
+BAD_VERL = {
+    "texts only": (
+        VERL,
+        ("--advantage", "reward"),
+        "verl writes texts and scores; tokens, response_length, loss_mask, old_logprobs cannot",
+    ),
+    "a column that is not there": (
+        VERL,
+        (*COLUMNS[1:], "--column=tokens=missing", "--advantage", "reward"),
+        "has no field 'missing'",
+    ),
+    "no advantages": (VERL, COLUMNS, "the dump has no advantages"),
+    "one rollout a prompt": ([verl_row(0, "a")], (*COLUMNS, "--advantage", "group_norm"), "its prompt has one rollout"),
+    "a list for an id": (
+        VERL,
+        (*COLUMNS, "--column=prompt_id=ids", "--advantage", "reward"),
+        "prompt_id is [1, 2, 3, 4], not an",
+    ),
+    "an unknown field": (VERL, ("--column=token=ids",), "--column token=ids is not FIELD=NAME"),
+    "a field twice": (VERL, (*COLUMNS, "--column=tokens=n"), "--column names tokens twice"),
+    "a step in words": (
+        [verl_row(0, "a", step="5")],
+        (*COLUMNS, "--advantage", "reward"),
+        "step is '5', not an integer",
+    ),
+    "a text for a mask": (
+        [verl_row(0, "a", mask="11")],
+        (*COLUMNS, "--advantage", "reward"),
+        "loss_mask='11' has the wrong type",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VERL)
+def test_a_verl_dump_that_does_not_say_enough_is_refused(name, lines, tmp_path, capsys):
+    rows, options, message = BAD_VERL[name]
+    assert message in refused(capsys, tmp_path, lines(rows, "5.jsonl"), "--format", "verl", *options)
+
+
+# --- every format ---
+
+MINIMAL = {
+    "nemo_rl": ("--group-size", "1", "--step", "1"),
+    "verl": (*COLUMNS, "--advantage", "reward"),
+}
+
+
+@pytest.mark.parametrize("framework", MINIMAL)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}', "the line has no end"),
+        (b'{"a": \n', "is not one JSON object per line"),
+        (b"\xff\n", "is not one JSON object per line"),
+        (b"[" * 100_000 + b"\n", "is not one JSON object per line"),
+        (b"9" * 5000 + b"\n", "is not one JSON object per line"),
+        (b"", "holds no sample"),
+        (b"null\n", "is a NoneType, not a sample with fields"),
+    ],
+)
+def test_a_damaged_text_dump_is_refused(framework, content, message, tmp_path, capsys):
+    (tmp_path / "dump.jsonl").write_bytes(content)
+    assert message in refused(capsys, tmp_path, tmp_path / "dump.jsonl", "--format", framework, *MINIMAL[framework])
+
+
+@pytest.mark.parametrize("framework", MINIMAL)
+def test_a_huge_line_is_refused(framework, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_pg.rollouts.lines.MAX_LINE_BYTES", 1000)
+    (tmp_path / "dump.jsonl").write_text(json.dumps({"a": "b" * 2000}) + "\n")
+    assert "no end" in refused(capsys, tmp_path, tmp_path / "dump.jsonl", "--format", framework, *MINIMAL[framework])
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles", "nemo_rl", "verl"])
+@pytest.mark.parametrize("name", ["absent", ".", "a\0b"])
+def test_an_unreadable_path_is_refused(framework, name, tmp_path, capsys):
+    message = refused(capsys, tmp_path, tmp_path / name, "--format", framework, *MINIMAL.get(framework, CHOICES))
+    assert message.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--format", "trl"), "invalid choice: 'trl'"),
+        ((), "the following arguments are required: --format"),
+        (("--format", "slime", "--group-size", "2"), "--group-size has no effect with --format slime"),
+        (("--format", "verl", "--old-logprobs", "rollout"), "--old-logprobs has no effect with --format verl"),
+        (("--format", "miles", "--train-data", "x"), "--train-data has no effect with --format miles"),
+        (("--format", "nemo_rl", "--reward-key", "x"), "--reward-key has no effect with --format nemo_rl"),
+        (("more", "--format", "nemo_rl", "--step", "1"), "--step belongs to one dump, and 2 are given"),
+        (("--format", "nemo_rl", "--step", "-1"), "--step -1 is no number of a step"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(words, message, tmp_path, capsys):
+    (tmp_path / "dump").write_text("")
+    assert message in refused(capsys, tmp_path, tmp_path / "dump", *words)
+
+
+def test_an_existing_file_is_kept_unless_asked(save, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    output.write_text("mine")
+    assert "exists already and is kept" in refused(capsys, tmp_path, save(), "--format", "slime", *CHOICES)
+    assert run(capsys, save(), "--format", "slime", *CHOICES, "--output", output, "--overwrite")[0] == 0
+    assert len(read_rollouts(output)) == 6
+
+
+def test_what_was_there_stays_when_a_conversion_fails(save, tmp_path, capsys):
+    (tmp_path / "out.jsonl").write_text("mine")
+    message = refused(capsys, tmp_path, save([SLIME[0], {}]), "--format", "slime", *CHOICES, "--overwrite")
+    assert "sample 1: has no field 'group_index'" in message
+
+
+def test_a_folder_that_does_not_exist_is_named(save, tmp_path, capsys):
+    code, _, err = run(capsys, save(), "--format", "slime", *CHOICES, "--output", tmp_path / "no" / "out.jsonl")
+    assert code == 2
+    assert "its folder does not exist" in err
+
+
+def test_the_result_as_json(save, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    code, out, _ = run(capsys, save(), "--format", "slime", *CHOICES, "--output", output, "--json")
+    assert code == 0
+    assert json.loads(out) == {"output": str(output), "samples": 6, "prompts": 2, "steps": [12]}

@@ -1,0 +1,167 @@
+"""`megatron-pg doctor`: verdicts on installations of every kind, and one look at the real one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.cli import doctor, main
+from megatron_pg.cli.doctor import Probe, examine
+
+ROOT = Path(__file__).parents[2]
+HOOKS = {"pretrain_hook": False, "parse_hook": True}
+HEALTHY = {
+    "torch": Probe(
+        {"version": "2.9.0+cu130", "cuda": "13.0", "cuda_available": True, "devices": ["H200"] * 2, "nccl": True}, None
+    ),
+    "triton": Probe({"version": "3.6.0"}, None),
+    "megatron": Probe({"version": "0.19.2", "per_microbatch": [0.5, 0.0], "per_token": [1.0, 3.0]} | HOOKS, None),
+    "gloo": Probe({"sum": 2.0}, None),
+}
+
+
+def findings(**changes: Probe) -> dict:
+    return {finding.name: finding for finding in examine(HEALTHY | changes)}
+
+
+def test_a_healthy_machine_has_nothing_that_fails():
+    found = findings()
+    assert not [f for f in found.values() if f.status == "fail"]
+    assert "2 × H200" in found["torch"].found
+    assert found["--pg-kernel"].found.startswith("default triton")
+    assert "parse_and_validate_args" in found["megatron.training"].found
+    assert "multiplies by C and divides by K" in found["contract, flag off"].found
+
+
+BAD = {
+    "torch is missing": (
+        {"torch": Probe({}, "ModuleNotFoundError: No module named 'torch'")},
+        "torch",
+        "fail",
+        "install torch",
+    ),
+    "torch is old": ({"torch": Probe({"version": "2.4.1"}, None)}, "torch", "fail", "install torch 2.6"),
+    "the driver is broken": (
+        {"torch": Probe({"version": "2.9.0", "cuda": "13.0"}, "RuntimeError: CUDA driver")},
+        "torch",
+        "fail",
+        "repair the CUDA driver",
+    ),
+    "no GPU is visible": (
+        {
+            "torch": Probe(
+                {"version": "2.9.0", "cuda": "13.0", "cuda_available": False, "devices": [], "nccl": True}, None
+            )
+        },
+        "torch",
+        "note",
+        "is this a GPU machine",
+    ),
+    "triton is missing on a GPU": (
+        {"triton": Probe({}, "No module named 'triton'")},
+        "--pg-kernel",
+        "fail",
+        "--pg-kernel torch",
+    ),
+    "the empty transformer-engine package": (
+        {"megatron": Probe({}, "RuntimeError: Found empty `transformer-engine` meta package installed.")},
+        "megatron-core",
+        "fail",
+        "uninstall transformer-engine",
+    ),
+    "megatron is missing": (
+        {"megatron": Probe({}, "No module named 'megatron'")},
+        "megatron-core",
+        "fail",
+        "install megatron-core",
+    ),
+    "megatron is old": ({"megatron": Probe({"version": "0.14.0"}, None)}, "megatron-core", "fail", "0.16 or later"),
+    "megatron is newer than what was tried": (
+        {"megatron": Probe({"version": "0.25.0", "per_microbatch": [0.5, 0], "per_token": [1, 3]}, None)},
+        "megatron-core",
+        "note",
+        "run the tests",
+    ),
+    "the schedule scales otherwise": (
+        {"megatron": Probe({"version": "0.19.0", "per_microbatch": [0.25, 0.0], "per_token": [1.0, 3.0]}, None)},
+        "contract, flag off",
+        "fail",
+        "gradients would be scaled wrongly",
+    ),
+    "the schedule cannot be asked": (
+        {"megatron": Probe({"version": "0.19.0", "contract_error": "TypeError: forward_step_calc_loss()"}, None)},
+        "contract, flag on",
+        "note",
+        "",
+    ),
+    "megatron.training is missing": (
+        {
+            "megatron": Probe(
+                {"version": "0.19.0", "training_error": "ImportError: cannot import name 'override'"}, None
+            )
+        },
+        "megatron.training",
+        "note",
+        "megatron-pg[training]",
+    ),
+    "pretrain takes no flags": (
+        {"megatron": Probe({"version": "0.19.0", "pretrain_hook": False, "parse_hook": False}, None)},
+        "megatron.training",
+        "fail",
+        "use a release",
+    ),
+    "processes cannot meet": (
+        {"gloo": Probe({}, "no answer within 180 s")},
+        "gloo, 2 processes",
+        "fail",
+        "GLOO_SOCKET_IFNAME",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_named_with_a_way_out(name):
+    changes, row, status, fix = BAD[name]
+    finding = findings(**changes)[row]
+    assert finding.status == status
+    assert fix in finding.fix
+
+
+def test_the_exit_code_says_whether_something_required_fails(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("nothing that is required fails\n")
+    monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY | {"megatron": Probe({}, "No module named 'megatron'")})
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_arguments_are_refused(capsys):
+    assert main(["doctor", "everything"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_probe_that_crashes_or_hangs_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "_TIMEOUT", 0.001)
+    assert doctor._probe("triton").error == "no answer within 0.001 s"
+    monkeypatch.setattr(doctor, "_TIMEOUT", 60)
+    assert "KeyError: 'nothing'" in doctor._probe("nothing").error
+
+
+def test_this_machine(full):
+    """The whole command, as it is run: half a minute of imports, so in the full tier only."""
+    if not full:
+        pytest.skip("runs in the full tier")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_pg", "doctor", "--json"], cwd=ROOT, capture_output=True, text=True
+    )
+    said = json.loads(done.stdout)
+    found = {finding["name"]: finding for finding in said["findings"]}
+    assert done.returncode == (0 if said["ok"] else 1)
+    assert found["torch"]["status"] != "fail"
+    assert found["gloo, 2 processes"]["status"] == "ok"
+    if found["megatron-core"]["status"] == "ok":
+        assert found["contract, flag off"]["status"] == found["contract, flag on"]["status"] == "ok"
+    assert "looking: " in done.stderr  # it takes longer than two seconds

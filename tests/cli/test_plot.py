@@ -1,0 +1,144 @@
+"""`megatron-pg plot`: curves of metrics files, whole or still being written, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.cli import main
+from megatron_pg.cli.plot import small_curve
+from megatron_pg.metrics.reporting import MetricsFile
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main(["plot", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def refused(capsys, *words) -> str:
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("megatron-pg plot: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name: str, values: list[float], **more) -> Path:
+        writer = MetricsFile(tmp_path / name / "metrics.jsonl")
+        for step, value in enumerate(values, start=1):
+            writer.write({"iteration": step, "pg_loss": value, "grad_norm": 1.0, "skipped": False} | more)
+        writer.close()
+        return tmp_path / name
+
+    return make
+
+
+def test_curves_of_several_runs(make_run, capsys):
+    first, second = make_run("a", [-1.0, 2.0, 0.5]), make_run("b", [3.0])
+    said = json.loads(run(capsys, first, second / "metrics.jsonl", "--json")[1])
+    assert said["a"] == {
+        "pg_loss": {"iterations": [1, 2, 3], "values": [-1.0, 2.0, 0.5]},
+        "grad_norm": {"iterations": [1, 2, 3], "values": [1.0] * 3},
+    }
+    assert said["b"]["pg_loss"] == {"iterations": [1], "values": [3.0]}
+    code, out, err = run(capsys, first, second)
+    assert (code, err) == (0, "")
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["a"])
+    assert row == ["a", "3", "-1", "0.5", "-1", "2", "▁█▅"]
+
+
+def test_values_that_were_not_finite_are_left_out(make_run, capsys):
+    path = make_run("a", [1.0, float("nan"), 3.0])
+    assert json.loads(run(capsys, path, "--json")[1])["a"]["pg_loss"] == {"iterations": [1, 3], "values": [1.0, 3.0]}
+
+
+def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(make_run, capsys):
+    path = make_run("a", [1.0, 2.0]) / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"iteration": 3, "pg_l')
+    assert json.loads(run(capsys, path, "--json")[1])["a"]["pg_loss"]["iterations"] == [1, 2]
+
+
+def test_metrics_are_chosen_and_misspelt_ones_named(make_run, capsys):
+    path = make_run("a", [1.0], reward=0.5)
+    assert list(json.loads(run(capsys, path, "--metrics", "reward", "--json")[1])["a"]) == ["reward"]
+    assert "no run has this metric. Did you mean reward?" in refused(capsys, path, "--metrics", "rewad")
+    assert "There are pg_loss, grad_norm, reward" in refused(capsys, path, "--metrics", "zzz")
+
+
+def test_a_metric_of_one_run_only_is_shown_for_both(make_run, capsys):
+    code, out, _ = run(capsys, make_run("a", [1.0], reward=0.5), make_run("b", [1.0]), "--metrics", "reward")
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["a", "1"], ["b", "0"]]
+
+
+def test_a_picture(make_run, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    paths = [make_run("a", [1.0, 2.0], reward=0.5), make_run("b", [2.0])]
+    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        assert run(capsys, *paths, "--output", tmp_path / f"curves{suffix}")[0] == 0
+        assert (tmp_path / f"curves{suffix}").read_bytes().startswith(magic)
+    assert "exists already" in refused(capsys, *paths, "--output", tmp_path / "curves.png")
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(make_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = make_run("a", [1.0])
+    assert run(capsys, path)[0] == 0
+    assert "pip install matplotlib" in refused(capsys, path, "--output", tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()
+
+
+BAD_FILES = {
+    "empty": (b"", "holds no step yet"),
+    "only the beginning of a line": (b'{"iteration": 1', "holds no step yet"),
+    "a rollout file": (b'{"format": "megatron_pg.rollouts", "version": 1}\n', ":1: is no line of a metrics file"),
+    "no JSON": (b"step 1\n", ":1: is no line of a metrics file"),
+    "no object": (b"[1]\n", ":1: is no line of a metrics file"),
+    "a step in words": (b'{"iteration": "1"}\n', ":1: is no line of a metrics file"),
+    "a step that is true": (b'{"iteration": true}\n', ":1: is no line of a metrics file"),
+    "a second line": (b'{"iteration": 1, "a": 1}\n{"a": 1}\n', ":2: is no line of a metrics file"),
+    "noise": (b"\xff\xfe\x00\n", ":1: is no line of a metrics file"),
+    "deep": (b"[" * 100_000 + b"\n", ":1: is no line of a metrics file"),
+    "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is no line of a metrics file"),
+    "many digits": (b'{"iteration": ' + b"9" * 5000 + b"}\n", ":1: is no line of a metrics file"),
+    "no metric": (b'{"iteration": 1, "note": "x"}\n', "holds no step yet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, capsys):
+    content, message = BAD_FILES[name]
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert message in refused(capsys, tmp_path, "--output", tmp_path / "out.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_path_that_cannot_be_read_is_named(tmp_path, capsys):
+    assert "cannot be read (No such file or directory)" in refused(capsys, tmp_path)
+    assert "cannot be read" in refused(capsys, tmp_path / "a\0b")
+    assert refused(capsys, tmp_path / "\x1b[31m").rstrip("\n").isprintable()
+
+
+def test_one_run_given_twice_is_refused(make_run, capsys):
+    path = make_run("a", [1.0])
+    assert "is given twice" in refused(capsys, path, path)
+    assert "is given twice" in refused(capsys, path, path / "metrics.jsonl")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(make_run, capsys):
+    paths = [make_run("x/run", [1.0]), make_run("y/run", [2.0])]
+    assert list(json.loads(run(capsys, *paths, "--json")[1])) == [str(path) for path in paths]
+
+
+def test_a_small_curve():
+    assert small_curve([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert small_curve([2.0, 2.0]) == "▄▄"
+    assert small_curve([1.0]) == "▄"
+    assert small_curve([1.0, 1 - 2**-53, 1.0]) == "▄▄▄"  # a last bit
+    assert len(small_curve(list(range(1000)))) == 40
+    assert small_curve([0, 0, 1, 1], width=2) == "▁█"

@@ -1,0 +1,93 @@
+"""The example's own parts, and that its launch scripts parse and validate."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from argparse import ArgumentParser
+from pathlib import Path
+
+import digit_sort
+import pytest
+import run_folder
+import torch
+
+from megatron_pg import add_arguments, validate_args
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "examples").glob("launch_*.sh"))
+
+
+def flags_of(script: Path) -> list[str]:
+    """The words inside the script's GRPO_ARGS array."""
+    body = re.search(r"GRPO_ARGS=\((.*?)\)", script.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    return shlex.split(body, comments=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_every_launch_script_is_valid_bash_with_flags_that_validate(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    args = add_arguments(ArgumentParser(allow_abbrev=False)).parse_args(flags_of(script))
+    args.calculate_per_token_loss = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate_args(args)
+
+
+def test_the_task_is_right_about_its_own_answers():
+    generator = torch.Generator().manual_seed(0)
+    for prompt in digit_sort.prompts(50, generator):
+        answer = digit_sort.answer(prompt)
+        assert answer == [*sorted(prompt[:-1]), digit_sort.STOP]
+        assert digit_sort.exact(prompt, answer) == digit_sort.reward(prompt, answer) == 1.0
+        assert len(prompt) + len(answer) <= digit_sort.MAX_LENGTH
+        assert digit_sort.exact(prompt, answer[:-1]) == 0.0
+        assert digit_sort.reward(prompt, answer[:-1]) == pytest.approx(1 - 1 / len(answer))
+        assert digit_sort.reward(prompt, [digit_sort.STOP]) == 0.0
+
+
+def test_a_run_folder_writes_every_step_and_draws(tmp_path, capfd):
+    folder = run_folder.RunFolder(str(tmp_path / "run"), train_iters=4)
+    (folder.path / "arguments.json").write_text(json.dumps({"loss_aggregation": "constant"}))
+    for i in range(1, 5):
+        line = {"iteration": i, "phase": "grpo", "pg_loss": -0.5 * i, "reward": 0.1 * i, "response_length": 3.0}
+        folder.metrics.write(line | ({"kl_new_old": float("nan")} if i == 3 else {}))
+        folder.show(line, every=2)
+    folder.close()
+    records = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["pg_loss"] for r in records] == [-0.5, -1.0, -1.5, -2.0]
+    assert records[2]["kl_new_old"] is None
+    assert records[2]["nonfinite"] == [{"metric": "kl_new_old"}]
+    assert (folder.path / "curves.png").stat().st_size > 10_000
+    shown = capfd.readouterr().out
+    assert "pg_loss -1.0000" in shown
+    assert "left" in shown
+
+
+def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(tmp_path):
+    """In a process of its own: the example patches torch when there is no GPU."""
+    code = (
+        "import train_grpo, types\n"
+        "from megatron_pg import Sample\n"
+        "args = types.SimpleNamespace(seq_length=4, padded_vocab_size=12)\n"
+        "sample = Sample.build(tokens=[1, 2, 13], response_length=1, loss_mask=[1], old_logprobs=[-1.0], advantage=1.0)\n"
+        "try:\n"
+        "    train_grpo._check_fits(sample, args)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
+        "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
+        "             num_experts=None, transformer_impl='local')\n"
+        "try:\n"
+        "    train_grpo.check_example(types.SimpleNamespace(**sizes, rollouts=None, pg_vocab_size=11))\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "train_grpo.check_example(types.SimpleNamespace(**sizes, rollouts=None, pg_vocab_size=12))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "examples", capture_output=True, text=True, check=True
+    )
+    assert "has 3 tokens up to id 13; the model takes 4 tokens" in done.stdout
+    assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in done.stdout

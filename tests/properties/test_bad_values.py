@@ -1,0 +1,285 @@
+"""Bad values where nothing is trained change no bit; bad values where something is trained are never silent."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+
+import cases
+import mutants
+import oracle
+import pytest
+import simulation
+import torch
+from cases import CONTRACTS, VOCABULARY, Case, random_case
+from compare import gradient_error, same_bits, scalar_error
+from simulation import EPS_HIGH, EPS_LOW, Layout, Outcome, Step
+from samples import make_sample
+from torch import Tensor
+
+from megatron_pg import StepPlanError
+from megatron_pg.kernels import grpo_loss
+from megatron_pg.rollouts.sample import Sample
+
+CLIP = {"eps_low": EPS_LOW, "eps_high": EPS_HIGH}
+SENTINEL = 1234.5
+POISON = [*cases.BAD, -1e30]
+LAYOUTS = [
+    Layout(data=2, microbatches=2),
+    Layout(context=2, tensor=2, microbatches=2),
+    Layout(data=2, microbatches=2, qkv_format="bshd", padding=2),
+]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """torch.empty returns NaN, so that a read before a write shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(4).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def with_masked_values(case: Case, value) -> Case:
+    """The case with `value()` in every slot that nothing trained reads."""
+    samples = [_refill(sample, value) for sample in case.samples]
+    tables = [table.clone() for table in case.logits]
+    for sample, table in zip(samples, tables, strict=True):
+        for position in cases.silent_positions(sample):
+            table[position] = torch.tensor([value() for _ in range(VOCABULARY)])
+    return dataclasses.replace(case, samples=samples, logits=tables)
+
+
+def _refill(sample: Sample, value) -> Sample:
+    names = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
+    fields = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None}
+    other = torch.tensor([value() for _ in range(sample.response_length)], dtype=torch.float64)
+    return dataclasses.replace(
+        sample, **{name: torch.where(sample.loss_mask, values, other) for name, values in fields.items()}
+    )
+
+
+def is_same(found: Outcome, expected: Outcome) -> bool:
+    return (
+        same_bits(found.gradients, expected.gradients)
+        and math.isfinite(expected.reported)
+        and found.reported == expected.reported
+        and found.metrics == expected.metrics
+        and found.num_nonfinite == 0
+    )
+
+
+@pytest.mark.proof("poison in masked slots changes no bit")
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_stands_in_masked_slots_and_padding_changes_no_bit_of_the_step(layout, dtype, full, evidence):
+    rng = random.Random(f"{layout}{dtype}")
+    count, clean, poisoned = 170 if full else 12, [], []
+    for number in range(count):
+        aggregation, per_token = CONTRACTS[number % len(CONTRACTS)]
+        case = with_masked_values(random_case(rng, aggregation, per_token=per_token, dtype=dtype), lambda: 0.0)
+        bad = with_masked_values(case, lambda: rng.choice(POISON))
+        cells = simulation.scatter_samples(case.samples, layout, rng)
+        clean.append(Step(case.samples, case.logits, case.settings, cells, filling=0.0))
+        poisoned.append(Step(bad.samples, bad.logits, bad.settings, cells, filling=rng.choice(POISON)))
+    pairs = zip(simulation.run_steps(poisoned, layout), simulation.run_steps(clean, layout), strict=True)
+    assert all(is_same(found, expected) for found, expected in pairs)
+    evidence(cases=count)
+
+
+@pytest.mark.parametrize("name", ["mask_applied_by_multiplication", "mask_applied_after_exp_only"])
+def test_a_mask_that_lets_poison_through_would_be_seen(name):
+    case = random_case(random.Random(0), "sample_mean", per_token=False)
+    clean, bad = (with_masked_values(case, lambda value=value: value) for value in (0.0, math.nan))
+    rng = random.Random(1)
+    with mutants.MUTANTS[name]():
+        outcomes = simulation.run_steps([c.step(Layout(), rng) for c in (clean, bad)], Layout())
+    assert not is_same(outcomes[1], outcomes[0])
+
+
+def guarded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """A buffer filled with a sentinel, and `values` as a strided window in its middle."""
+    buffer = torch.full([2 * size + 6 for size in values.shape], SENTINEL).to(values.dtype)
+    window = buffer[tuple(slice(3, 3 + 2 * size, 2) for size in values.shape)]
+    window.copy_(values)
+    return buffer, window
+
+
+def random_fields(rng: random.Random, dtype: torch.dtype) -> dict[str, Tensor]:
+    tokens, vocabulary = rng.randint(1, 9), rng.choice([1, 2, 7, 33])
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    fields = {
+        name: torch.randn(tokens, generator=generator).double() for name in ("old_logprobs", "advantages", "weights")
+    }
+    fields["targets"] = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    fields["logits"] = torch.randn(tokens, vocabulary, generator=generator).to(dtype)
+    return fields | {"mask": torch.rand(tokens, generator=generator) < 0.7}
+
+
+def loss_and_gradient(fields: dict[str, Tensor]) -> list[Tensor]:
+    logits = fields["logits"].detach().requires_grad_()
+    rest = {name: values for name, values in fields.items() if name != "logits"}
+    out = grpo_loss(logits, **rest, clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH, entropy=True, impl="torch")
+    out.loss.backward()
+    return [out.loss.detach(), out.token_losses, out.logprobs, out.log_ratios, out.entropy, logits.grad]
+
+
+@pytest.mark.proof("inputs and their surroundings are left unchanged")
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_strided_inputs_give_the_same_result_and_nothing_is_written_into_or_around_them(dtype, full, evidence):
+    rng, count = random.Random(str(dtype)), 340 if full else 40
+    for _ in range(count):
+        fields = random_fields(rng, dtype)
+        inside = {name: guarded(values) for name, values in fields.items()}
+        before = {name: buffer.clone() for name, (buffer, _) in inside.items()}
+        found = loss_and_gradient({name: window for name, (_, window) in inside.items()})
+        assert all(torch.equal(buffer, before[name]) for name, (buffer, _) in inside.items())
+        assert all(gradient_error([a], [b]) <= 1e-6 for a, b in zip(found, loss_and_gradient(fields), strict=True))
+    evidence(cases=count)
+
+
+# --- bad or extreme values at trained tokens ---
+
+LOG_RATIOS = [0.1, 19.9, -19.9, 20.1, -20.1, 88.0, -88.0, 200.0, -200.0, 1e4, -1e4]
+ADVANTAGES = [0.0, 1.0, -1.0, 1e4, -1e4]
+FATAL_ADVANTAGES = [math.inf, -math.inf, math.nan]
+FATAL_ROWS = ["nan", "inf", "-inf", "-inf target"]
+ROWS = ["plain", "plain", "-inf prefix", "-inf shard", "1e4"]
+
+
+def extreme_row(kind: str, target: int, rng: random.Random) -> list[float]:
+    """A row of logits of one kind."""
+    row = [rng.gauss(0, 1.5) * (1e4 if kind == "1e4" else 1.0) for _ in range(VOCABULARY)]
+    if kind in ("nan", "inf"):
+        row[rng.randrange(VOCABULARY)] = float(kind)
+    silent = {
+        "-inf": range(VOCABULARY),
+        "-inf target": [target],
+        "-inf prefix": range(rng.randint(1, VOCABULARY - 1)),
+        "-inf shard": range(3 * (s := rng.randrange(4)), 3 * s + 3),  # one shard of four
+    }
+    for v in silent.get(kind, []):
+        if kind.startswith("-inf ") and kind != "-inf target" and v == target:
+            continue
+        row[v] = -math.inf
+    return row
+
+
+def extreme_case(rng: random.Random, dtype: torch.dtype, *, fatal: bool) -> Case:
+    """A step of one to four samples of extreme tokens; with `fatal` one trained token has no finite loss."""
+    samples = [
+        make_sample(
+            prompt_length=1, mask=[1] * rng.choice([1, 1, 3]), rng=rng, vocabulary=VOCABULARY, rollout_id=i, prompt_id=0
+        )
+        for i in range(rng.randint(1, 4))
+    ]
+    tables = []
+    for sample in samples:
+        rows = [extreme_row(rng.choice(ROWS), int(target), rng) for target in sample.tokens[1:]]
+        tables.append(torch.tensor([*rows, [math.nan] * VOCABULARY], dtype=dtype))
+        set_tokens(sample, tables[-1], rng)
+    if fatal:
+        spoil(samples[-1], tables[-1], rng)
+    return Case(samples, tables, "token_mean", per_token=True, divisor=None, temperature=1.0)
+
+
+def set_tokens(sample: Sample, table: Tensor, rng: random.Random) -> None:
+    """Written in place, past the checks of `Sample`: what stands behind them must hold too."""
+    for k, target in enumerate(sample.tokens[1:].tolist()):
+        logprob = oracle.log_softmax(table[k].tolist(), 1.0)[target]
+        sample.old_logprobs[k] = logprob - rng.choice(LOG_RATIOS)
+        sample.advantages[k] = rng.choice(ADVANTAGES)
+
+
+def spoil(sample: Sample, table: Tensor, rng: random.Random) -> None:
+    k = rng.randrange(sample.response_length)
+    kind = rng.choice([*FATAL_ROWS, "advantage", "old_logprob"])
+    if kind == "advantage":
+        sample.advantages[k] = rng.choice(FATAL_ADVANTAGES)
+    elif kind == "old_logprob":
+        sample.old_logprobs[k] = rng.choice([math.nan, math.inf, -math.inf])
+    else:
+        table[k] = torch.tensor(extreme_row(kind, int(sample.tokens[k + 1]), rng))
+
+
+def rounding_of(case: Case) -> float:
+    """How far log-ratios may be off: the largest numbers that are subtracted, in units of the last place."""
+    tokens = [token for sample in case.expected for token in oracle.trained_tokens(sample, 1.0)]
+    finite = [abs(z) for sample in case.expected for row in sample.logits for z in row if math.isfinite(z)]
+    largest = max(max(finite), *(abs(token.old_logprob) for token in tokens))
+    return 16 * torch.finfo(case.dtype).eps * (1 + largest)
+
+
+def is_decidable(case: Case) -> bool:
+    """Whether every token is farther from a clip or clamp bound than rounding reaches."""
+    margin = 4 * rounding_of(case)
+    bounds = [math.log(1 - EPS_LOW), math.log(1 + EPS_HIGH), -oracle.MAX_LOG_RATIO, oracle.MAX_LOG_RATIO]
+    tokens = [token for sample in case.expected for token in oracle.trained_tokens(sample, 1.0)]
+    return all(abs(token.log_ratio - bound) > margin for token in tokens for bound in bounds)
+
+
+def extreme_cases(count: int, dtype: torch.dtype, seed: str, *, fatal: bool) -> tuple[list[Case], random.Random]:
+    rng, found = random.Random(seed), []
+    while len(found) < count:
+        case = extreme_case(rng, dtype, fatal=fatal)
+        if fatal or is_decidable(case):
+            found.append(case)
+    return found, rng
+
+
+def check_extreme(case: Case, found: Outcome) -> None:
+    objective, gradients = oracle.objective(case.expected, **case.oracle_settings)
+    scale = oracle.weighted_absolute(case.expected, **case.oracle_settings)
+    bound = rounding_of(case)
+    assert found.num_nonfinite == 0
+    assert scalar_error(found.reported, objective, scale) <= bound
+    assert gradient_error(found.gradients, [torch.tensor(g, dtype=torch.float64) for g in gradients]) <= bound
+    tokens = [token for sample in case.expected for token in oracle.trained_tokens(sample, 1.0)]
+    clamped = any(token.is_clamped for token in tokens)  # a gradient of 0 that is reported
+    assert (found.metrics["clamped_log_ratio_fraction"] > 0) == clamped
+
+
+EXTREME_LAYOUTS: Sequence[Layout] = [Layout(), Layout(tensor=2), Layout(tensor=4), Layout(context=2)]
+
+
+@pytest.mark.proof("extreme values: finite and right, or reported")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", EXTREME_LAYOUTS, ids=str)
+def test_extreme_values_give_the_oracles_finite_loss_and_gradient(layout, dtype, full, evidence):
+    found, rng = extreme_cases(40 if full else 10, dtype, f"{layout}{dtype}", fatal=False)
+    for case, outcome in zip(found, simulation.run_steps([c.step(layout, rng) for c in found], layout), strict=True):
+        check_extreme(case, outcome)
+    evidence(cases=len(found))
+
+
+@pytest.mark.proof("extreme values: finite and right, or reported")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", EXTREME_LAYOUTS, ids=str)
+def test_a_trained_token_without_a_finite_loss_is_always_reported(layout, dtype, full, evidence):
+    found, rng = extreme_cases(40 if full else 10, dtype, f"{layout}{dtype}", fatal=True)
+    outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
+    assert [outcome.num_nonfinite for outcome in outcomes] == [1] * len(found)
+    evidence(cases=len(found))
+
+
+@pytest.mark.proof("extreme values: finite and right, or reported")
+@pytest.mark.parametrize("field", ["old_logprobs", "advantages"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_same_values_are_refused_at_the_door(field, value, evidence):
+    sample = make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(0))
+    with pytest.raises(ValueError, match=rf"{field} of sample .* at response token 1, which is trained"):
+        dataclasses.replace(sample, **{field: torch.tensor([-1.0, value], dtype=torch.float64)})
+    evidence(cases=1)
+
+
+@pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
+def test_a_step_without_a_trained_token_or_without_a_sample_is_refused_by_name(aggregation):
+    masked = make_sample(prompt_length=1, mask=[0, 0], rng=random.Random(0), rollout_id=0, prompt_id=0)
+    for samples, cells in (([masked], [[[0]]]), ([], [[[]]])):
+        tables = [torch.zeros(3, VOCABULARY, dtype=torch.float64) for _ in samples]
+        settings = random_case(random.Random(0), aggregation, per_token=False).settings
+        with pytest.raises(StepPlanError, match="the step has no trained token"):
+            simulation.run_steps([Step(samples, tables, settings, cells)], Layout())

@@ -1,0 +1,112 @@
+"""The shipped kernels, compiled for sm_90 without a GPU: registers, spills, shared memory and the width of accesses.
+
+Run as a script it compiles and prints one JSON line per kernel; kernels must be compiled in a process of their own,
+because the interpreter, which the other tests use, is chosen when they are imported.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
+FAST = [(151936, "bf16"), (19008, "bf16"), (151936, "fp32")]
+SPILLS = {"262144:bf16": 14}  # accesses, where part of a bfloat16 row is streamed; every other kernel has none
+ALL = [
+    *FAST,
+    *((columns, "bf16") for columns in (2048, 9008, 37984, 40960, 76800, 81920, 128256, 188416, 262144)),
+    *((columns, "fp32") for columns in (38912, 60000, 94208)),
+]
+
+
+def compile_all(names: list[str]) -> None:
+    """Prints what the assembler says of the one-launch kernel for each "columns:dtype"."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as compile_kernel
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from megatron_pg.kernels import one_launch
+
+    for name in names:
+        columns, dtype = name.split(":")
+        shape = one_launch.Shape.of_row(int(columns) * {"bf16": 2, "fp32": 4}[dtype])
+        constants = shape.constants({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], entropy=True)
+        kernel = one_launch.grpo_kernel
+        types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1"}
+        types |= dict.fromkeys(["old_logprobs", "advantages", "weights", "results"], "*fp32")
+        types |= dict.fromkeys(["rows", "columns", "logits_stride", "gradients_stride", "zero"], "i32")
+        signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in kernel.arg_names}
+        aligned = [
+            n
+            for n, t in signature.items()
+            if t.startswith("*") or n in ("columns", "logits_stride", "gradients_stride")
+        ]
+        source = GluonASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()},
+            attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        )
+        options = {"num_warps": shape.warps, "maxnreg": shape.registers}
+        built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
+        usage, code = disassembled(built.asm["cubin"])
+        copies, wide_copies = (len(re.findall(pattern, code)) for pattern in (r"LDGSTS", r"LDGSTS\S*\.128"))
+        figures = {
+            "name": name,
+            "threads": 32 * shape.warps,
+            "programs": shape.programs,
+            "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+            "shared": built.metadata.shared,
+            "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+            "wide_stores": len(re.findall(r"STG\S*\.128", code)),
+            "wide_copies": wide_copies,
+            "narrow_copies": copies - wide_copies,
+        }
+        print(json.dumps(figures))
+
+
+def disassembled(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and machine code, from the cuobjdump that Triton brings."""
+    import tempfile
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return tuple(
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "-sass")
+        )
+
+
+@pytest.mark.proof(
+    "Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more), 16-byte accesses, programs fit"
+)
+def test_the_one_launch_kernel_fits_the_chip(full, evidence):
+    names = [f"{columns}:{dtype}" for columns, dtype in (ALL if full else FAST)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, __file__, *names], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["name"] for f in found] == names
+    for kernel in found:
+        assert kernel["spills"] <= SPILLS.get(kernel["name"], 0), kernel
+        assert kernel["registers"] * kernel["threads"] * kernel["programs"] <= REGISTERS, kernel
+        assert (kernel["shared"] + RESERVED) * kernel["programs"] <= SHARED_BYTES, kernel
+        assert kernel["wide_stores"] > 0, kernel
+        assert kernel["wide_copies"] > 0, kernel
+        assert kernel["narrow_copies"] == 0, kernel
+    evidence(cases=len(found))
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1:])

@@ -1,0 +1,122 @@
+"""Every objective, with random corrections, KL and entropy terms, denominators and aggregations, over random layouts.
+
+Loss, its terms and the gradient of every logit equal an independent oracle in float64, however the step is cut: that is
+correctness and partition invariance in one.
+"""
+
+import dataclasses
+import random
+import threading
+from functools import partial
+
+import cases
+import objective_cases
+import objective_oracle as oracle
+import pytest
+import simulation
+import torch
+from compare import gradient_error
+from simulation import Layout
+
+from megatron_pg import lm_head
+from megatron_pg.step.loss import microbatch_head_loss
+from megatron_pg.objectives import OBJECTIVES
+from megatron_pg.lm_head.output_layer import HeadCall
+
+LAYOUTS = [
+    Layout(),
+    Layout(microbatches=3, qkv_format="bshd"),
+    Layout(data=2, microbatches=2),
+    Layout(context=2, microbatches=2),
+    Layout(context=2, microbatches=2, qkv_format="bshd"),
+    Layout(context=4, padding=1),
+    Layout(context=4, qkv_format="bshd"),
+    Layout(tensor=2, microbatches=2),
+    Layout(data=2, context=2, tensor=2, microbatches=2),
+]
+LIMIT = 1e-12
+
+
+def worst_over_layouts(objective: str, count: int, seed: str = "") -> float:
+    """Worst error of `count` random cases in every layout; each that misses the limit is named."""
+    worst = 0.0
+    for layout in LAYOUTS:
+        rng = random.Random(f"{objective}{layout}{seed}")
+        found = [objective_cases.random_case(rng, objective) for _ in range(count)]
+        outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
+        errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
+        bad = {f"{layout} case {i}: {found[i].expected}": e for i, e in enumerate(errors) if not e <= LIMIT}
+        assert not bad, bad
+        worst = max(worst, *errors)
+    return worst
+
+
+@pytest.mark.proof(
+    "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle"
+)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, full, evidence):
+    count = 62 if full else 3
+    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count))
+
+
+def fused(upstreams: dict[int, float], rows, local, loss, tp_group, *, cp_group=None):
+    """The loss by the fused head, whose hidden states are the logits: its weight is the identity, and padding columns."""
+    columns = rows.shape[1]
+    padding = 4 if tp_group is None else 0
+    weight = torch.nn.Parameter(torch.cat([torch.eye(columns), torch.full((padding, columns), 3.0)]).to(rows.dtype))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    mode = "recompute" if loss.terms.reads_sequences or len(local.trained) % 2 else "forward"
+    loss = dataclasses.replace(loss, fused_head=mode, vocab_size=columns if padding else None)
+    call = HeadCall(rows, weight, tp_group, sequence_parallel=False)
+    return microbatch_head_loss(call, local, loss, cp_group=cp_group, upstream=upstreams[threading.get_ident()])
+
+
+@pytest.mark.proof("Fused head: every objective and term over layouts, float64: within 1e-12 of the oracle")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evidence, monkeypatch):
+    upstreams, schedule = {}, simulation._schedule
+
+    def schedule_with_upstream(locals_, leaves, contract, *rest):
+        upstreams[threading.get_ident()] = contract.upstream
+        return schedule(locals_, leaves, contract, *rest)
+
+    monkeypatch.setattr(simulation, "_schedule", schedule_with_upstream)
+    monkeypatch.setattr(simulation, "microbatch_loss", partial(fused, upstreams))
+    # a rank's hidden states are its own columns of the logits: there is nothing to add over the ranks
+    monkeypatch.setattr(lm_head.loss, "enter", lambda hidden, *_: hidden)
+    monkeypatch.setattr(lm_head.chunking, "chunk_rows", lambda *_: 3)
+    monkeypatch.setattr(lm_head.chunking, "block_rows", lambda *_: 6)
+    count = 30 if full else 2
+    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_custom_reducer_and_the_terms_beside_it_do_not_depend_on_the_layout(objective, per_token):
+    rng = random.Random(f"{objective}{per_token}")
+    case = objective_cases.random_case(rng, objective)
+    expected = dataclasses.replace(
+        case.expected,
+        aggregation="sample_mean",
+        divisor=None,
+        correction="tis",
+        correction_low=0.5,
+        correction_high=1.2,
+        denominator="scheduled",
+        kl_coef=0.3,
+        entropy_coef=0.2,
+        aux_aggregation="default",
+        per_token=per_token,
+    )
+    loss = dataclasses.replace(objective_cases.settings_of(expected), reducer=cases.root_length_reducer)
+    whole, *cut = (
+        simulation.run_step(case.samples, case.logits, layout, loss, rng)
+        for layout in (Layout(), Layout(context=4, qkv_format="bshd"), Layout(data=2, context=2, microbatches=2))
+    )
+    by_oracle = oracle.step(objective_cases.documents(case.samples, case.logits), expected)
+    assert whole.metrics["kl_loss"] == pytest.approx(by_oracle.kl_loss, rel=1e-12)  # no reducer weighs it
+    assert whole.metrics["entropy_loss"] == pytest.approx(by_oracle.entropy_loss, rel=1e-12)
+    for found in cut:
+        assert gradient_error(found.gradients, whole.gradients) <= LIMIT
+        assert found.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-12)

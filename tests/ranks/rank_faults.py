@@ -1,0 +1,332 @@
+"""Mistakes seeded into one step on real ranks, mostly on rank 1 alone; `tests/ranks.py` asks for them by name."""
+
+import argparse
+import dataclasses
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rank_model import VOCABULARY, WIDTH
+from samples import make_sample
+
+from megatron_pg.batch.pack import pack
+from megatron_pg.objectives.corrections import Correction
+from megatron_pg.step.loss import LossSettings
+from megatron_pg.objectives import objective_of
+from megatron_pg.rollouts.sample import Sample
+
+
+def on_rank_1() -> bool:
+    return torch.distributed.get_rank() == 1
+
+
+def settings(fault: str, loss: LossSettings) -> LossSettings:
+    if fault == "reducer":
+        return dataclasses.replace(loss, reducer=breaking_reducer)
+    if fault == "flag":
+        return dataclasses.replace(loss, per_token=False)
+    if fault == "columns":
+        return dataclasses.replace(loss, vocab_size=VOCABULARY + 1)
+    if fault == "noref":
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, kl_coef=0.1, kl_estimator="k3"))
+    if fault == "norollout":
+        return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
+    if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
+        gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, objective=gspo, entropy_coef=0.1))
+    return loss
+
+
+def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    """A user's reducer that fails on the data of one rank."""
+    if on_rank_1():
+        raise RuntimeError("my reducer broke")
+    return lambda x: sum((part * mask).sum() for part, mask in zip(x.split(response_lengths), loss_masks, strict=True))
+
+
+def change_model(fault: str, model: torch.nn.Module) -> None:
+    """NaN logits for one token id, on this rank only; or an output layer, where there is one, that the float32 head cannot replace."""
+    if fault == "bias" and model.post_process:
+        model.output_layer.bias = torch.nn.Parameter(torch.zeros(len(model.output_layer.weight)))
+    if fault == "telayer" and model.post_process:
+        model.output_layer = TELayer(model.output_layer)
+    if fault != "nan" or not on_rank_1():
+        return
+    original = model.output_layer.forward
+
+    def forward(*args, **kwargs):
+        logits, bias = original(*args, **kwargs)
+        return logits * torch.where(torch.arange(logits.shape[-1]) == 3, float("nan"), 1.0), bias
+
+    model.output_layer.forward = forward
+
+
+class TELayer(torch.nn.Module):
+    """Makes logits in a way of its own, as Transformer Engine's layer of --fp8-output-proj does."""
+
+    def __init__(self, layer: torch.nn.Module):
+        super().__init__()
+        self.weight = layer.weight
+
+    def forward(self, states, weight=None, runtime_gather_output=None):
+        return states @ self.weight.t(), None
+
+
+def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list]) -> Iterator:
+    """The step's micro-batches, with the fault in them; what fails to build fails inside the iterator."""
+    change = DATA_FAULTS.get(fault)
+    if change is not None and (on_rank_1() or fault in ON_EVERY_RANK):
+        parts = change(parts)
+    if fault == "positions":
+        long = make_sample(prompt_length=WIDTH - 1, mask=[1, 1], rng=random.Random(0), prompt_id=0, rollout_id="r")
+        yield from [pack([long], qkv_format="bshd", max_seq_len=WIDTH + 1, rows=1) for _ in range(2)]
+    elif fault == "dict" and on_rank_1():
+        yield {"tokens": [1, 2, 3]}
+    else:
+        yield from pack_all(parts)
+
+
+def groups(fault: str, found: list[list[Sample]]) -> list[list[Sample]]:
+    """The groups of one data-parallel rank; "unequal": tensor- or pipeline-parallel peers have them in another order."""
+    if fault == "unequal" and on_rank_1():
+        return found[::-1]
+    if fault == "divided":  # the first sample of rank 1 belongs to a prompt group of rank 0
+        return change_all(found[:1], prompt_id="shared") + found[1:]
+    return found
+
+
+def documents(fault: str, found: list[list[Sample]]) -> Iterator[list[Sample]]:
+    """The documents of a rank, with the fault in them."""
+    if fault == "masked":
+        found = mask_everything(found)
+    for number, group in enumerate(found):
+        if on_rank_1() and number == len(found) - 1:
+            if fault == "breaks":
+                raise RuntimeError("the sampler broke")
+            if fault == "toolong":
+                mask = [1] * (3 * WIDTH)
+                yield [make_sample(prompt_length=1, mask=mask, rng=random.Random(0), sample_id="a long one")]
+        yield group
+
+
+def arguments(fault: str, given: dict) -> dict:
+    if fault == "shape":
+        return given | {"seq_length": WIDTH + 8}
+    if fault == "more" and on_rank_1():
+        return given | {"num_microbatches": 3}
+    return given
+
+
+# --- data ---
+
+
+def trained(parts: list[list[Sample]]) -> Sample:
+    """The sample that a fault changes: the first with a trained token."""
+    return next(sample for part in parts for sample in part if sample.num_trained)
+
+
+def poison(field: str, parts: list[list[Sample]]) -> list[list[Sample]]:
+    """NaN at a trained token of a sample that has passed its own checks."""
+    sample = trained(parts)
+    values = getattr(sample, field).clone()
+    values[int(sample.loss_mask.nonzero()[0])] = float("nan")
+    object.__setattr__(sample, field, values)
+    return parts
+
+
+def rebuilt(parts: list[list[Sample]], **changes: object) -> list[list[Sample]]:
+    """The changed sample, built as a user builds it."""
+    sample = trained(parts)
+    fields = {
+        "tokens": sample.tokens.tolist(),
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask.int().tolist(),
+        "old_logprobs": [-1.0] * sample.response_length,
+        "advantage": 1.0,
+        "rollout_id": sample.rollout_id,
+        "prompt_id": sample.prompt_id,
+        "sample_id": sample.sample_id,
+    }
+    new = Sample.build(**fields | {name: change(fields[name]) for name, change in changes.items()})
+    return [[new if sample is old else old for old in part] for part in parts]
+
+
+def change_all(parts: list[list[Sample]], **fields: object) -> list[list[Sample]]:
+    for part in parts:
+        for sample in part:
+            for name, value in fields.items():
+                object.__setattr__(sample, name, value)
+    return parts
+
+
+def change_one(parts: list[list[Sample]], **fields: object) -> list[list[Sample]]:
+    change_all([[trained(parts)]], **fields)
+    return parts
+
+
+def scale_advantages(parts: list[list[Sample]]) -> list[list[Sample]]:
+    for part in parts:
+        for sample in part:
+            sample.advantages.mul_(-3.0)
+    return parts
+
+
+def mask_everything(parts: list[list[Sample]]) -> list[list[Sample]]:
+    for part in parts:
+        for sample in part:
+            sample.loss_mask.zero_()
+    return parts
+
+
+def unknown_token(parts: list[list[Sample]]) -> list[list[Sample]]:
+    parts[0][0].tokens[-1] = VOCABULARY
+    return parts
+
+
+def break_sampler(parts: list[list[Sample]]) -> list[list[Sample]]:
+    raise RuntimeError("the sampler broke")
+
+
+ON_EVERY_RANK = ("masked", "vocabulary")
+DATA_FAULTS = {
+    "peers": lambda parts: [parts[0][1:], parts[1]],
+    "ended": lambda parts: parts[:1],
+    "more": lambda parts: [*parts, []],
+    "raises": break_sampler,
+    "advantages": scale_advantages,
+    "vocabulary": unknown_token,
+    "masked": mask_everything,
+    "nanold": lambda parts: poison("old_logprobs", parts),
+    "nanadvantage": lambda parts: poison("advantages", parts),
+    "buildold": lambda parts: rebuilt(parts, old_logprobs=lambda values: [float("nan")] * len(values)),
+    "buildadvantage": lambda parts: rebuilt(parts, advantage=lambda value: float("inf")),
+    "positive": lambda parts: rebuilt(parts, old_logprobs=lambda values: [0.7] * len(values)),
+    "masklength": lambda parts: rebuilt(parts, loss_mask=lambda values: [*values, 1]),
+    "oldlength": lambda parts: rebuilt(parts, old_logprobs=lambda values: [*values, -1.0]),
+    "fraction": lambda parts: rebuilt(parts, loss_mask=lambda values: [0.5] * len(values)),
+    "noprompt": lambda parts: change_one(parts, prompt_id=None),
+    "norollout": lambda parts: change_one(parts, rollout_logprobs=None),
+    "noids": lambda parts: change_all(parts, rollout_id=None),
+    "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
+}
+
+
+# --- startup ---
+
+REDUCER = """\
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    return lambda x: sum((p * m).sum() for p, m in zip(x.split(response_lengths), loss_masks, strict=True))
+"""
+OWN = {
+    "loss_aggregation": ("sample_mean", "prompt_mean"),
+    "loss_aggregation_divisor": (8.0, 16.0),
+    "custom_pg_loss_reducer_function_path": (None, "rank_reducer:reducer"),
+    "pg_clip_eps_low": (0.2, 0.3),
+    "pg_clip_eps_high": (0.28, 0.3),
+    "pg_temperature": (1.0, 0.9),
+    "pg_metrics": ("basic", "with_entropy"),
+    "pg_kernel": ("torch", "triton"),
+    "pg_objective": ("grpo", "reinforce_is"),
+    "pg_custom_objective_path": (None, "rank_reducer:reducer"),
+    "pg_dual_clip": (None, 3.0),
+    "pg_delta": (None, 3.0),
+    "pg_cispo_cap": (None, 3.0),
+    "pg_sapo_tau_pos": (None, 2.0),
+    "pg_sapo_tau_neg": (None, 2.0),
+    "pg_dppo_delta_low": (None, 0.1),
+    "pg_dppo_delta_high": (None, 0.1),
+    "pg_correction": ("none", "tis"),
+    "pg_correction_low": (None, 0.5),
+    "pg_correction_high": (None, 2.0),
+    "pg_denominator": ("scheduled", "live"),
+    "pg_kl_coef": (0.0, 0.1),
+    "pg_kl_estimator": (None, "k3"),
+    "pg_entropy_coef": (0.0, 0.1),
+    "pg_aux_aggregation": ("default", "policy"),
+    "pg_grad_divisor": (1.0, 64.0),
+    "docs_per_step": (0, 8),
+    "docs_per_step_policy": (None, "at_least"),
+    "docs_per_step_end": (None, "stop"),
+    "calculate_per_token_loss": (False, True),
+    "fp32_lm_head": (False, True),
+    "fp32_lm_head_backward": (None, "bf16"),
+    "pg_fused_head": (None, "recompute"),
+    "pg_vocab_size": (None, 100),
+}
+
+
+def start_with(name: str, out: Path) -> None:
+    """What `pretrain` does before the model is built, with an argument (or the reducer's source) that rank 1 has otherwise."""
+    from megatron_pg.args import add_arguments
+    from megatron_pg.pretrain import _start
+
+    own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    args = argparse.Namespace(**own, **MEGATRON)
+    _change(args, name)
+    rank = torch.distributed.get_rank()
+    folder = out / f"{name}-{rank}"
+    folder.mkdir()
+    if not (name == "sourceless" and rank == 1):
+        note = f"# {rank}\n" if name == "source" else ""
+        (folder / "rank_reducer.py").write_text(REDUCER + note, encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    sys.modules.pop("rank_reducer", None)
+    importlib.invalidate_caches()
+    try:
+        _start(args, lambda report: None, lambda text: None, None)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _change(args: argparse.Namespace, name: str) -> None:
+    if name == "nan":  # refused by rule E8 on every rank, and equal
+        args.loss_aggregation, args.loss_aggregation_divisor = "constant", float("nan")
+    if name in ("source", "sourceless"):
+        args.custom_pg_loss_reducer_function_path = "rank_reducer:reducer"
+    if name == "loss_aggregation_divisor":
+        args.loss_aggregation = "constant"
+    if name in STARTUP:
+        setattr(args, name, STARTUP[name][on_rank_1()])
+
+
+# Values that Megatron's own validation leaves, and another value that the rules accept where there is one.
+MEGATRON_VALUES = {
+    "context_parallel_size": (1, 2),
+    "cross_entropy_loss_fusion": (False, True),
+    "cuda_graph_impl": ("none", "local"),
+    "cuda_graph_modules": ([], ["attn"]),
+    "cuda_graph_scope": ([], ["attn"]),
+    "dataloader_type": ("external", "single"),
+    "ddp_average_in_collective": (False, True),
+    "defer_embedding_wgrad_compute": (False, True),
+    "decrease_batch_size_if_needed": (False, True),
+    "fp16": (False, True),
+    "gtp_weight_remat_size": (1, 2),
+    "hybrid_context_parallel": (False, True),
+    "iterations_to_skip": ([], [3]),
+    "loss_scale": (None, 2.0),
+    "moe_aux_loss_coeff": (0.0, 0.01),
+    "moe_z_loss_coeff": (None, 0.001),
+    "mtp_num_layers": (None, 1),
+    "num_experts": (None, 4),
+    "overlap_moe_expert_parallel_comm": (False, True),
+    "perform_rl_step": (False, True),
+    "rampup_batch_size": (None, [8, 8, 100]),
+    "sft": (False, True),
+    "tensor_model_parallel_size": (1, 2),
+    "train_samples": (None, 100),
+    "use_megatron_fsdp": (False, True),
+    "use_torch_fsdp2": (False, True),
+    "output_logit_dtype": (None, "fp32"),
+    "padded_vocab_size": (128, 256),
+    "params_dtype": (torch.float32, torch.bfloat16),
+    "fp8_output_proj": (False, True),
+    "use_mup": (False, True),
+}
+MEGATRON = {"calculate_per_token_loss": False, "global_batch_size": 8, "data_parallel_size": 2} | {
+    name: values[0] for name, values in MEGATRON_VALUES.items()
+}
+STARTUP = OWN | MEGATRON_VALUES

@@ -1,0 +1,240 @@
+"""Real Megatron ranks over gloo: a script that runs a list of cases and leaves their results as files.
+
+    python -m torch.distributed.run --nproc-per-node 2 tests/ranks.py OUT_DIR case [case …]
+
+Starting processes is what costs, so one launch runs many cases: `tp2s-constant-tied` trains one step of that layout and
+aggregation and saves the gradients, `dp2-constant-docs` takes the same samples as one step of `--docs-per-step`,
+`dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts with arguments that differ between the
+ranks.
+"""
+
+import gc
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import cpu_megatron
+
+cpu_megatron.enable()
+
+import megatron.core
+import rank_faults
+import rank_model
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from rank_model import OPTIONS, VOCABULARY, WIDTH, Layout
+from samples import random_step
+from torch.distributed import distributed_c10d
+
+from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
+from megatron_pg.batch.pack import pack
+from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.kernels import LossTerms
+from megatron_pg.step.loss import LossSettings
+from megatron_pg.metrics import Reduction
+from megatron_pg.objectives import objective_of
+
+DIVISOR = 32.0
+DOCUMENTS_WIDTH = (
+    12  # of rows of documents: small, so that the ranks need several micro-batches, and not the same number
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and an aggregation, with options and a fault: `dp2-constant-dist-nan`."""
+
+    name: str
+    layout: Layout
+    aggregation: str
+    fault: str = ""
+    takes_documents: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> "Case":
+        layout, aggregation, *words = name.split("-")
+        options = frozenset(word for word in words if word in OPTIONS)
+        fault = "".join(word for word in words if word not in (*OPTIONS, "docs"))
+        return cls(name, Layout(layout, options), aggregation, fault, "docs" in words)
+
+
+def samples():
+    """The one step that every case trains on."""
+    return random_step(random.Random(11), vocabulary=VOCABULARY, poison=True)
+
+
+def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
+    return LossSettings(
+        aggregation=aggregation,
+        divisor=DIVISOR if aggregation == "constant" else None,
+        reducer=None,
+        per_token=aggregation == "token_mean",
+        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)),
+        temperature=1.0,
+        kernel="torch",
+        float32_logits="fp32" in options,
+        fused_head="forward" if "fused" in options else "recompute" if "recompute" in options else None,
+        metrics=Reduction("with_entropy"),
+    )
+
+
+def parts_of(case: Case) -> list[list]:
+    """This data-parallel rank's samples in two micro-batches, four in a pipeline (one process: everything in one)."""
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    if torch.distributed.get_world_size() == 1:
+        return [samples()]
+    mine = samples()[rank::size]
+    if case.fault == "uneven":  # no fault: the last data-parallel rank has nothing to do
+        mine = samples() if rank == 0 else []
+    # virtual stages mix their tensors up, if they do, only with more micro-batches than stages
+    count = 4 if case.layout.sizes["pp"] > 1 and not case.fault else 2
+    return [mine[k::count] for k in range(count)]
+
+
+def groups_of(case: Case) -> list[list]:
+    """This data-parallel rank's documents: every second prompt group, or all of them."""
+    groups: dict[int, list] = {}
+    for sample in samples():
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return rank_faults.groups(case.fault, list(groups.values())[rank::size])
+
+
+def documents_of(case: Case) -> DocumentAccumulator:
+    """What cuts the one step, and then finds no other."""
+    sizes, is_thd = case.layout.sizes, case.layout.qkv_format == "thd"
+    packing = Packing(
+        qkv_format=case.layout.qkv_format,
+        seq_length=DOCUMENTS_WIDTH,
+        micro_batch_size=rows_of(case),
+        cp_size=sizes["cp"],
+        multiple_of=sizes["tp"] * sizes["cp"] if case.layout.sequence_parallel and is_thd else 1,
+        is_static=sizes["pp"] > 1,
+    )
+    rule = StepRule(num_documents=len(samples()) + (case.fault == "short"), policy="exact", end="stop")
+    position = Position(0, (0,) * parallel_state.get_data_parallel_world_size())
+    return DocumentAccumulator(rule=rule, packing=packing, position=position)
+
+
+def pack_parts(layout: Layout, parts: list[list]) -> list:
+    cp_size, total = layout.sizes["cp"], len(samples())
+    if layout.qkv_format == "thd":
+        return [pack(part, qkv_format="thd", cp_size=cp_size) for part in parts]
+    rows = total if len(parts) == 1 else total // 2 + 1
+    return [pack(part, qkv_format="bshd", cp_size=cp_size, max_seq_len=WIDTH, rows=rows) for part in parts]
+
+
+def run_case(case: Case, out: Path) -> None:
+    model_parallel_cuda_manual_seed(1)
+    reports = []
+    step = PolicyGradientStep(
+        rank_faults.settings(case.fault, settings(case.aggregation, case.layout.options)),
+        reports.append,
+        documents_of(case) if case.takes_documents else None,
+    )
+    chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
+    rank_faults.change_model(case.fault, chunks[-1])
+    for chunk in chunks:
+        if chunk.post_process and case.fault != "detached":
+            step.attach(chunk)
+    wrapped = rank_model.wrap(case.layout, chunks)
+    if case.fault == "unreduced":
+        chunks[0].config.finalize_model_grads_func = None
+    virtual = len(chunks) > 1
+    if case.takes_documents:
+        parts, source = [], rank_faults.documents(case.fault, groups_of(case))
+    else:
+        parts = parts_of(case)
+        source = rank_faults.batches(case.fault, parts, lambda parts: pack_parts(case.layout, parts))
+    arguments = {
+        "forward_step_func": step.forward_step,
+        "data_iterator": source,
+        "model": wrapped if virtual else wrapped[0],
+        "num_microbatches": len(parts),  # of no consequence with documents
+        "seq_length": DOCUMENTS_WIDTH if case.takes_documents else WIDTH,
+        "micro_batch_size": rows_of(case),
+        "forward_only": case.fault == "evaluate",
+    }
+    if virtual:
+        arguments["data_iterator"] = [arguments["data_iterator"], None]  # one source is read, for all stages
+    given = rank_faults.arguments(case.fault, arguments)
+    losses = step.forward_backward(get_forward_backward_func(), **given)
+    rank = torch.distributed.get_rank()
+    rank_model.save_gradients(out / f"{case.name}.{rank}.npz", case.layout, wrapped)
+    farewell = end_of(step, given) if case.takes_documents else None
+    save_report(out / f"{case.name}.{rank}.json", losses, reports[0], farewell)
+
+
+def rows_of(case: Case) -> int:
+    if case.layout.qkv_format == "thd":
+        return 1
+    return 3 if case.takes_documents else len(samples()) // 2 + 1
+
+
+def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:
+    """What a further step says, for which no document is left."""
+    try:
+        step.forward_backward(get_forward_backward_func(), **arguments)
+    except EndOfDocuments as end:
+        return str(end)
+    return None
+
+
+def save_report(path: Path, losses: list, report, farewell: str | None) -> None:
+    reported = [[float(v) for v in loss["pg_loss"]] for loss in losses]
+    result = {
+        "metrics": report.metrics,
+        "num_tokens": report.plan.num_tokens,
+        "reported": reported,
+        "release": megatron.core.__version__,
+        "farewell": farewell,
+    }
+    path.write_text(json.dumps(result), encoding="utf-8")
+
+
+def save_error(path: Path, error: Exception, seconds: float) -> None:
+    record = {"message": f"{type(error).__name__}: {error}", "seconds": seconds}
+    path.write_text(json.dumps(record), encoding="utf-8")
+
+
+def free_groups() -> None:
+    """Megatron forgets its groups and never frees them, and every one of gloo's keeps its threads."""
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    out, previous = Path(sys.argv[1]), None
+    for name in sys.argv[2:]:
+        started = time.monotonic()
+        case = None if name.startswith("startup-") else Case.parse(name)
+        groups = None if case is None or case.fault else (case.layout.sizes, case.layout.virtual_stages)
+        if groups is None or groups != previous:  # a fault gets its own
+            free_groups()
+            if case is not None:
+                rank_model.initialize(case.layout)
+        previous = groups
+        try:
+            if case is None:
+                rank_faults.start_with(name.split("-", 1)[1], out)
+            else:
+                run_case(case, out)
+        except Exception as error:
+            if case is not None and not case.fault:
+                raise
+            save_error(out / f"{name}.{torch.distributed.get_rank()}.error", error, time.monotonic() - started)
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The supported megatron-core releases: Megatron's scaling of the loss, gradients on real ranks, recipes.
+
+The installed release runs with every test; the others lie under .venv/megatron-core-<version>, where `make prove` puts
+them, and run in the full tier: 0.16.1 always, and whatever else lies there.
+"""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import processes
+import pytest
+import test_recipes
+from packaging.version import Version
+from test_forward_step import FAST, FAULTS, REFERENCES, compare
+
+INSTALLED = metadata.version("megatron-core")
+BESIDE = {path.name.removeprefix("megatron-core-") for path in (processes.ROOT / ".venv").glob("megatron-core-*")}
+OTHERS = sorted(({"0.16.1"} | BESIDE) - {INSTALLED})
+LIMIT = 1e-14
+# whose wheel carries megatron.training; from 0.18 it needs Python 3.12
+TRAINING = [v for v in OTHERS if Version("0.17") <= Version(v) < Version("0.18" if sys.version_info < (3, 12) else "1")]
+WITHOUT_EXPERTS = {"0.16.1"}  # its router needs Transformer Engine
+SOME_FAULTS = ["dp2-constant-nan", "pp2-token_mean-raises", "tp2-constant-peers"]
+
+
+def named(row: str, releases: list[str] = OTHERS) -> list:
+    """One parameter per other release, each with its own row in docs/proof.md."""
+    return [pytest.param(v, marks=pytest.mark.proof(f"megatron-core {v}: {row}")) for v in releases]
+
+
+@pytest.fixture
+def folder(request, full) -> Path:
+    """Where the release lies."""
+    if not full:
+        pytest.skip("other releases run in `make prove`, which installs them")
+    path = processes.ROOT / ".venv" / f"megatron-core-{request.param}"
+    assert path.is_dir(), f"{path.name} is not installed; `make prove` puts it there"
+    return path
+
+
+def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(processes.TESTS / "support" / "contract.py"), str(cases)],
+        env=processes.environment(*first),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["release"] == release
+    assert figures["worst"] <= LIMIT
+    assert all(lucky <= 0.1 * figures["cases"] for lucky in figures["lucky"])  # the refused pairs of tuple and flag
+    assert not any(error <= LIMIT for error in figures["seeded"])
+    evidence(cases=figures["cases"], worst=figures["worst"])
+
+
+@pytest.mark.proof(f"megatron-core {INSTALLED}: both contracts exact through forward_step_calc_loss")
+def test_both_contracts_are_exact(full, evidence):
+    check_contract(INSTALLED, 750 if full else 100, evidence)
+
+
+@pytest.mark.parametrize("folder", named("both contracts exact through forward_step_calc_loss"), indirect=True)
+def test_both_contracts_are_exact_in_other_releases(folder, evidence):
+    check_contract(folder.name.removeprefix("megatron-core-"), 750, evidence, folder)
+
+
+@pytest.mark.parametrize("folder", named("gradients on 2 real ranks equal one process"), indirect=True)
+def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    one.mkdir()
+    release = folder.name.removeprefix("megatron-core-")
+    cases, references = (
+        [case for case in names if release not in WITHOUT_EXPERTS or "experts" not in case]
+        for names in (FAST, REFERENCES)
+    )
+    launches = [
+        processes.start(2, two, [*cases, *SOME_FAULTS], folder),
+        processes.start(1, one, references, folder),
+    ]
+    with processes.finished(launches, timeout=300):
+        for case in SOME_FAULTS:
+            assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case
+        found = {processes.report(two, case, rank)["release"] for case in cases for rank in (0, 1)}
+        assert {f"megatron-core-{release}" for release in found} == {folder.name}
+        evidence(cases=len(cases), worst=compare(two, one, cases))
+
+
+@pytest.mark.parametrize("folder", named("recipes, gradients on 2 real ranks equal plain loops"), indirect=True)
+def test_recipes_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
+    found = test_recipes.launch_ranks(tmp_path, folder)
+    assert {f"megatron-core-{figures['release']}" for figures in found.values()} == {folder.name}
+    reducers = found["slime_recipe"]
+    errors = test_recipes.errors_in_train_rl(found["rl_recipe"])
+    errors += test_recipes.errors_in_their_trainer(reducers) + test_recipes.errors_in_ours(reducers)
+    evidence(cases=len(errors), worst=max(errors))
+
+
+@pytest.mark.parametrize("folder", named(f"the plain script prints what {INSTALLED} prints", TRAINING), indirect=True)
+def test_the_plain_script_in_other_releases(folder, evidence):
+    here, there = (
+        test_recipes.steps_of(test_recipes.launch(*test_recipes.CONSTANT, first=first)) for first in ([], [folder])
+    )
+    assert here
+    assert there == here
+    evidence(cases=test_recipes.numbers_of(there))

@@ -1,0 +1,96 @@
+"""Launches of tests/ranks.py on real processes, and what they left behind."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+
+
+def environment(*first: Path) -> dict[str, str]:
+    """This process's environment, with the package, the tests and the examples importable, and `first` before all."""
+    paths = [*map(str, first), *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")), str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def start(processes: int, out: Path, cases: list[str], *first: Path) -> subprocess.Popen:
+    """Run the cases on this many ranks; `first` are folders that come before all others, such as another Megatron."""
+    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.Popen(
+        [*runner, str(TESTS / "ranks" / "ranks.py"), str(out), *cases],
+        env=environment(*first),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@contextmanager
+def finished(launches: list[subprocess.Popen], *, timeout: float) -> Iterator[None]:
+    """Wait for launches that run beside each other; none is left behind."""
+    try:
+        for process in launches:
+            output, _ = process.communicate(timeout=timeout)
+            assert process.returncode == 0, output[-4000:]
+        yield
+    finally:
+        for process in launches:
+            process.terminate()  # the launcher ends its ranks; killed, it would leave them behind
+            process.wait(timeout=60)
+            process.stdout.close()
+
+
+def gradients(folder: Path, case: str) -> dict[str, list[np.ndarray]]:
+    """Whole gradients by global name, from the ranks' parts: one per group of tensor-parallel ranks that holds it."""
+    shards: dict[tuple[str, int, str], dict[int, list[np.ndarray]]] = {}
+    for path in sorted(folder.glob(f"{case}.*.npz")):
+        for key, value in np.load(path).items():
+            name, axis, tp_rank, pp_rank = key.split("|")
+            shards.setdefault((name, int(axis), pp_rank), {}).setdefault(int(tp_rank), []).append(value)
+    whole: dict[str, list[np.ndarray]] = {}
+    for (name, axis, _), by_rank in shards.items():
+        copies = [by_rank[rank] for rank in sorted(by_rank)]
+        if axis < 0:
+            found = [copy for rank in copies for copy in rank]
+        else:
+            found = [np.concatenate(parts, axis=axis) for parts in zip(*copies, strict=True)]
+        whole.setdefault(name, []).extend(found)
+    return whole
+
+
+def worst_difference(found: dict[str, list[np.ndarray]], expected: dict[str, list[np.ndarray]]) -> float:
+    """Largest difference over the largest expected entry, over every copy that a rank holds; inf for what is missing or NaN."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    scale = max(np.abs(copies[0]).max() for copies in expected.values())
+    worst = 0.0
+    for name, copies in found.items():
+        for copy in copies:
+            reference = expected[name][0]
+            if copy.shape != reference.shape or not scale > 0:
+                return float("inf")
+            error = float(np.abs(copy - reference).max()) / scale
+            worst = max(worst, error if math.isfinite(error) else float("inf"))
+    return worst
+
+
+def report(folder: Path, case: str, rank: int) -> dict:
+    return json.loads((folder / f"{case}.{rank}.json").read_text(encoding="utf-8"))
+
+
+def errors(folder: Path, case: str, ranks: int) -> list[dict]:
+    """Each rank's error: its message and the seconds until it was raised."""
+    return [json.loads((folder / f"{case}.{rank}.error").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def records(path: Path) -> list[dict]:
+    """The lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,122 @@
+import random
+
+import pytest
+import torch
+from samples import make_sample, random_step
+
+from megatron_pg.batch.pack import check_boundaries, cut_steps, pack, slice_batch
+
+
+def coded(rng, **rest):
+    """A sample whose old log-probabilities count its response tokens: -1, -2, …"""
+    sample = make_sample(rng=rng, **rest)
+    sample.old_logprobs.copy_(-1.0 - torch.arange(sample.response_length))
+    return sample
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_field_belongs_to_the_logits_that_predict_its_token(qkv_format, cp_size):
+    rng = random.Random(cp_size)
+    samples = [coded(rng, prompt_length=p, mask=m) for p, m in ((3, [1, 0, 1]), (1, [1]), (2, [0, 0]), (5, [1] * 9))]
+    layout = {"max_seq_len": 16} if qkv_format == "bshd" else {}
+    batch = pack(samples, qkv_format=qkv_format, cp_size=cp_size, **layout)
+    weights = batch.response_values("loss_mask").double() * 0.25
+    seen = {i: {} for i in range(len(samples))}
+    for rank in range(cp_size):
+        local = slice_batch(batch, weights, cp_rank=rank, cp_size=cp_size)
+        for flat in range(len(local.mask)):
+            column, row = divmod(flat, len(local.tokens))
+            position = int(local.row_index[column])
+            index = int(batch.sample_index[row, position])
+            if not local.mask[flat]:
+                assert local.weights[flat] == 0
+                continue
+            sample, at = samples[index], int(batch.position_ids[row, position])
+            k = at + 1 - (len(sample.tokens) - sample.response_length)
+            assert local.targets[flat] == sample.tokens[at + 1]
+            assert local.old_logprobs[flat] == -1.0 - k
+            assert local.advantages[flat] == sample.advantages[k]
+            assert local.weights[flat] == 0.25
+            assert local.document_weights[flat] == 1 / sample.num_trained
+            assert f"response token {k}" in local.locate(flat)
+            assert k not in seen[index]
+            seen[index][k] = rank
+    for i, sample in enumerate(samples):
+        assert sorted(seen[i]) == sample.loss_mask.nonzero()[:, 0].tolist()
+
+
+def test_labels_are_shifted_inside_each_document_before_slicing():
+    rng = random.Random(0)
+    a, b = (make_sample(prompt_length=2, mask=[1, 1], rng=rng) for _ in range(2))
+    batch = pack([a, b], qkv_format="thd", cp_size=2)
+    assert batch.labels[0].tolist() == [*a.tokens[1:].tolist(), 0, *b.tokens[1:].tolist(), 0]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("cp_size", "multiple_of"), [(1, 1), (1, 8), (2, 4), (2, 6), (4, 8), (2, 2)])
+def test_a_packed_row_has_chunks_of_equal_length_and_the_asked_multiple(cp_size, multiple_of):
+    samples = random_step(random.Random(9))
+    batch = pack(samples, qkv_format="thd", cp_size=cp_size, multiple_of=multiple_of)
+    assert batch.num_positions % multiple_of == 0
+    assert cp_size == 1 or all(length % (2 * cp_size) == 0 for length in batch.documents)
+    assert len(batch.documents) == len(samples)  # padding is no document
+
+
+def test_a_packed_row_can_have_the_exact_width_that_pipeline_stages_exchange():
+    samples = [make_sample(prompt_length=2, mask=[1, 1, 1], rng=random.Random(i)) for i in range(3)]
+    batch = pack(samples, qkv_format="thd", cp_size=2, max_seq_len=64)
+    assert batch.tokens.shape == (1, 64)
+    assert batch.documents == (8, 8, 48)
+
+
+@pytest.mark.parametrize("layout", [{"qkv_format": "thd"}, {"qkv_format": "bshd", "max_seq_len": 8, "rows": 2}])
+def test_an_empty_microbatch_still_has_positions(layout):
+    local = slice_batch(pack([], cp_size=2, **layout), torch.zeros(0), cp_rank=1, cp_size=2)
+    assert local.num_positions > 0
+    assert not local.mask.any()
+    assert local.num_trained == 0
+
+
+def test_bshd_fills_up_with_empty_rows():
+    batch = pack(
+        [make_sample(prompt_length=1, mask=[1], rng=random.Random(0))], qkv_format="bshd", max_seq_len=4, rows=3
+    )
+    assert batch.tokens.shape == (3, 4)
+    assert batch.sample_index[1:].tolist() == [[-1] * 4] * 2
+
+
+def test_steps_are_cut_at_group_boundaries_only():
+    samples = [make_sample(prompt_length=1, mask=[1], rng=random.Random(i), prompt_id=i // 2) for i in range(8)]
+    assert [len(step) for step in cut_steps(samples, samples_per_step=4)] == [4, 4]
+    with pytest.raises(ValueError, match="8 samples do not fill steps of 3; none may be dropped"):
+        cut_steps(samples, samples_per_step=3)
+    with pytest.raises(ValueError, match="prompt group 0 has samples in steps 0 and 1"):
+        cut_steps(samples, samples_per_step=1)
+
+
+def test_a_rollout_that_straddles_two_steps_is_refused():
+    steps = [[make_sample(prompt_length=1, mask=[1], rng=random.Random(i), rollout_id="r")] for i in range(2)]
+    with pytest.raises(ValueError, match="rollout 'r' has samples in steps 0 and 1"):
+        check_boundaries(steps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"qkv_format": "sbhd"}, "'sbhd' is neither thd nor bshd"),
+        ({"qkv_format": "bshd"}, "bshd needs max_seq_len"),
+        ({"qkv_format": "bshd", "max_seq_len": 3}, "max_seq_len=3 with a sample of 4 tokens"),
+        ({"qkv_format": "bshd", "max_seq_len": 6, "cp_size": 2}, "Use 8"),
+        ({"qkv_format": "bshd", "max_seq_len": 8, "rows": 0}, "rows=0 for 1 samples"),
+        ({"qkv_format": "bshd", "max_seq_len": 8, "multiple_of": 4}, "multiple_of=4 has no effect on bshd"),
+        ({"qkv_format": "thd", "rows": 2}, "rows=2 has no effect on thd"),
+        ({"qkv_format": "thd", "max_seq_len": 3}, "max_seq_len=3 for a packed row of 4 tokens"),
+        ({"qkv_format": "thd", "max_seq_len": 10, "cp_size": 2}, "max_seq_len=10 for a packed row of 4"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_a_named_error(layout, message):
+    sample = make_sample(prompt_length=2, mask=[1, 1], rng=random.Random(0))
+    with pytest.raises(ValueError) as error:
+        pack([sample], **layout)
+    assert message in str(error.value)

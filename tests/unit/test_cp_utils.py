@@ -1,0 +1,260 @@
+import random
+from types import SimpleNamespace
+
+import pytest
+import threads
+import torch
+from samples import make_sample
+
+from megatron_pg import cp_utils
+from megatron_pg.batch.pack import pack, slice_batch
+from megatron_pg.cp_utils import (
+    all_gather_with_cp,
+    get_logits_and_tokens_offset_with_cp,
+    get_sum_of_sample_mean,
+    padded_length,
+    response_index,
+    slice_loss_masks_for_local_cp,
+    slice_with_cp,
+    whole_sequences,
+    zigzag_index,
+)
+
+SIZES = [1, 2, 3, 4, 8]
+
+
+def formats(length: int):
+    """thd, and bshd at the smallest and at a generous width."""
+    return [("thd", None), ("bshd", length), ("bshd", length + 13)]
+
+
+def test_rank_r_holds_chunks_r_and_2c_minus_1_minus_r():
+    assert zigzag_index([8], cp_rank=0, cp_size=2).tolist() == [0, 1, 6, 7]
+    assert zigzag_index([8], cp_rank=1, cp_size=2).tolist() == [2, 3, 4, 5]
+
+
+def test_a_packed_row_is_cut_document_by_document():
+    assert zigzag_index([4, 8], cp_rank=0, cp_size=2).tolist() == [0, 3, 4, 5, 10, 11]
+
+
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_the_ranks_tile_a_packed_row(cp_size):
+    lengths = [padded_length(n, cp_size) for n in (1, 3, 16, 17, 100)]
+    held = torch.cat([zigzag_index(lengths, cp_rank=r, cp_size=cp_size) for r in range(cp_size)])
+    assert sorted(held.tolist()) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_the_ranks_tile_the_response_of_every_short_sample_exactly_once(cp_size):
+    for total in range(2, 40):
+        for response in {1, 2, total // 2, total - 1} - {0, total}:
+            for qkv_format, width in formats(total):
+                parts = [
+                    response_index(total, response, qkv_format, width, cp_rank=r, cp_size=cp_size)
+                    for r in range(cp_size)
+                ]
+                assert sorted(torch.cat(parts).tolist()) == list(range(response))
+
+
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_response_values_are_the_slice_of_the_whole_sequence(cp_size):
+    """Position-coded: what a rank holds by response index is what it holds by slicing the logits' positions."""
+    rng = random.Random(cp_size)
+    for _ in range(100):
+        total = rng.randint(2, 50)
+        response = rng.randint(1, total - 1)
+        for qkv_format, width in formats(total):
+            coded = torch.full((total,), -1)
+            coded[total - response - 1 : total - 1] = torch.arange(response)
+            for rank in range(cp_size):
+                where = {"cp_rank": rank, "cp_size": cp_size}
+                local = slice_with_cp(coded, -1, qkv_format, width, **where)
+                assert (
+                    local[local >= 0].tolist() == response_index(total, response, qkv_format, width, **where).tolist()
+                )
+
+
+def zigzag_table(lengths: list[int], cp_size: int) -> list[list[int]]:
+    """Positions of every rank, by walking the chunks of each document one by one."""
+    held, start = [[] for _ in range(cp_size)], 0
+    for length in lengths:
+        chunk = length if cp_size == 1 else length // (2 * cp_size)
+        owners = [0] if cp_size == 1 else [*range(cp_size), *reversed(range(cp_size))]
+        for k, owner in enumerate(owners):
+            held[owner] += range(start + k * chunk, start + (k + 1) * chunk)
+        start += length
+    return held
+
+
+@pytest.mark.proof("context-parallel slices, exact")
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
+def test_slices_of_packed_rows_follow_the_table_tile_the_row_and_keep_labels_beside_tokens(cp_size, full, evidence):
+    rng, count = random.Random(cp_size), 2000 if full else 100
+    for _ in range(count):
+        lengths = [padded_length(rng.choice([0, 1, rng.randint(0, 200)]), cp_size) for _ in range(rng.randint(1, 12))]
+        positions = torch.arange(sum(lengths))
+        gathered = torch.full_like(positions, -1)
+        for rank, held in enumerate(zigzag_table(lengths, cp_size)):
+            index = zigzag_index(lengths, cp_rank=rank, cp_size=cp_size)
+            assert index.tolist() == held
+            gathered[index] = positions[index]
+        assert torch.equal(gathered, positions)
+    evidence(cases=count)
+
+
+@pytest.mark.proof("context-parallel slices, exact")
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
+def test_labels_are_the_next_token_of_the_same_document_on_whichever_rank_that_is(cp_size, full, evidence):
+    rng, count = random.Random(cp_size), 100 if full else 10
+    for _ in range(count):
+        lengths = [rng.choice([2, 3, rng.randint(2, 200)]) for _ in range(rng.randint(1, 12))]
+        starts = [1 + sum(lengths[:i]) for i in range(len(lengths))]
+        samples = [make_sample(prompt_length=1, mask=[1] * (n - 1), rng=rng) for n in lengths]
+        for sample, start in zip(samples, starts, strict=True):
+            sample.tokens.copy_(torch.arange(start, start + len(sample.tokens)))  # every token its own number
+        batch = pack(samples, qkv_format="thd", cp_size=cp_size)
+        ends = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)])
+        for rank in range(cp_size):
+            local = slice_batch(batch, batch.loss_mask.double(), cp_rank=rank, cp_size=cp_size)
+            has_next = (local.tokens > 0) & ~torch.isin(local.tokens, ends)
+            assert torch.equal(local.labels, torch.where(has_next, local.tokens + 1, 0))
+            assert torch.equal(local.loss_mask.bool(), has_next)
+    evidence(cases=count)
+
+
+def test_offsets_of_a_hand_worked_sample():
+    # 10 tokens, 7 of them response: chunks of 3 (padded to 12); logits 2..8 predict tokens 3..9
+    chunk, chunks, logits, tokens = get_logits_and_tokens_offset_with_cp(10, 7, cp_rank=0, cp_size=2)
+    assert (chunk, chunks) == (3, ((0, 3), (9, 12)))
+    assert logits == ((2, 3), (0, 0))
+    assert tokens == ((3, 4), (0, 0))
+    *_, tokens = get_logits_and_tokens_offset_with_cp(10, 7, cp_rank=1, cp_size=2)
+    assert tokens == ((4, 7), (7, 10))
+
+
+def test_bshd_is_cut_by_the_padded_width_not_by_the_sample():
+    *_, thd = get_logits_and_tokens_offset_with_cp(4, 3, "thd", cp_rank=0, cp_size=2)
+    *_, bshd = get_logits_and_tokens_offset_with_cp(4, 3, "bshd", 16, cp_rank=0, cp_size=2)
+    assert thd == ((1, 2), (0, 0))
+    assert bshd == ((1, 4), (0, 0))
+
+
+def test_slice_pads_with_a_value_or_a_function():
+    tokens = torch.tensor([1, 2, 3])
+    assert slice_with_cp(tokens, 9, cp_rank=0, cp_size=2).tolist() == [1, 9]
+    assert slice_with_cp(tokens, lambda x, n: torch.cat([x, torch.full((n,), 7)]), cp_rank=0, cp_size=2).tolist() == [
+        1,
+        7,
+    ]
+    assert slice_with_cp(tokens, 9, "bshd", 5, cp_rank=0, cp_size=1).tolist() == [1, 2, 3, 9, 9]
+    assert slice_with_cp(tokens, 9, cp_rank=0, cp_size=1).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "normaliser",
+    [{}, {"calculate_per_token_loss": True}, {"sample_denoms": [4.0, 8.0, 2.0]}, {"constant_divisor": 16.0}],
+)
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normaliser, cp_size, qkv_format):
+    totals, responses = [9, 3, 30], [4, 2, 17]
+    masks = [torch.tensor([1, 0, 1, 1]), torch.tensor([0, 0]), (torch.arange(17) % 3 != 0).int()]
+    values = [torch.randint(-8, 8, (n,)).double() for n in responses]
+    divide = {0: 3, 1: 1, 2: int(masks[2].sum())}  # by hand: trained tokens, a fully masked sample by 1
+    expected = 0.0
+    for i, (x, m) in enumerate(zip(values, masks, strict=True)):
+        if "sample_denoms" in normaliser:
+            d = normaliser["sample_denoms"][i]
+        elif "constant_divisor" in normaliser:
+            d = 16.0
+        else:
+            d = 1 if normaliser else divide[i]
+        expected += sum(float(a) for a, b in zip(x, m, strict=True) if b) / d
+    layout = {"qkv_format": qkv_format, "max_seq_lens": [32] * 3 if qkv_format == "bshd" else None}
+    total = 0.0
+    for rank in range(cp_size):
+        where = {"cp_rank": rank, "cp_size": cp_size}
+        reduce = get_sum_of_sample_mean(totals, responses, masks, **normaliser, **layout, **where)
+        local = torch.cat(
+            [
+                x[response_index(t, r, qkv_format, 32 if qkv_format == "bshd" else None, **where)]
+                for x, t, r in zip(values, totals, responses, strict=True)
+            ]
+        )
+        total += float(reduce(local))
+    assert total == pytest.approx(expected, rel=1e-14)
+
+
+def test_nan_in_a_masked_slot_reaches_neither_value_nor_gradient():
+    x = torch.tensor([1.0, float("nan"), 2.0], requires_grad=True)
+    value = get_sum_of_sample_mean([4], [3], [torch.tensor([1, 0, 1])], cp_rank=0, cp_size=1)(x)
+    value.backward()
+    assert value.item() == 1.5
+    assert x.grad.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_the_gather_is_the_inverse_of_the_slice_and_its_backward_the_adjoint():
+    total, response, size = 23, 15, 4
+
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, size, rank)
+        where = {"cp_rank": rank, "cp_size": size}
+        index = response_index(total, response, **where)
+        local = (torch.arange(response).double() + 1)[index].requires_grad_()
+        whole = all_gather_with_cp(local, total, response, group=group, **where)
+        mine = torch.zeros(response, dtype=torch.float64)
+        mine[index] = 1.0
+        (whole * mine * 3.0).sum().backward()  # each rank sums its own tokens only
+        return whole.detach(), local.grad
+
+    for whole, grad in threads.run(size, work):
+        assert whole.tolist() == list(range(1, response + 1))
+        assert set(grad.tolist()) <= {3.0}
+
+
+def test_masks_are_sliced_like_the_values():
+    mask = torch.tensor([1, 0, 1, 1, 0, 1, 1])
+    parts = [slice_loss_masks_for_local_cp([mask], [10], [7], cp_rank=r, cp_size=2)[0].tolist() for r in range(2)]
+    assert parts == [[1], [0, 1, 1, 0, 1, 1]]
+
+
+def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_otherwise(monkeypatch):
+    assert response_index(10, 7).tolist() == list(range(7))
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_context_parallel_rank=lambda: 0,
+        get_context_parallel_world_size=lambda: 2,
+    )
+    monkeypatch.setitem(cp_utils.sys.modules, "megatron.core.parallel_state", state)
+    assert response_index(10, 7).tolist() == [0]
+    with whole_sequences():
+        assert response_index(10, 7).tolist() == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: get_logits_and_tokens_offset_with_cp(5, 5, cp_rank=0, cp_size=1), "leaves no prompt token"),
+        (lambda: get_logits_and_tokens_offset_with_cp(5, 0, cp_rank=0, cp_size=1), "no response token"),
+        (lambda: response_index(5, 2, "bsh", cp_rank=0, cp_size=1), "'bsh' is neither thd nor bshd"),
+        (lambda: response_index(5, 2, "bshd", cp_rank=0, cp_size=1), "max_seq_len=None"),
+        (lambda: response_index(5, 2, "bshd", 4, cp_rank=0, cp_size=1), "max_seq_len=4 with a bshd sample of 5"),
+        (lambda: response_index(5, 2, cp_rank=2, cp_size=2), "cp_rank=2 is no rank"),
+        (lambda: response_index(5, 2, cp_rank=0), "Give both or neither"),
+        (lambda: zigzag_index([6], cp_rank=0, cp_size=2), "padded_lengths[0]=6 is not a multiple of 4"),
+        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(3)]), "loss_masks[0] has shape (3,)"),
+        (lambda: get_sum_of_sample_mean([4, 5], [2], [torch.ones(2)]), "total_lengths has 2 entries for 1"),
+        (
+            lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], True, constant_divisor=2.0),
+            "choose one normaliser, got calculate_per_token_loss, constant_divisor",
+        ),
+        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0, 2.0]), "2 denominators for 1"),
+        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[0.0]), "denominator 0 is 0.0"),
+        (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)])(torch.ones(3)), "x has shape (3,)"),
+        (lambda: all_gather_with_cp(torch.ones(3), 10, 7, cp_rank=0, cp_size=1), "tensor has 3 response values"),
+    ],
+)
+def test_what_cannot_be_is_a_named_error(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)

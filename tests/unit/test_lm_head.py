@@ -1,0 +1,517 @@
+"""The LM head from hidden states against float64 autograd: on a CPU its mathematics, on a GPU its products and kernels too."""
+
+import math
+import random
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from itertools import product
+
+import one_launch
+import pytest
+import threads
+import torch
+
+from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
+from megatron_pg.lm_head import chunking, fp32_logits, grpo_head_loss, logprobs_and_entropy, policy_gradient_head_loss
+from megatron_pg.flags.loss_terms import OBJECTIVES as OBJECTIVE_FLAGS
+from megatron_pg.objectives import OBJECTIVES, objective_of
+from megatron_pg.batch.sequences import Sequences
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
+REAL_SIZES = chunking.chunk_rows, chunking.block_rows
+
+pytestmark = [  # of Triton's interpreter, which computes in NumPy
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int = 21
+    hidden: int = 16
+    columns: int = 48
+    dtype: torch.dtype = torch.float64
+    padding: int = 0
+    temperature: float = 1.0
+    masked: float = 0.4
+    mode: str = "forward"
+    backward: str = "bf16"
+    main_grad: bool = False
+    upstream: float = 1.0
+    grad_divisor: float = 1.0
+    impl: str = "torch"
+    seed: int = 0
+
+
+def random_case(rng: random.Random) -> Case:
+    columns = rng.choice([16, 48, 240])
+    return Case(
+        rows=rng.choice([1, 4, 21, 50]),
+        hidden=rng.choice([8, 32]),
+        columns=columns,
+        dtype=rng.choice([torch.float64, torch.float32, torch.bfloat16]),
+        padding=rng.choice([0, 0, 3, columns // 2]),
+        temperature=rng.choice([1.0, 0.7, 2.0]),
+        masked=rng.choice([0.0, 0.5, 0.9, 1.0]),
+        mode=rng.choice(["forward", "recompute"]),
+        backward=rng.choice(["bf16", "split"]),
+        main_grad=rng.random() < 0.5,
+        upstream=rng.choice([1.0, 6.0]),
+        grad_divisor=rng.choice([1.0, 4.0]),
+        impl=rng.choice(["torch", "triton"]),
+        seed=rng.randrange(2**30),
+    )
+
+
+def make(case: Case) -> dict:
+    """Hidden states, weight and fields; what masked rows hold must not matter."""
+    torch.manual_seed(case.seed)
+    hidden = torch.randn(case.rows, case.hidden, dtype=torch.float64)
+    weight = torch.randn(case.columns, case.hidden, dtype=torch.float64) * case.hidden**-0.5
+    mask = torch.rand(case.rows) >= case.masked
+    hidden[~mask] = math.nan
+    fields = {
+        "targets": torch.where(mask, torch.randint(0, case.columns - case.padding, (case.rows,)), -100),
+        "old_logprobs": torch.where(mask, -torch.rand(case.rows, dtype=torch.float64) - 3, math.nan),
+        "advantages": torch.where(mask, torch.randn(case.rows, dtype=torch.float64), math.nan),
+        "weights": torch.where(mask, torch.rand(case.rows, dtype=torch.float64), math.nan),
+        "mask": mask,
+    }
+    fields = {name: values.to(DEVICE) for name, values in fields.items()}
+    return fields | {"hidden": hidden.to(DEVICE, case.dtype), "weight": weight.to(DEVICE, case.dtype)}
+
+
+def expected(case: Case, fields: dict) -> dict:
+    """The formulas in float64, by autograd over the trained rows."""
+    mask, valid = fields["mask"], case.columns - case.padding
+    hidden = fields["hidden"].detach().double()[mask].requires_grad_()
+    weight = fields["weight"].detach().double().clone().requires_grad_()
+    log_p = torch.log_softmax((hidden @ weight.t())[:, :valid] / case.temperature, dim=1)
+    logprobs = log_p.gather(1, fields["targets"][mask][:, None])[:, 0]
+    ratio = (logprobs - fields["old_logprobs"][mask]).clamp(-20, 20).exp()
+    advantages = fields["advantages"][mask]
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.28) * advantages)
+    loss = (fields["weights"][mask] * losses).sum()
+    (loss * case.upstream / case.grad_divisor).backward()
+    of_hidden = torch.zeros(fields["hidden"].shape, dtype=torch.float64, device=mask.device)
+    of_hidden[mask] = hidden.grad
+    edge = (ratio / 0.8).log().abs().minimum((ratio / 1.28).log().abs()).min().item() if mask.any() else 1.0
+    return {
+        "loss": loss.detach(),
+        "logprobs": logprobs.detach(),
+        "entropy": -(log_p.exp() * log_p).sum(1).detach(),
+        "of_hidden": of_hidden,
+        "of_weight": weight.grad,
+        "near a clip bound": edge < 1e-4,
+    }
+
+
+def run(case: Case, fields: dict, **options) -> dict:
+    hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
+    before = 2.0**-10  # of earlier micro-batches
+    total = (
+        torch.full_like(weight, before, dtype=torch.promote_types(case.dtype, torch.float32))
+        if case.main_grad
+        else None
+    )
+    out = grpo_head_loss(
+        hidden,
+        weight,
+        **{name: fields[name] for name in ("targets", "old_logprobs", "advantages", "weights", "mask")},
+        **CLIP,
+        temperature=case.temperature,
+        vocab_size=case.columns - case.padding,
+        grad_divisor=case.grad_divisor,
+        grad_scale=case.upstream,
+        entropy=True,
+        main_grad=total,
+        mode=case.mode,
+        backward=case.backward,
+        impl=case.impl,
+        **options,
+    )
+    (out.loss * case.upstream).backward()
+    assert case.main_grad == (weight.grad is None)
+    return {
+        "out": out,
+        "of_hidden": hidden.grad,
+        "of_weight": total.detach() - before if case.main_grad else weight.grad,
+    }
+
+
+def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference relative to the largest entry; infinite where a value is not finite."""
+    if found.shape != wanted.shape or not found.isfinite().all():
+        return math.inf
+    return float((found.double() - wanted).abs().amax() / wanted.abs().amax().clamp(min=1e-3)) if found.numel() else 0.0
+
+
+def tolerance(case: Case, of: str) -> float:
+    """Rounding of the dtype; the weight gradient in float32 of a split gradient of the logits has 16 bits."""
+    if case.dtype == torch.float64 and case.impl == "torch":
+        return 1e-12
+    if case.dtype != torch.bfloat16 or of == "values":
+        return 1e-5
+    return 2e-5 if of == "of_weight" and case.backward == "split" and case.main_grad else 8e-3
+
+
+def check(case: Case, **options) -> None:
+    fields = make(case)
+    wanted, found = expected(case, fields), run(case, fields, **options)
+    mask, values = fields["mask"], tolerance(case, "values")
+    for name in ("logprobs", "entropy"):
+        shown = getattr(found["out"], name)
+        assert not shown[~mask].any(), (case, name)
+        assert worst(shown[mask], wanted[name]) <= values, (case, name)
+    assert abs(float(found["out"].loss.detach() - wanted["loss"])) <= values * 10, case
+    assert not found["of_hidden"][~mask].any(), case
+    if wanted["near a clip bound"] and case.dtype != torch.float64:
+        return
+    for name in ("of_hidden", "of_weight"):
+        assert worst(found[name], wanted[name]) <= tolerance(case, name), (case, name, worst(found[name], wanted[name]))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks and blocks in every case."""
+    monkeypatch.setattr(chunking, "chunk_rows", lambda weight, buffers: 4)
+    monkeypatch.setattr(chunking, "block_rows", lambda weight, chunk: 8)
+
+
+@pytest.mark.proof("T6 fused LM head against float64")
+@pytest.mark.parametrize("block", range(4))
+def test_random_cases_equal_the_oracle(block, full, evidence):
+    rng, cases = random.Random(f"head{block}"), 250 if full else 15
+    for _ in range(cases):
+        case = random_case(rng)
+        # Triton has no float64
+        check(replace(case, dtype=torch.float32) if case.impl == "triton" and case.dtype == torch.float64 else case)
+    evidence(cases=cases)
+
+
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+@pytest.mark.parametrize("backward", ["bf16", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_that_go_through_the_one_launch_kernel(dtype, backward, monkeypatch):
+    """The kernel's own work is done in torch."""
+    launches = one_launch.in_torch(monkeypatch)
+    changes = {"padding": 16, "temperature": 0.7, "upstream": 6.0, "grad_divisor": 4.0, "main_grad": True}
+    case = Case(dtype=dtype, backward=backward, impl="triton", **changes)
+    check(case)
+    assert sum(k["rows"] for k in launches) == int(make(case)["mask"].sum())
+    assert len(launches) > 2
+
+
+@pytest.mark.parametrize("backward", ["bf16", "split"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_float32_logits_and_their_gradients(dtype, backward):
+    case = Case(dtype=dtype, backward=backward, masked=0.0, main_grad=True)
+    fields = make(case)
+    hidden = fields["hidden"].view(3, 7, -1).clone().requires_grad_()
+    weight, total = (
+        fields["weight"].requires_grad_(),
+        torch.zeros(48, 16, device=DEVICE).to(torch.promote_types(dtype, torch.float32)),
+    )
+    logits = fp32_logits(hidden, weight, backward=backward, main_grad=total)
+    upstream = torch.randn(logits.shape, dtype=torch.float64, device=DEVICE)
+    logits.backward(upstream.to(logits.dtype))
+    exact = fields["hidden"].double()
+    assert (logits.dtype, logits.shape) == (torch.promote_types(dtype, torch.float32), (3, 7, 48))
+    values = 1e-12 if dtype == torch.float64 else 1e-6
+    assert worst(logits.detach().flatten(0, 1), exact @ weight.detach().double().t()) <= values
+    upstream = upstream.flatten(0, 1)
+    assert worst(hidden.grad.flatten(0, 1), upstream @ weight.detach().double()) <= tolerance(case, "of_hidden")
+    assert worst(total, upstream.t() @ exact) <= tolerance(case, "of_weight")
+
+
+def test_splitting_the_gradient_is_what_makes_it_precise():
+    """The two backwards differ where they should: a hundred times in the weight gradient."""
+    case = Case(dtype=torch.bfloat16, main_grad=True, masked=0.0, rows=50)
+    fields = make(case)
+    wanted = expected(case, fields)["of_weight"]
+    errors = [worst(run(replace(case, backward=b), fields)["of_weight"], wanted) for b in ("bf16", "split")]
+    assert errors[0] > 100 * errors[1] > 0
+
+
+def test_bfloat16_logits_would_be_a_hundred_times_less_exact():
+    case = Case(dtype=torch.bfloat16, masked=0.0, rows=50)
+    fields = make(case)
+    wanted = expected(case, fields)["logprobs"]
+    with torch.no_grad():
+        ours, _ = logprobs_and_entropy(fields["hidden"], fields["weight"], fields["targets"], impl="torch")
+        rounded = (fields["hidden"] @ fields["weight"].t()).double().log_softmax(1)
+    rounded = rounded.gather(1, fields["targets"][:, None])[:, 0]
+    assert worst(rounded, wanted) > 100 * worst(ours, wanted)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_targets_may_have_any_strides(impl):
+    fields = make(Case(dtype=torch.float32, masked=0.0))
+    strided = torch.stack([fields["targets"], torch.zeros_like(fields["targets"])], 1)[:, 0]
+    assert not strided.is_contiguous()
+    wanted, found = (
+        logprobs_and_entropy(fields["hidden"], fields["weight"], targets, impl=impl)
+        for targets in (fields["targets"], strided)
+    )
+    assert torch.equal(found[0], wanted[0])
+
+
+def sharded(case: Case, fields: dict, ranks: int, sequence_parallel: bool) -> list[dict]:
+    """What every tensor-parallel rank finds, from its rows of the weight and, with sequence parallelism, of the hidden states."""
+    columns = case.columns // ranks
+
+    def work(rank: int) -> dict:
+        group = threads.subgroup(lambda r: 0, ranks, rank)
+        weight = fields["weight"][rank * columns : (rank + 1) * columns].clone()
+        hidden = fields["hidden"].chunk(ranks)[rank] if sequence_parallel else fields["hidden"]
+        options = {"tp_group": group, "sequence_parallel": sequence_parallel}
+        return run(case, fields | {"hidden": hidden, "weight": weight}, **options)
+
+    return threads.run(ranks, work)
+
+
+@pytest.mark.skipif(CUDA, reason="ranks are threads, on a CPU only")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+def test_tensor_parallel_ranks_equal_one_and_each_other(mode, ranks, sequence_parallel, full):
+    for seed in range(10 if full else 2):
+        case = Case(rows=24, mode=mode, padding=seed * 5, seed=seed, temperature=0.8, main_grad=seed % 2 == 0)
+        fields = make(case)
+        wanted, found = expected(case, fields), sharded(case, fields, ranks, sequence_parallel)
+        mask = fields["mask"]
+        for one in found:
+            assert torch.equal(one["out"].logprobs, found[0]["out"].logprobs)
+            assert worst(one["out"].logprobs[mask], wanted["logprobs"]) <= 1e-12
+            assert worst(one["out"].entropy[mask], wanted["entropy"]) <= 1e-12
+            assert abs(float(one["out"].loss.detach() - wanted["loss"])) <= 1e-12
+        of_hidden = [one["of_hidden"] for one in found]
+        of_hidden = [torch.cat(of_hidden)] if sequence_parallel else of_hidden
+        assert all(worst(gradient, wanted["of_hidden"]) <= 1e-12 for gradient in of_hidden)
+        assert worst(torch.cat([one["of_weight"] for one in found]), wanted["of_weight"]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(mode, frozen):
+    case = Case(mode=mode)
+    fields = make(case)
+    wanted = expected(case, fields)
+    leaves = {name: fields[name].clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch")
+    out.loss.backward()
+    trained = "weight" if frozen == "hidden" else "hidden"
+    assert leaves[frozen].grad is None
+    assert worst(leaves[trained].grad, wanted[f"of_{trained}"]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+def test_without_gradient_nothing_is_written(mode):
+    case = Case(main_grad=True)
+    fields = make(case)
+    total = torch.ones(48, 16, dtype=torch.float64, device=DEVICE)
+    names = ("hidden", "weight", "targets", "old_logprobs", "advantages", "weights", "mask")
+    weight = fields["weight"].requires_grad_()
+    with torch.no_grad():
+        out = grpo_head_loss(**{n: fields[n] for n in names}, **CLIP, main_grad=total, mode=mode, impl="torch")
+    assert not out.loss.requires_grad
+    assert (total == 1).all()
+    assert weight.grad is None
+    assert abs(float(out.loss - expected(case, fields)["loss"])) <= 1e-12
+
+
+def test_rows_may_be_given_and_nothing_may_be_trained():
+    case = Case()
+    fields = make(case)
+    rows = fields["mask"].nonzero()[:, 0]
+    given, found = run(case, fields, rows=rows), run(case, fields)
+    assert torch.equal(given["of_weight"], found["of_weight"])
+    assert torch.equal(given["out"].loss, found["out"].loss)
+    none = run(replace(case, masked=1.0), make(replace(case, masked=1.0)))
+    assert float(none["out"].loss.detach()) == 0
+    assert not none["of_weight"].any()
+    assert not none["of_hidden"].any()
+
+
+@pytest.mark.skipif(CUDA, reason="a device-side assertion ends the process")
+def test_another_upstream_gradient_than_main_grad_was_made_for_is_an_error():
+    case = Case(main_grad=True)
+    fields = make(case)
+    leaves = {name: fields[name].clone().requires_grad_() for name in ("hidden", "weight")}
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    options = {"main_grad": torch.zeros(48, 16, dtype=torch.float64), "impl": "torch", **CLIP}
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **options)
+    with pytest.raises(RuntimeError, match="another upstream gradient than its grad_scale"):
+        (out.loss * 2).backward()
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, impl="torch")
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ran a second time"):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_megatrons_protocol_of_main_grad(mode, shared):
+    """The hook that Megatron's DDP puts on a parameter finds what it asserts, and adds nothing twice."""
+    case = Case(mode=mode)
+    fields = make(case)
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    weight.main_grad.requires_grad_(False)
+    if shared:
+        weight.zero_out_wgrad = True
+    seen = []
+
+    def hook(*_):
+        assert weight.grad is not None
+        if not weight.grad_added_to_main_grad or shared:
+            weight.main_grad.add_(weight.grad.data)
+        seen.append(weight.grad_added_to_main_grad)
+        weight.grad = None
+
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(hook)
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    hidden = fields["hidden"].clone().requires_grad_()
+    out = grpo_head_loss(hidden, weight, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch")
+    loss = out.loss + (3.0 * weight).sum() if shared else out.loss  # the embedding's share
+    loss.backward()
+    wanted = expected(case, fields)["of_weight"] + (3.0 if shared else 0.0)
+    assert seen == [True]
+    assert worst(weight.main_grad, wanted) <= 1e-12
+
+
+def test_products_of_whole_logits_never_come_to_be(monkeypatch):
+    """No tensor of T rows of logits exists at any time in either mode."""
+    largest = []
+    make_rows = torch.Tensor.new_empty
+
+    def new_empty(self, *size, **options):
+        out = make_rows(self, *size, **options)
+        largest.append(out.shape[0] if out.dim() == 2 and out.shape[1] == 48 else 0)
+        return out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    for mode in ("forward", "recompute"):
+        case = Case(rows=50, masked=0.0, mode=mode)
+        run(case, make(case))
+    assert max(largest) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "sideways"}, "mode='sideways' is not one of forward, recompute"),
+        ({"backward": "exact"}, "backward='exact' is not one of bf16, split"),
+        ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
+        ({"impl": "triton"}, "would lose float64's digits"),
+        ({"weight": torch.zeros(48, 15, dtype=torch.float64, device=DEVICE)}, "not [..., H] and [V / tp, H]"),
+        ({"weight": torch.zeros(48, 16, device=DEVICE)}, "of one dtype, so there is no product"),
+        ({"vocab_size": 49}, "vocab_size=49 is not in 1 .. 48"),
+        ({"temperature": 0.0}, "temperature=0.0 is not > 0"),
+        (
+            {"hidden": torch.zeros(5, 16, dtype=torch.float64, device=DEVICE)},
+            "for 5 rows of hidden states, not [5] int64",
+        ),
+        ({"targets": torch.zeros(21, device=DEVICE)}, "dtype torch.float32 for 21 rows of hidden states"),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    fields = make(Case())
+    fields["hidden"].requires_grad_()
+    with pytest.raises(ValueError) as error:
+        grpo_head_loss(**fields | {"impl": "torch"} | CLIP | changes)
+    assert message in str(error.value)
+
+
+def test_chunks_fill_the_memory_that_they_may_take():
+    """The sizes behind the figures of docs/kernels.md: 1024 and 4096 rows of 151,936 columns, more of a shard."""
+    sizes = {}
+    for columns, buffers in ((151936, 1), (75968, 2), (37984, 2), (50_000_000, 1)):
+        weight = torch.empty(columns, 1, dtype=torch.bfloat16, device="meta")
+        chunk = REAL_SIZES[0](weight, buffers)
+        sizes[columns] = chunk, REAL_SIZES[1](weight, chunk)
+    assert sizes == {151936: (1024, 4096), 75968: (1024, 8192), 37984: (2048, 16384), 50_000_000: (128, 128)}
+
+
+NUMBERS = {
+    "clip_eps_low": 0.2,
+    "clip_eps_high": 0.28,
+    "dual_clip": 1.5,
+    "delta": 1.5,
+    "cispo_cap": 1.3,
+    "sapo_tau_pos": 1.0,
+    "sapo_tau_neg": 1.05,
+    "dppo_delta_low": 0.1,
+    "dppo_delta_high": 0.1,
+}
+TERMS = [*product(OBJECTIVES, ("forward", "recompute"), (False, True))]
+
+
+def sequences_of(lengths: list[int], mask: torch.Tensor) -> Sequences:
+    slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    trained = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, slots, mask.double()).clamp(min=1)
+    return Sequences(slots=slots, order=torch.arange(len(slots)), lengths=torch.tensor([*lengths, 0]), counts=trained)
+
+
+@pytest.mark.skipif(CUDA, reason="float64, on a CPU")
+@pytest.mark.parametrize(("name", "mode", "penalised"), TERMS)
+def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised):
+    """Loss, gradients and per-token values, with and without KL and entropy terms."""
+    fields = make(Case())
+    numbers = {n: NUMBERS[n] for n in OBJECTIVE_FLAGS[name].numbers}
+    terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
+    if penalised:
+        terms = replace(terms, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01)
+    policy_loss = PolicyLoss(
+        terms=terms,
+        **{n: fields[n] for n in ("mask", "old_logprobs", "advantages", "weights")},
+        ref_logprobs=fields["old_logprobs"] + 0.1,
+        sequences=sequences_of([5, 7, 9], fields["mask"]),
+    )
+    if mode == "forward" and terms.reads_sequences:
+        with pytest.raises(ValueError, match="reads whole sequences"):
+            policy_gradient_head_loss(fields["hidden"], fields["weight"], fields["targets"], policy_loss, impl="torch")
+        return
+    found, gradients = [], []
+    for head in (True, False):
+        hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
+        if head:
+            options = {"mode": mode, "grad_scale": 3.0, "entropy": True, "impl": "torch"}
+            out = policy_gradient_head_loss(hidden, weight, fields["targets"], policy_loss, **options)
+        else:
+            kept = torch.where(fields["mask"][:, None], hidden, 0)
+            out = policy_gradient_loss(kept @ weight.t(), fields["targets"], policy_loss, entropy=True, impl="torch")
+        (out.loss * 3).backward()
+        found.append(out)
+        gradients.append((hidden.grad, weight.grad))
+    for ours, wanted in zip(*gradients, strict=True):
+        assert worst(ours, wanted) <= 1e-12
+    for field in dataclass_fields(found[0]):
+        ours, wanted = (getattr(out, field.name) for out in found)
+        assert (ours is None) == (wanted is None), field.name
+        if ours is not None:
+            ours, wanted = (torch.where(fields["mask"], v, 0) if v.dim() else v for v in (ours, wanted))
+            assert worst(ours.detach().double(), wanted.detach().double()) <= 1e-12, field.name
+
+
+def test_in_float32_the_head_and_its_split_change_nothing():
+    """What warning W10 says."""
+    hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(48, 16, device=DEVICE)
+    upstream, found = torch.randn(7, 48, device=DEVICE), []
+    for make_logits in (
+        lambda h, w: h @ w.t(),
+        lambda h, w: fp32_logits(h, w, backward="bf16"),
+        lambda h, w: fp32_logits(h, w, backward="split"),
+    ):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = make_logits(h, w)
+        logits.backward(upstream)
+        found.append((logits.detach(), h.grad, w.grad))
+    for plain, bf16, split in zip(*found, strict=True):
+        assert torch.equal(bf16, split)
+        assert (plain - bf16).abs().max() < 1e-5

@@ -1,0 +1,252 @@
+"""Declarations, reduction, and that the page says what the code does. Values over layouts: test_partition_invariance."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import simulation
+import torch
+from compare import scalar_error
+from simulation import Layout
+from samples import make_sample
+
+import megatron_pg.step.forward_step
+from megatron_pg.args import METRIC_LEVELS as LEVELS
+from megatron_pg.metrics import METRICS, Reduction, TokenValues
+from megatron_pg.metrics.docs import replace_tables
+from megatron_pg.metrics.reporting import MetricsFile, console_line, nonfinite_entries
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PLAN = SimpleNamespace(num_tokens=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None)
+
+
+def tokens(mask, **changes) -> TokenValues:
+    """Token values of one document; every field is 0.5 unless given."""
+    size = len(mask)
+    trained = torch.tensor(mask, dtype=torch.bool)
+    fields = {
+        name: torch.full((size,), 0.5, dtype=torch.float64)
+        for name in ("weights", "token_losses", "logprobs", "old_logprobs", "log_ratios", "advantages", "entropy")
+    }
+    fields["document_weights"] = trained / max(int(trained.sum()), 1)
+    fields |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
+    ratios = fields["log_ratios"].clamp(-20, 20).exp()
+    return TokenValues(mask=trained, above=ratios > 1.28, below=ratios < 0.8, **fields)
+
+
+def value(name: str, *batches: TokenValues, plan=PLAN, features=("clip",)):
+    reduction = Reduction("with_entropy", features)
+    partials = torch.stack([reduction.partial(batch) for batch in batches])
+    return reduction.finish(reduction.combine(partials).tolist(), plan).get(name)
+
+
+def test_the_page_says_what_the_declarations_say():
+    page = PAGE.read_text(encoding="utf-8")
+    assert replace_tables(page) == page, "run `make docs`"
+    assert all(f"`{metric.name}`" in page for metric in METRICS if metric.kind != "part")
+
+
+def test_names_are_unique_and_levels_are_nested():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    sets = [{metric.name for metric in Reduction(level).metrics} for level in LEVELS]
+    assert sets[0] < sets[1] < sets[2]
+    assert sets[0] == {"pg_loss"}
+    assert sets[2] - sets[1] == {"entropy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [
+        ("kl_new_old", tokens([1], log_ratios=[math.log(2)]), 2 - 1 - math.log(2)),
+        ("ratio_new_old", tokens([1, 1, 0], log_ratios=[0.0, math.log(3), 9.0]), 2.0),
+        ("ess", tokens([1, 1], log_ratios=[0.0, math.log(3)]), 16 / (10 * 2)),
+        ("clipped_high_fraction", tokens([1, 1], log_ratios=[1.0, 1.0], advantages=[1.0, -1.0]), 0.5),
+        ("clipped_low_fraction", tokens([1, 1], log_ratios=[-1.0, -1.0], advantages=[1.0, -1.0]), 0.5),
+        ("clipped_ratio_fraction", tokens([1, 1], log_ratios=[-1.0, 1.0], advantages=[1.0, -1.0]), 1.0),
+        ("clamped_log_ratio_fraction", tokens([1, 1], log_ratios=[-20.5, 20.0]), 0.5),
+        ("max_advantage", tokens([1, 1, 0], advantages=[-3.0, -2.0, 9.0]), -2.0),
+        ("min_advantage", tokens([1, 1, 0], advantages=[3.0, 2.0, -9.0]), 2.0),
+        ("aggregation_ess", tokens([1, 1], weights=[1.0, 3.0]), 16 / (2 * 10)),
+        ("kl_new_ref", tokens([1], logprobs=[-1.0], ref_logprobs=[-1.0 + math.log(2)]), 2 - 1 - math.log(2)),
+        ("ratio_new_ref", tokens([1], logprobs=[-1.0], ref_logprobs=[-1.0 + math.log(2)]), 0.5),
+        ("mismatch_kl", tokens([1], old_logprobs=[-1.0 + math.log(2)], rollout_logprobs=[-1.0]), 2 - 1 - math.log(2)),
+        ("mismatch_max", tokens([1, 1, 0], old_logprobs=[-1.0, -2.0, 0], rollout_logprobs=[-1.5, -1.0, 99]), 1.0),
+        ("num_tokens_masked", tokens([1, 1]), 1),
+    ],
+)
+def test_hand_worked_values(name, batch, expected):
+    assert value(name, batch) == pytest.approx(expected, rel=1e-14)
+
+
+ALL = ("clip", "kl", "entropy", "auxiliary", "sequence", "correction")
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [
+        ("kl_loss", tokens([1, 1, 0], kl=[2.0, 4.0, 9.0], auxiliary_weights=[0.5, 0.25, 9.0]), 2.0),
+        ("entropy_loss", tokens([1, 1, 0], entropy=[2.0, 4.0, 9.0], auxiliary_weights=[0.5, 0.25, 9.0]), 2.0),
+        ("segment_ratio_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 3.0),
+        ("segment_ratio_squared_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 9.0),
+        ("num_segments", tokens([1, 1, 0]), 1.0),
+        ("correction_factor", tokens([1, 1, 0], corrections=[0.5, 2.0, 9.0]), 1.25),
+        ("rejected_fraction", tokens([1, 1, 1, 1, 0], corrections=[0.0, 2.0, 1.0, 1.0, 0.0]), 0.25),
+    ],
+)
+def test_hand_worked_values_of_further_terms(name, batch, expected):
+    size = len(batch.mask)
+    fields = ("kl", "auxiliary_weights", "sequence_log_ratios", "corrections")
+    zeros = torch.zeros(size, dtype=torch.float64)
+    batch = dataclasses.replace(
+        batch, **{field: zeros if getattr(batch, field) is None else getattr(batch, field) for field in fields}
+    )
+    assert value(name, batch, features=ALL) == pytest.approx(expected, rel=1e-14)
+    assert value(name, batch) is None  # without the term
+
+
+def test_the_loss_is_the_sum_of_its_terms():
+    fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "kl": [1.0, 2.0], "entropy": [5.0, 6.0]}
+    batch = dataclasses.replace(tokens([1, 1], **fields, auxiliary_weights=[0.5, 0.25]), kl_coef=0.1, entropy_coef=0.01)
+    expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
+    assert value("loss", batch, features=("kl", "entropy", "auxiliary")) == pytest.approx(expected, rel=1e-14)
+
+
+def test_an_objective_without_bounds_has_no_clip_metrics():
+    names = {metric.name for metric in Reduction("with_entropy", ()).metrics}
+    assert not {name for name in names if name.startswith("clipped_")}
+
+
+def test_extrema_survive_batches_and_ranks_without_a_token():
+    empty = tokens([0, 0], advantages=[7.0, -7.0])
+    none = tokens([])
+    assert value("max_advantage", empty, tokens([1], advantages=[-3.0]), none) == -3.0
+    assert value("min_advantage", none, tokens([1], advantages=[3.0]), empty) == 3.0
+
+
+def test_a_metric_without_a_contribution_is_absent_never_zero():
+    reduction = Reduction("with_entropy")
+    assert reduction.finish(reduction.identity(), PLAN) == {}
+    found = reduction.finish(reduction.partial(tokens([1, 1])).tolist(), PLAN)
+    assert not {"kl_new_ref", "mismatch_kl", "mismatch_max", "num_prompts"} & found.keys()
+    assert reduction.lacking(found) == {
+        "ref_logprobs": ["kl_new_ref", "ratio_new_ref"],
+        "rollout_logprobs": ["mismatch_kl", "mismatch_max"],
+    }
+
+
+def test_documents_without_the_field_do_not_dilute_its_mean():
+    with_ref = tokens([1], logprobs=[-1.0], ref_logprobs=[-1.0 + math.log(2)])
+    assert value("ratio_new_ref", with_ref, tokens([1]), tokens([1, 1])) == pytest.approx(0.5)
+
+
+def test_a_metric_that_is_not_finite_stays_so_and_names_its_ranks():
+    reduction = Reduction("with_entropy")
+    good, bad = reduction.partial(tokens([1])), reduction.partial(tokens([1], entropy=[math.nan]))
+    rows = torch.stack([good, torch.tensor(reduction.identity()), bad])
+    assert math.isnan(reduction.finish(reduction.combine(rows).tolist(), PLAN)["entropy"])
+    assert reduction.nonfinite(rows.tolist()) == {"entropy": [2]}
+
+
+def test_masked_slots_may_hold_anything():
+    bad = [0.5, math.nan]
+    poisoned = dict.fromkeys(("token_losses", "logprobs", "old_logprobs", "log_ratios", "advantages", "entropy"), bad)
+    reduction = Reduction("with_entropy")
+    assert torch.equal(reduction.partial(tokens([1, 0])), reduction.partial(tokens([1, 0], **poisoned)))
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extrema_of_one_sign_are_exact_on_every_layout(sign):
+    rng = random.Random(2)
+    samples = [
+        make_sample(prompt_length=2, mask=[1, 1, 0, 1], rng=rng, prompt_id=i // 2, sample_id=str(i)) for i in range(5)
+    ]
+    for sample in samples:
+        sample.advantages.copy_(sign * sample.advantages.abs())
+    logits = [torch.randn(len(s.tokens), 12, dtype=torch.float64) for s in samples]
+    trained = torch.cat([s.advantages[s.loss_mask] for s in samples])
+    loss = simulation.settings("sample_mean", per_token=False)
+    for layout in (Layout(), Layout(data=4, microbatches=3), Layout(data=2, context=4), Layout(data=3, tensor=2)):
+        found = simulation.run_step(samples, logits, layout, loss, rng).metrics
+        assert found["max_advantage"] == float(trained.max())
+        assert found["min_advantage"] == float(trained.min())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_entropy_is_the_same_over_a_split_vocabulary_in_float32(size):
+    rng = random.Random(size)
+    samples = [make_sample(prompt_length=2, mask=[1] * 6, rng=rng, sample_id=str(i)) for i in range(4)]
+    logits = [3 * torch.randn(len(s.tokens), 12) for s in samples]
+    loss = simulation.settings("sample_mean", per_token=False)
+    whole, split = (
+        simulation.run_step(samples, logits, Layout(tensor=n), loss, random.Random(1)).metrics["entropy"]
+        for n in (1, size)
+    )
+    assert scalar_error(split, whole, 1.0) <= 1e-6
+
+
+def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
+    """Counted where the step makes them; the number of metrics changes the length, not the count."""
+    calls = []
+    count = lambda values: calls.append(len(values)) or values[None]  # noqa: E731
+    monkeypatch.setattr(megatron_pg.step.forward_step, "all_gather_rows", count)
+    monkeypatch.setattr(megatron_pg.step.forward_step, "device_of", lambda group: torch.device("cpu"))
+    for level in LEVELS:
+        step = megatron_pg.step.forward_step.PolicyGradientStep(SimpleNamespace(metrics=Reduction(level), per_token=False))
+        step._gather_and_check()
+    assert calls == [3 + Reduction(level).width for level in LEVELS]
+
+
+def test_the_metrics_file_survives_a_torn_line_and_continues_without_duplicates(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    file = MetricsFile(path)
+    for i in range(1, 6):
+        file.write({"iteration": i, "pg_loss": -float(i)})
+    file.close()
+    with path.open("a", encoding="utf-8") as torn:
+        torn.write('{"iteration": 6, "pg_lo')
+    resumed = MetricsFile(path, after=3)  # the last checkpoint was at step 3
+    for i in range(4, 7):
+        resumed.write({"iteration": i, "pg_loss": -10.0 * i})
+    resumed.close()
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r["pg_loss"] for r in records] == [-1.0, -2.0, -3.0, -40.0, -50.0, -60.0]
+
+
+def test_a_new_run_starts_a_new_metrics_file(tmp_path):
+    for _ in range(2):
+        file = MetricsFile(tmp_path / "m.jsonl")
+        file.write({"iteration": 1})
+        file.close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"iteration": 1}\n'
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_file_of_something_else_is_neither_continued_nor_overwritten(tmp_path, after):
+    path = tmp_path / "m.jsonl"
+    path.write_text("hello\n")
+    with pytest.raises(ValueError, match=r"m.jsonl:1 is no line of a metrics file"):
+        MetricsFile(path, after=after)
+    assert path.read_text() == "hello\n"
+
+
+def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.write(
+        {"iteration": 1, "entropy": math.nan, "kl_new_old": math.inf, "nonfinite": nonfinite_entries({"entropy": [2]})}
+    )
+    file.close()
+    record = json.loads((tmp_path / "m.jsonl").read_text())
+    assert record["entropy"] is None
+    assert record["kl_new_old"] is None
+    assert record["nonfinite"] == [{"metric": "entropy", "ranks": [2]}, {"metric": "kl_new_old"}]
+
+
+def test_the_console_line_shows_negative_values():
+    line = console_line(12, {"pg_loss": -0.0123, "grad_norm": 0.5, "num_tokens": 7})
+    assert line == "pg     12 | pg_loss -0.0123 | grad_norm +0.5"

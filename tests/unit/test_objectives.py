@@ -1,0 +1,513 @@
+"""Objectives, KL and entropy terms: hand-worked values, gradients in float64, the papers' identities, a user's own."""
+
+import argparse
+import dataclasses
+import math
+import random
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError, gradcheck
+
+from megatron_pg.flags import loss_terms as objective_flags
+from megatron_pg.args import ArgumentError, add_arguments
+from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
+from megatron_pg.objectives.kl import ESTIMATORS
+from megatron_pg.step.loss import LossSettings
+from megatron_pg.objectives import OBJECTIVES, Tokens, objective_of
+from megatron_pg.objectives.custom import load_custom_objective
+from megatron_pg.batch.sequences import Sequences
+
+NUMBERS = {
+    "clip_eps_low": 0.2,
+    "clip_eps_high": 0.28,
+    "dual_clip": 3.0,
+    "delta": 2.0,
+    "cispo_cap": 1.5,
+    "sapo_tau_pos": 1.0,
+    "sapo_tau_neg": 1.05,
+    "dppo_delta_low": 0.05,
+    "dppo_delta_high": 0.1,
+}
+SIZES = [3, 1, 4]  # tokens of three sequences
+
+
+def build(name: str, **changes: float):
+    """The objective with the numbers that it reads."""
+    numbers = {n: v for n, v in (NUMBERS | changes).items() if n in objective_flags.OBJECTIVES[name].numbers}
+    return objective_of(name, **numbers)
+
+
+def sequences_of(sizes, trained=None) -> Sequences:
+    """Sequences one after the other; `trained`: their trained tokens, all by default."""
+    slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return Sequences(
+        slots=slots,
+        order=slots.argsort(stable=True),
+        lengths=torch.tensor([*sizes, 0]),
+        counts=torch.tensor(trained or sizes, dtype=torch.float64).clamp(min=1),
+    )
+
+
+def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, Tensor]:
+    """A loss over three sequences with log-probabilities and entropies, off the kinks."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(60))
+    normal = lambda: torch.randn(sum(SIZES), dtype=torch.float64, generator=generator)  # noqa: E731
+    old = -0.1 - normal().abs()
+    logprobs = (old + rng.choice([0.05, 0.5]) * normal()).clamp(max=-0.01)
+    loss = PolicyLoss(
+        terms=LossTerms(objective=build(name), **terms),
+        mask=torch.rand(sum(SIZES), generator=generator) < 0.85,
+        old_logprobs=old,
+        advantages=normal(),
+        weights=torch.repeat_interleave(torch.rand(3, generator=generator, dtype=torch.float64), torch.tensor(SIZES)),
+        ref_logprobs=-normal().abs(),
+        rollout_logprobs=old + 0.1 * normal(),
+    )
+    trained = [int(part.sum()) for part in loss.mask.split(SIZES)]
+    loss = dataclasses.replace(loss, sequences=sequences_of(SIZES, trained))
+    found = loss(logprobs, entropy=0 * logprobs)
+    ratios = [found.log_ratios.exp()]
+    ratios += [] if found.sequence_log_ratios is None else [found.sequence_log_ratios.exp()]
+    kinks = torch.tensor([0.8, 1.28, 2.0, 3.0], dtype=torch.float64)
+    if any((r[:, None] - kinks).abs().min() < 1e-3 for r in ratios):
+        return drawn(name, rng, **terms)
+    return loss, logprobs.requires_grad_(), normal().abs().requires_grad_()
+
+
+class Frozen:
+    """A function whose stopped gradients are constants: `detach` returns what it returned in the first call."""
+
+    def __init__(self, function):
+        self._function, self._tape = function, None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        first = self._tape is None
+        tape, detach = [] if first else iter(self._tape), torch.Tensor.detach
+
+        def frozen(values: Tensor) -> Tensor:
+            if not first:
+                return next(tape)
+            tape.append(detach(values).clone())
+            return tape[-1]
+
+        with mock.patch.object(torch.Tensor, "detach", frozen):
+            result = self._function(*inputs)
+        self._tape = tape if first else self._tape
+        return result
+
+
+CHECK = {"eps": 1e-6, "atol": 1e-6, "rtol": 1e-5, "nondet_tol": 0.0}
+EXTRAS = [
+    {},
+    {"entropy_coef": 0.3, "grad_divisor": 8.0},
+    *({"kl_coef": 0.2, "kl_estimator": name} for name in ESTIMATORS),
+    {"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0},
+]
+
+
+@pytest.mark.proof("gradcheck: every objective with KL, entropy, opsm and divisor, stopped gradients held fixed")
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_is_that_of_the_equation_with_its_stopped_parts_fixed(name, full, evidence):
+    rng, count = random.Random(name), 20 if full else 2
+    for i in range(count * len(EXTRAS)):
+        extra = EXTRAS[i % len(EXTRAS)]
+        loss, logprobs, entropy = drawn(name, rng, **extra)
+        function = Frozen(lambda new, h, loss=loss: loss(new, h).loss)
+        function(logprobs, entropy)
+        inputs = (logprobs, entropy) if "entropy_coef" in extra else (logprobs,)
+        assert gradcheck(lambda new, h=entropy, f=function: f(new, h), inputs, **CHECK), extra
+    evidence(cases=count * len(EXTRAS))
+
+
+def test_a_gradient_that_is_not_that_of_the_equation_would_be_seen():
+    loss, logprobs, entropy = drawn("cispo", random.Random(1))
+    with pytest.raises(GradcheckError):  # nothing held fixed: the weight moves with the ratio
+        gradcheck(lambda new: loss(new, entropy).loss, (logprobs,), **CHECK)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gspo_has_the_true_gradient_of_its_value(seed):
+    """Nothing held fixed: the ratio of a sequence moves with every token of it."""
+    loss, logprobs, _ = drawn("gspo", random.Random(seed))
+    assert gradcheck(lambda new: loss(new).loss, (logprobs,), **CHECK)
+
+
+def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -1.0, **numbers) -> tuple[float, float]:
+    """Loss of one token and its derivative by the log-probability."""
+    logprob = torch.tensor([old + log_ratio], dtype=torch.float64, requires_grad=True)
+    loss = PolicyLoss(
+        terms=LossTerms(objective=build(name, **numbers)),
+        mask=torch.ones(1, dtype=torch.bool),
+        old_logprobs=torch.tensor([old], dtype=torch.float64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        weights=torch.ones(1, dtype=torch.float64),
+        sequences=sequences_of([1]),
+    )
+    value = loss(logprob).loss
+    value.backward()
+    return float(value.detach()), float(logprob.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "r", "advantage", "loss", "gradient"),
+    [
+        ("dual_clip", 4.0, -1.0, 3.0, 0.0),  # beyond c
+        ("dual_clip", 2.5, -1.0, 2.5, 2.5),  # below c: live, as ppo
+        ("dual_clip", 4.0, 1.0, -1.28, 0.0),  # A > 0: the ppo clip
+        ("dual_clip", 0.5, -2.0, 1.6, 0.0),
+        ("two_sided", 2.5, -1.0, 2.0, 0.0),
+        ("two_sided", 1.9, -1.0, 1.9, 1.9),
+        ("two_sided", 2.5, 1.0, -1.28, 0.0),
+        ("gspo", 1.1, 2.0, -2.2, -2.2),
+        ("gspo", 1.5, 2.0, -2.56, 0.0),
+        ("gspo_token", 0.5, -2.0, 1.6, 0.0),
+        ("cispo", 4.0, 2.0, -1.5 * 2.0 * (math.log(4) - 1), -3.0),  # the cap
+        ("cispo", 0.5, 2.0, -0.8 * 2.0 * (math.log(0.5) - 1), -1.6),  # 1 - clip_eps_low
+        ("sapo", 1.0, 1.0, -2.0, -1.0),  # -2 A / tau, gradient of ppo
+        ("sapo", 1.0, -1.0, 2.0 / 1.05, 1.0),
+        ("reinforce", 3.0, 2.0, -2.0 * (math.log(3) - 1), -2.0),
+        ("reinforce_is", 3.0, 2.0, -6.0, -6.0),
+        ("dppo_tv", 1.1, 1.0, -1.1 * (math.log(1.1) - 1), -1.1),  # moved by 0.037
+        ("dppo_tv", 1.5, 1.0, 0.0, 0.0),  # moved by 0.18
+        ("dppo_tv", 1.5, -1.0, 1.5 * (math.log(1.5) - 1), 1.5),  # against A: kept
+        ("dppo_kl", 2.0, 1.0, 0.0, 0.0),  # KL of 0.368 from 0.736: 0.297
+        ("dppo_kl", 2.0, -1.0, 2.0 * (math.log(2) - 1), 2.0),
+    ],
+)
+def test_hand_worked_tokens(name, r, advantage, loss, gradient):
+    found = coefficient(name, log_ratio=math.log(r), advantage=advantage)
+    assert found == pytest.approx((loss, gradient), rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_token_without_advantage_has_neither_loss_nor_gradient(name):
+    assert coefficient(name, log_ratio=0.7, advantage=0.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "reinforce"])
+@pytest.mark.parametrize("log_ratio", [21.0, -21.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_meaningless_ratio_gives_a_finite_loss_and_no_gradient(name, log_ratio, advantage):
+    loss, gradient = coefficient(name, log_ratio=log_ratio, advantage=advantage, old=-22.0)
+    assert math.isfinite(loss)
+    assert gradient == 0.0
+
+
+@pytest.mark.parametrize("r", [0.3, 0.9, 1.0, 1.2, 1.999, 2.0, 2.001, 9.0])
+@pytest.mark.parametrize("advantage", [1.7, -1.7])
+def test_two_sided_is_dual_clip_bit_for_bit(r, advantage):
+    arguments = {"log_ratio": math.log(r), "advantage": advantage}
+    assert coefficient("two_sided", delta=2.0, **arguments) == coefficient("dual_clip", dual_clip=2.0, **arguments)
+    assert coefficient("dual_clip", dual_clip=1e9, **arguments) == coefficient("grpo", **arguments)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_on_policy_every_gradient_is_that_of_reinforce(name):
+    for advantage in (1.3, -0.7):
+        assert coefficient(name, log_ratio=0.0, advantage=advantage)[1] == pytest.approx(-advantage, rel=1e-14)
+
+
+def test_gspo_token_is_gspo_where_the_advantage_is_per_sequence():
+    loss, logprobs, _ = drawn("gspo", random.Random(3))
+    advantages = torch.repeat_interleave(torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), torch.tensor(SIZES))
+    found = []
+    for name in ("gspo", "gspo_token"):
+        of = dataclasses.replace(loss, advantages=advantages, terms=LossTerms(objective=build(name)))
+        value = of(logprobs).loss
+        found.append((float(value.detach()), torch.autograd.grad(value, logprobs)[0]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-15)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-15, atol=0)
+
+
+def test_cispo_drops_no_token_where_ppo_drops_a_fifth():
+    log_ratios = 0.3 * torch.randn(20000, dtype=torch.float64)
+    advantages = torch.randn(20000, dtype=torch.float64).sign()
+    share = {}
+    for name in ("grpo", "cispo"):
+        logprobs = log_ratios.clone().requires_grad_()
+        objective = build(name)
+        tokens = Tokens(
+            logprobs=logprobs, old_logprobs=0 * log_ratios, advantages=advantages, log_ratios=logprobs - 0.0
+        )
+        objective.loss(tokens, objective.parameters).sum().backward()
+        share[name] = float((logprobs.grad != 0).double().mean())
+    assert share["cispo"] == 1.0
+    assert share["grpo"] == pytest.approx(0.783, abs=0.01)  # normal distribution function at the two bounds
+
+
+@pytest.mark.parametrize(
+    ("r", "weight"), [(0.5, 0.470), (0.8, 0.792), (1.0, 1.0), (1.28, 1.255), (2.0, 1.573), (3.0, 1.260)]
+)
+def test_the_weight_of_sapo(r, weight):
+    assert coefficient("sapo", log_ratio=math.log(r), advantage=1.0)[1] == pytest.approx(-weight, abs=5e-4)
+
+
+def test_dppo_judges_probabilities_where_ppo_judges_ratios():
+    rare = {"old": math.log(1e-4), "log_ratio": math.log(10), "advantage": 1.0}
+    sure = {"old": math.log(0.99), "log_ratio": math.log(0.80 / 0.99), "advantage": -1.0}
+    wide = {"dppo_delta_low": 0.18, "dppo_delta_high": 0.18}
+    assert coefficient("grpo", **rare)[1] == 0
+    assert coefficient("dppo_tv", **rare, **wide)[1] == pytest.approx(-10)
+    assert coefficient("grpo", **sure)[1] != 0
+    assert coefficient("dppo_tv", **sure, **wide)[1] == 0
+
+
+def test_a_certain_token_has_a_divergence():
+    """π_old = 1 has no rest, π = 1 an infinite divergence from less; neither gives NaN."""
+    assert coefficient("dppo_kl", old=0.0, log_ratio=-0.001, advantage=-1.0)[1] == pytest.approx(math.exp(-0.001))
+    assert coefficient("dppo_kl", old=-0.5, log_ratio=0.5, advantage=1.0)[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("k1", 0.3080), ("k2", 0.0), ("k3", 0.0947), ("abs", 0.0869), ("k1_weighted", 0.0), ("k3_weighted", 0.0)],
+)
+def test_expected_gradient_of_kl_estimators_by_enumeration(name, distance):
+    logits = torch.tensor([1, 0, -1, 0.5], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0, 0.5, 0, -0.5], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    divergence = (logprobs.exp() * (logprobs - ref)).sum()
+    reverse = (ref.exp() * (ref - logprobs)).sum()
+    p = logprobs.detach().exp()
+    estimate = (p * ESTIMATORS[name](logprobs - ref, logprobs - logprobs.detach())).sum()
+    right, found, other = (
+        torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (divergence, estimate, reverse)
+    )
+    assert float((found - right).norm()) == pytest.approx(distance, abs=5e-5)
+    flawed = objective_flags.KL_ESTIMATORS[name] is not None
+    assert flawed == (distance > 0)
+    if name == "k3":
+        assert torch.allclose(found, other, atol=1e-15)
+
+
+def test_the_weighted_estimators_are_right_off_policy_too():
+    logits = torch.tensor([1, 0, -1, 0.5], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0, 0.5, 0, -0.5], dtype=torch.float64).log_softmax(0)
+    old = torch.tensor([0.6, 0.2, -0.6, 0.4], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    divergence = (logprobs.exp() * (logprobs - ref)).sum()
+    (right,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    for name, distance in (("k1_weighted", 0.0), ("k3_weighted", 0.0), ("k2", 0.0762)):
+        estimate = (old.exp() * ESTIMATORS[name](logprobs - ref, logprobs - old)).sum()
+        (found,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        assert float((found - right).norm()) == pytest.approx(distance, abs=5e-5)
+
+
+def test_the_penalty_acts_where_the_policy_is_far_below_the_reference():
+    for name, gradient in (("k3", 1 - math.exp(20)), ("k3_weighted", -25.0), ("k2", -25.0)):
+        x = torch.tensor([-25.0], dtype=torch.float64, requires_grad=True)
+        value = ESTIMATORS[name](x, x - x.detach())
+        value.sum().backward()
+        assert math.isfinite(value.item())
+        assert float(x.grad) == pytest.approx(gradient)
+
+
+def test_the_entropy_bonus_moves_towards_uniform_along_the_exact_gradient():
+    logits = torch.tensor([[2.0, 0.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    token = torch.ones(1, dtype=torch.float64)
+    terms = LossTerms(objective=build("reinforce"), entropy_coef=0.25)
+    loss = PolicyLoss(
+        terms=terms, mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token, ref_logprobs=-token
+    )
+    out = policy_gradient_loss(logits, torch.tensor([1]), loss, impl="torch")
+    p = logits.detach().softmax(1)
+    entropy = -(p * p.log()).sum()
+    out.loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(-0.25 * float(entropy), rel=1e-14)
+    assert torch.allclose(logits.grad, 0.25 * p * (p.log() + entropy), rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_masked_tokens_may_hold_anything(name):
+    terms = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.1, "opsm_anchor": "rollout_logprobs"}
+    loss, logprobs, entropy = drawn(name, random.Random(5), **terms, opsm_threshold=0.0)
+    bad = [math.nan, math.inf, -math.inf, 1e30]
+    fields = ("old_logprobs", "advantages", "weights", "ref_logprobs", "rollout_logprobs")
+    found = []
+    for filling in (0.0, *bad):
+        change = lambda values, f=filling: torch.where(loss.mask, values.detach(), f)  # noqa: E731
+        poisoned = dataclasses.replace(loss, **{field: change(getattr(loss, field)) for field in fields})
+        at, h = change(logprobs).requires_grad_(), change(entropy).requires_grad_()
+        out = poisoned(at, h)
+        gradients = torch.autograd.grad(out.loss, (at, h))
+        found.append(torch.cat([out.loss.detach()[None], *gradients, out.kl, out.token_losses]))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_value_that_is_not_finite_at_a_trained_token_stays_visible(name):
+    loss, logprobs, _ = drawn(name, random.Random(6))
+    first = int(loss.mask.nonzero()[0])
+    bad = logprobs.detach().clone()
+    bad[first] = math.nan
+    assert torch.isnan(loss(bad).loss)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # Triton's interpreter
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_triton_equals_torch_in_float32(name):
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(sum(SIZES), 40, generator=generator)
+    targets = torch.randint(0, 40, (sum(SIZES),), generator=generator)
+    extra = {"kl_coef": 0.2, "kl_estimator": "k3_weighted", "entropy_coef": 0.3, "grad_divisor": 4.0}
+    loss, _, _ = drawn(name, random.Random(7), **extra)
+    old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.advantages
+    loss = dataclasses.replace(loss, old_logprobs=old)
+    found = []
+    for impl in ("torch", "triton"):
+        leaf = logits.clone().requires_grad_()
+        out = policy_gradient_loss(leaf, targets, loss, impl=impl)
+        (gradient,) = torch.autograd.grad(out.loss, leaf)
+        found.append((out, gradient))
+    (a, ga), (b, gb) = found
+    assert float(a.loss.detach()) == pytest.approx(float(b.loss.detach()), rel=1e-5)
+    assert torch.allclose(ga, gb, atol=2e-6 * float(ga.abs().max()))
+    assert torch.allclose(a.kl, b.kl, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
+    """Adam after clipping: (gradient / G, clip c, eps e) is (gradient, clip c G, eps e G), bit for bit for a power of 2."""
+    walks = []
+    for scale in (1.0, 1024.0):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2, eps=1e-8 * scale)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(50):
+            gradient = torch.randn(7, dtype=torch.float64, generator=generator) * scale / 1024.0
+            norm, most = gradient.norm(), 1e-3 * scale
+            parameter.grad = gradient * (most / norm) if norm > most else gradient
+            optimizer.step()
+        walks.append(parameter.detach().clone())
+    assert torch.equal(*walks)
+
+
+# --- a user's own ---
+
+
+def write_module(tmp_path, monkeypatch, body: str) -> str:
+    (tmp_path / "user_objective.py").write_text(f"import torch\n\n\ndef mine(tokens, parameters):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "user_objective", raising=False)
+    return "user_objective:mine"
+
+
+def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
+    path = write_module(tmp_path, monkeypatch, "return -tokens.ratios.detach() * tokens.advantages * tokens.logprobs")
+    custom = load_custom_objective(path, clip_eps_low=0.2)
+    assert custom.parameters.clip_eps_low == 0.2
+    loss, logprobs, _ = drawn("cispo", random.Random(2))
+    wide = build("cispo", clip_eps_low=1.0, cispo_cap=1e9)
+    values = [
+        dataclasses.replace(loss, terms=LossTerms(objective=objective))(logprobs).loss for objective in (custom, wide)
+    ]
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return (tokens.advantages * tokens.logprobs).mean()", "gives shape () and dtype torch.float64 for 6 tokens"),
+        ("return tokens.logprobs.float()", "gives shape (6,) and dtype torch.float32"),
+        ("return tokens.advantages * tokens.old_logprobs", "has no gradient"),
+        ("return tokens.logprobs.detach()", "has no gradient"),
+        (
+            "return tokens.logprobs / tokens.advantages.std()",
+            "gives a token another loss or gradient when other tokens",
+        ),
+        ("return tokens.logprobs * tokens.logprobs.mean()", "gives a token another loss or gradient when other tokens"),
+        ("return torch.log(tokens.logprobs)", "gives a loss or gradient that is not finite"),
+        ("return tokens.rewards", "fails on six tokens: AttributeError"),
+        ("return 0.0", "fails on six tokens: TypeError: it returns a float"),
+        ("return tokens.logprobs * parameters.delta", "fails on six tokens: TypeError"),
+    ],
+)
+def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monkeypatch, body, reason):
+    path = write_module(tmp_path, monkeypatch, body)
+    with pytest.raises(ArgumentError) as caught:
+        load_custom_objective(path)
+    ((rule, message),) = caught.value.violations
+    assert rule == "E16"
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("body", "reads"),
+    [
+        ("return -tokens.ratios * tokens.advantages", False),
+        ("return -tokens.sequence_ratios * tokens.advantages", True),
+        ("return -tokens.ratios * tokens.sequence_advantages", True),
+        ("return -tokens.ratios * (tokens.advantages if tokens.sequence_advantages is None else 1)", True),
+    ],
+)
+def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path, monkeypatch, body, reads):
+    words = ["--pg-custom-objective-path", write_module(tmp_path, monkeypatch, body)]
+    parser = add_arguments(argparse.ArgumentParser())
+    for head in ([], ["--pg-fused-head", "recompute"]):
+        settings = LossSettings.from_args(parser.parse_args([*words, *head]))
+        assert settings.terms.reads_sequences == reads
+        assert any(metric.name == "num_segments" for metric in settings.metrics.metrics) == reads
+    fused = parser.parse_args([*words, "--pg-fused-head"])
+    if not reads:
+        assert LossSettings.from_args(fused).fused_head == "forward"
+        return
+    with pytest.raises(
+        ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences"
+    ) as caught:
+        LossSettings.from_args(fused)
+    assert [rule for rule, _ in caught.value.violations] == ["E55"]
+
+
+def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, monkeypatch):
+    path = write_module(tmp_path, monkeypatch, "return tokens.logprobs + 1.0 / tokens.advantages")
+    loss, logprobs, _ = drawn("grpo", random.Random(4))
+    out = dataclasses.replace(loss, terms=LossTerms(objective=load_custom_objective(path)))(logprobs)
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    assert torch.isfinite(out.loss)
+    assert not out.token_losses[~loss.mask].any()
+    assert not gradient[~loss.mask].any()
+
+
+# --- tables and fields ---
+
+
+def test_the_tables_of_flags_and_of_functions_name_the_same():
+    assert list(OBJECTIVES) == list(objective_flags.OBJECTIVES)
+    assert list(ESTIMATORS) == list(objective_flags.KL_ESTIMATORS)
+    assert {name for name, (_, _, reads) in OBJECTIVES.items() if reads} == set(objective_flags.SEQUENCE_LEVEL)
+
+
+@pytest.mark.parametrize(
+    ("terms", "missing"),
+    [
+        ({"kl_coef": 0.1, "kl_estimator": "k3"}, "ref_logprobs"),
+        ({"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0}, "rollout_logprobs"),
+        ({"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0}, "sequences"),
+    ],
+)
+def test_a_missing_field_is_named(terms, missing):
+    loss, _, _ = drawn("grpo", random.Random(1), **terms)
+    loss = dataclasses.replace(loss, **{missing: None})
+    logits = torch.randn(sum(SIZES), 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"{missing} is missing"):
+        policy_gradient_loss(logits, torch.zeros(sum(SIZES), dtype=torch.int64), loss, impl="torch")
+
+
+def test_averages_are_over_trained_tokens_and_padding_is_no_sequence():
+    slots = torch.tensor([0, 0, 2, 2, 2, 1])  # the last but one slot is a sequence, 2 is padding; 1 has one token here
+    sequences = Sequences(
+        slots=slots,
+        order=slots.argsort(stable=True),
+        lengths=torch.bincount(slots, minlength=3),
+        counts=torch.tensor([1.0, 4.0], dtype=torch.float64),
+    )
+    values = torch.tensor([[3.0, 0.0, 99.0, 99.0, 99.0, 8.0]], dtype=torch.float64)
+    assert sequences.averages(values).tolist() == [[3.0, 3.0, 0.0, 0.0, 0.0, 2.0]]
+
+
+def test_a_micro_batch_of_padding_alone_has_no_sequence():
+    slots = torch.zeros(4, dtype=torch.int64)
+    sequences = Sequences(slots=slots, order=torch.arange(4), lengths=torch.tensor([4]), counts=torch.zeros(0).double())
+    assert sequences.averages(torch.full((2, 4), math.nan)).tolist() == [[0.0] * 4] * 2

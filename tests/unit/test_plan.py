@@ -1,0 +1,184 @@
+import random
+
+import pytest
+import threads
+import torch
+from samples import TINY_DENOMINATORS, TINY_OBJECTIVE, TINY_PROMPTS, TINY_ROLLOUTS, TINY_TOKENS, divisor_of
+
+import megatron_pg.step.plan
+from megatron_pg import StepPlanError, plan_step
+from megatron_pg.step.plan import check_count
+from megatron_pg.reducers import REDUCERS
+
+MODES = sorted(REDUCERS)
+
+
+def plan(tokens, aggregation, **rest):
+    return plan_step(tokens, aggregation=aggregation, divisor=divisor_of(aggregation), **rest)
+
+
+def plan_on_ranks(cells, aggregation, tokens, rollouts, prompts):
+    """Plans of every data-parallel rank, each with the samples of its cell."""
+
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, len(cells), rank)
+        return plan(
+            [tokens[i] for i in cells[rank]],
+            aggregation,
+            rollout_ids=[rollouts[i] for i in cells[rank]],
+            prompt_ids=[prompts[i] for i in cells[rank]],
+            group=group,
+        )
+
+    return threads.run(len(cells), work)
+
+
+@pytest.mark.parametrize("aggregation", MODES)
+def test_the_worked_example(aggregation):
+    found = plan(TINY_TOKENS, aggregation, rollout_ids=TINY_ROLLOUTS, prompt_ids=TINY_PROMPTS)
+    assert found.denominators.tolist() == TINY_DENOMINATORS[aggregation]
+    assert found.denominators.dtype == torch.float64
+    assert (found.num_samples, found.num_rollouts, found.num_prompts, found.num_tokens) == (5, 4, 2, 32)
+    assert (
+        sum(m / d for m, d in zip(TINY_TOKENS, found.denominators.tolist(), strict=True)) == TINY_OBJECTIVE[aggregation]
+    )
+
+
+@pytest.mark.parametrize("aggregation", MODES)
+@pytest.mark.parametrize(
+    "cells", [[[0, 1, 2, 3, 4]], [[4, 0], [3, 1, 2]], [[], [2, 3], [0, 1, 4]], [[0], [1], [2], [3, 4]]]
+)
+def test_denominators_do_not_depend_on_where_the_samples_are(aggregation, cells):
+    plans = plan_on_ranks(cells, aggregation, TINY_TOKENS, TINY_ROLLOUTS, TINY_PROMPTS)
+    for cell, found in zip(cells, plans, strict=True):
+        assert found.denominators.tolist() == [TINY_DENOMINATORS[aggregation][i] for i in cell]
+        assert (found.num_rollouts, found.num_prompts, found.num_tokens) == (4, 2, 32)
+
+
+def test_random_steps_agree_with_counting_by_hand():
+    rng = random.Random(1)
+    for _ in range(30):
+        size = rng.randint(1, 40)
+        prompts = [rng.randint(0, 5) for _ in range(size)]
+        rollouts = [f"{p}-{rng.randint(0, 3)}" for p in prompts]
+        tokens = [rng.choice([0, 1, 5, 1000]) for _ in range(size)]
+        tokens[0] = 1
+        order = list(range(size))
+        rng.shuffle(order)
+        cut = rng.randint(0, size)
+        cells = [order[:cut], order[cut:]]
+        for found, cell in zip(plan_on_ranks(cells, "prompt_mean", tokens, rollouts, prompts), cells, strict=True):
+            for i, d in zip(cell, found.denominators.tolist(), strict=True):
+                group = sum(t for t, p in zip(tokens, prompts, strict=True) if p == prompts[i])
+                assert d == len(set(prompts)) * max(group, 1)
+        for found, cell in zip(plan_on_ranks(cells, "sample_mean", tokens, rollouts, prompts), cells, strict=True):
+            for i, d in zip(cell, found.denominators.tolist(), strict=True):
+                own = sum(t for t, r in zip(tokens, rollouts, strict=True) if r == rollouts[i])
+                assert d == len(set(rollouts)) * max(own, 1)
+
+
+def test_without_rollout_ids_every_sample_is_a_rollout():
+    assert plan([2, 6], "sample_mean").denominators.tolist() == [4.0, 12.0]
+
+
+def test_integer_and_string_ids_both_work_and_equal_ids_meet_across_ranks():
+    for ids in ([7, 7, -3], ["q7", "q7", "q-3"]):
+        plans = plan_on_ranks([[0], [1, 2]], "prompt_mean", [1, 2, 4], [0, 1, 2], ids)
+        assert [p.denominators.tolist() for p in plans] == [[6.0], [6.0, 8.0]]
+
+
+def test_counts_beyond_float32_and_int32_stay_exact():
+    found = plan([2**24 + 1, 2**31 + 3], "token_mean")
+    assert found.num_tokens == 2**24 + 2**31 + 4
+    assert found.denominators.tolist() == [float(2**24 + 2**31 + 4)] * 2
+
+
+def count_collectives(monkeypatch, sizes) -> int:
+    calls = []
+    original = megatron_pg.step.plan._all_gather
+    monkeypatch.setattr(megatron_pg.step.plan, "_all_gather", lambda *a: calls.append(1) or original(*a))
+
+    def work(rank: int):
+        return plan([1] * sizes[rank], "sample_mean", group=threads.subgroup(lambda r: 0, len(sizes), rank))
+
+    plans = threads.run(len(sizes), work)
+    assert {p.num_rollouts for p in plans} == {sum(sizes)}
+    assert calls.__len__() % len(sizes) == 0
+    return len(calls) // len(sizes)
+
+
+def test_a_step_is_planned_with_one_collective(monkeypatch):
+    assert count_collectives(monkeypatch, [1000, 3]) == 1
+
+
+def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_rank(monkeypatch):
+    assert count_collectives(monkeypatch, [megatron_pg.step.plan.SLOTS + 5, 0, 3]) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "aggregation", "rest", "message"),
+    [
+        ([1, 1], "prompt_mean", {}, "prompt_mean needs prompt_ids for every sample; sample 0 has none"),
+        ([1, 1], "prompt_mean", {"prompt_ids": [1, None]}, "sample 1 has none"),
+        ([1, 1], "sample_mean", {"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 samples"),
+        ([1, 1], "sample_mean", {"rollout_ids": [1, 1.5]}, "rollout_ids[1]=1.5 is neither"),
+        ([1, 1], "sample_mean", {"rollout_ids": [1, True]}, "rollout_ids[1]=True is neither"),
+        ([1, 1], "sample_mean", {"rollout_ids": ["r", "r"], "prompt_ids": [4, 5]}, "belongs to prompt groups 4 and 5"),
+        ([0, 0], "token_mean", {}, "the step has no trained token"),
+        ([], "token_mean", {}, "the step has no trained token"),
+        ([0.5], "token_mean", {}, "not [S] integers"),
+        ([-1, 3], "token_mean", {}, "tokens_per_sample[0]=-1 is negative"),
+        ([1], "seq_mean", {}, "aggregation='seq_mean' is not one of"),
+        ([1, None], "token_mean", {}, "RuntimeError: "),
+        ([1, 2, 3], "token_mean", {"positions_per_sample": [4]}, "positions_per_sample has 1 entries for 3 samples"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_named_error(tokens, aggregation, rest, message):
+    with pytest.raises(ValueError) as error:
+        plan(tokens, aggregation, **rest)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("divisor", [None, 0.0, -1.0, float("inf"), float("nan")])
+def test_constant_needs_a_usable_divisor(divisor):
+    with pytest.raises(ValueError, match=r"must be finite and > 0"):
+        plan_step([1], aggregation="constant", divisor=divisor)
+
+
+def test_positions_are_the_trained_tokens_unless_given():
+    assert plan([2, 6], "sample_mean").num_positions == 8
+    assert plan([2, 6], "sample_mean", positions_per_sample=[5, 9]).num_positions == 14
+
+
+def test_a_divisor_without_constant_is_refused():
+    with pytest.raises(ValueError, match="has no effect with token_mean"):
+        plan_step([1], aggregation="token_mean", divisor=4.0)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_mistake_on_one_rank_is_raised_with_its_rank_on_every_rank(broken):
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, 3, rank)
+        with pytest.raises(StepPlanError) as error:
+            plan([1, -5 if rank == broken else 5], "token_mean", group=group)
+        return str(error.value)
+
+    messages = threads.run(3, work)
+    assert set(messages) == {messages[0]}
+    assert f"rank {broken}" in messages[0]
+    assert "tokens_per_sample[1]=-5" in messages[0]
+
+
+def test_ids_on_one_rank_only_are_refused_on_every_rank():
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, 2, rank)
+        with pytest.raises(StepPlanError, match="rank 1 has rollout_ids and rank 0 has none"):
+            plan([1, 2], "sample_mean", rollout_ids=["a", "b"] if rank else None, group=group)
+
+    threads.run(2, work)
+
+
+def test_megatrons_int32_counter_is_guarded():
+    check_count(2**31 - 1)
+    with pytest.raises(StepPlanError, match="2147483648 tokens in one step exceed"):
+        check_count(2**31)

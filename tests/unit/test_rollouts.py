@@ -1,0 +1,207 @@
+import json
+import random
+
+import pytest
+import torch
+from samples import random_step
+
+from megatron_pg import RolloutFileError, RolloutWriter, Sample, read_rollouts
+from megatron_pg.rollouts.sample import FORMAT
+
+HEADER = {"format": FORMAT, "version": 1}
+RECORD = {
+    "step": 0,
+    "prompt_id": "p0",
+    "rollout_id": 0,
+    "tokens": [5, 6, 7, 8],
+    "response_length": 2,
+    "loss_mask": [1, 0],
+    "old_logprobs": [-1.5, -2.0],
+    "reward": 1.0,
+    "advantage": 0.5,
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write lines (objects or raw bytes) and return the path."""
+
+    def write(*lines, name="rollouts.jsonl"):
+        path = tmp_path / name
+        raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        path.write_bytes(b"".join(line + b"\n" for line in raw))
+        return path
+
+    return write
+
+
+def test_a_sample_comes_back_from_a_file(file):
+    sample = read_rollouts(file(HEADER, RECORD | {"x_source": "mine", "rollout_logprobs": [-1.4, -2.1]}))[0]
+    assert sample.tokens.tolist() == [5, 6, 7, 8]
+    assert sample.loss_mask.tolist() == [True, False]
+    assert sample.old_logprobs.tolist() == [-1.5, -2.0]
+    assert sample.advantages.tolist() == [0.5, 0.5]
+    assert sample.rollout_logprobs.tolist() == [-1.4, -2.1]
+    assert (sample.prompt_id, sample.rollout_id, sample.step, sample.reward) == ("p0", 0, 0, 1.0)
+    assert sample.extra == {"x_source": "mine"}
+    assert sample.sample_id == "rollouts.jsonl:2"
+
+
+def test_per_token_advantages_are_read(file):
+    assert read_rollouts(file(HEADER, RECORD | {"advantage": [0.5, -2]}))[0].advantages.tolist() == [0.5, -2.0]
+
+
+def test_what_is_written_is_read_back_exactly(tmp_path):
+    samples = random_step(random.Random(0), poison=False)
+    writer = RolloutWriter(tmp_path / "out.jsonl")
+    writer.write(samples)
+    writer.close()
+    for found, expected in zip(read_rollouts(tmp_path / "out.jsonl"), samples, strict=True):
+        for name in ("tokens", "loss_mask", "old_logprobs", "advantages"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert (found.prompt_id, found.rollout_id, found.reward) == (
+            expected.prompt_id,
+            expected.rollout_id,
+            expected.reward,
+        )
+
+
+def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
+    sample = Sample.build(
+        tokens=[1, 2, 3],
+        response_length=2,
+        loss_mask=[0, 1],
+        old_logprobs=[float("nan"), -1.0],
+        advantage=[float("inf"), 1.0],
+        prompt_id=0,
+        rollout_id=0,
+        step=0,
+        reward=0.0,
+    )
+    writer = RolloutWriter(tmp_path / "out.jsonl")
+    writer.write([sample])
+    writer.close()
+    assert read_rollouts(tmp_path / "out.jsonl")[0].old_logprobs.tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "where", "message"),
+    [
+        ([RECORD], ":1:", "header has format None"),
+        ([HEADER | {"version": 2}, RECORD], ":1:", "version 2"),
+        ([HEADER | {"colour": 1}, RECORD], ":1:", "unknown header field 'colour'"),
+        ([HEADER], "", "holds no sample"),
+        ([], "", "holds no sample"),
+        ([HEADER, RECORD | {"advantages": 1.0}], ":2:", "unknown field 'advantages'"),
+        ([HEADER, {k: v for k, v in RECORD.items() if k != "prompt_id"}], ":2:", "field 'prompt_id' is missing"),
+        ([HEADER, RECORD | {"prompt_id": None}], ":2:", "prompt_id=None has the wrong type"),
+        ([HEADER, RECORD | {"rollout_id": 1.5}], ":2:", "rollout_id=1.5 has the wrong type"),
+        ([HEADER, RECORD | {"tokens": [5, -6, 7, 8]}], ":2:", "tokens=[5, -6, 7, 8] has the wrong type or range"),
+        ([HEADER, RECORD | {"tokens": [5, 2**31, 7]}], ":2:", "has the wrong type or range"),
+        ([HEADER, RECORD | {"tokens": "5678"}], ":2:", "tokens='5678'"),
+        ([HEADER, RECORD | {"response_length": 3}], ":2:", "loss_mask of sample rollouts.jsonl:2 has 2 entries for 3"),
+        (
+            [HEADER, RECORD | {"old_logprobs": [-1.0]}],
+            ":2:",
+            "old_logprobs of sample rollouts.jsonl:2 has 1 entries for 2",
+        ),
+        ([HEADER, RECORD | {"advantage": [1.0]}], ":2:", "advantages of sample rollouts.jsonl:2 has 1 entries for 2"),
+        ([HEADER, RECORD | {"loss_mask": [1, 0.5]}], ":2:", "must be 0 or 1, got 0.5; put weights into the advantages"),
+        ([HEADER, RECORD | {"loss_mask": [1, 2]}], ":2:", "must be 0 or 1, got 2"),
+        ([HEADER, RECORD | {"tokens": [5, 6]}], ":2:", "leaves no prompt token"),
+        (
+            [HEADER, RECORD | {"response_length": 0, "loss_mask": [], "old_logprobs": []}],
+            ":2:",
+            "has no response token to train",
+        ),
+        ([HEADER, RECORD, b'{"step": 0, "tok'], ":3:", "was the file cut short?"),
+        ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"NaN")], ":2:", "NaN is not a JSON number"),
+        ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"-Infinity")], ":2:", "-Infinity is not a JSON number"),
+        ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"-1e999")], ":2:", "old_logprobs=[-inf, -2.0]"),
+        ([HEADER, RECORD | {"reward": 10**400}], ":2:", "has the wrong type or range"),
+        ([HEADER, RECORD | {"old_logprobs": [0.7, -1.0]}], ":2:", "reach 0.7, log-probabilities are at most 0"),
+        ([HEADER, b'{"step": 0, "step": 1}'], ":2:", "duplicate field 'step'"),
+        ([HEADER, b"\xff\xfe"], ":2:", "is not UTF-8"),
+        ([HEADER, b"[1, 2]"], ":2:", "is a JSON list, not an object"),
+        ([HEADER, b"[" * 100000], ":2:", "is not one JSON object per line"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_file_and_line(file, lines, where, message):
+    path = file(*lines)
+    with pytest.raises(RolloutFileError) as error:
+        read_rollouts(path)
+    assert str(error.value).startswith(f"{path}{where}")
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_a_named_error(tmp_path):
+    with pytest.raises(RolloutFileError, match="No such file"):
+        read_rollouts(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize("field", ["old_logprobs", "advantage"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_trained_token_with_a_value_that_is_not_finite_is_refused_at_the_door(field, value):
+    fields = {"old_logprobs": [-1.0, -1.0], "advantage": [1.0, 1.0]}
+    fields[field] = [-1.0, value]
+    with pytest.raises(ValueError, match=r"at response token 1, which is trained"):
+        Sample.build(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], sample_id="s7", **fields)
+
+
+def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    fields = {"response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0]}
+    with pytest.raises(ValueError, match="fractions, not token ids"):
+        Sample.build(tokens=[1.9, 2.0], advantage=1.0, **fields)
+    assert Sample.build(tokens=[1, 2], advantage=np.float32(0.5), **fields).advantages.tolist() == [0.5]
+
+
+def test_an_id_that_cannot_be_counted_is_refused_at_the_door():
+    fields = {"tokens": [1, 2], "response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0], "advantage": 1.0}
+    for value in (3.5, True, 2**63):
+        with pytest.raises(ValueError, match="prompt_id="):
+            Sample.build(prompt_id=value, **fields)
+    assert Sample.build(prompt_id="q7", **fields).sample_id == "q7"
+
+
+def test_a_reward_that_json_cannot_hold_is_refused(tmp_path):
+    sample = Sample.build(
+        tokens=[1, 2],
+        response_length=1,
+        loss_mask=[1],
+        old_logprobs=[-1.0],
+        advantage=1.0,
+        prompt_id=0,
+        rollout_id=0,
+        step=0,
+        reward=float("nan"),
+    )
+    writer = RolloutWriter(tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="reward of sample"):
+        writer.write([sample])
+    writer.close()
+
+
+def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
+    path, samples = tmp_path / "r.jsonl", random_step(random.Random(3), poison=False, most_tokens=200)
+    writer = RolloutWriter(path)
+    writer.write(samples)
+    before = path.read_bytes()  # nothing waits in a buffer that a killed process would lose or tear
+    assert before.endswith(b"\n")
+    assert len(before.splitlines()) == 1 + len(samples)
+    object.__setattr__(samples[-1], "reward", None)
+    with pytest.raises(ValueError, match="has no reward"):
+        writer.write(samples)
+    writer.close()
+    assert path.read_bytes() == before
+
+
+def test_the_file_format_page_names_every_field():
+    from pathlib import Path
+
+    from megatron_pg.rollouts import sample as rollouts
+
+    page = (Path(__file__).parents[2] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
+    for name in (*rollouts._REQUIRED, *rollouts._OPTIONAL):
+        assert f"`{name}`" in page, name
