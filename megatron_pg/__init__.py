@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from megatron_pg.rollouts.file import RolloutWriter, read_rollouts
     from megatron_pg.rollouts.lines import RolloutFileError
     from megatron_pg.rollouts.sample import Sample
-    from megatron_pg.step.documents import Documents, EndOfDocuments
+    from megatron_pg.step.contract import Contract
+    from megatron_pg.step.documents import (
+        DocumentAccumulator,
+        Documents,
+        EndOfDocuments,
+        Packing,
+        Position,
+        StepRule,
+    )
     from megatron_pg.step.errors import StepPlanError
     from megatron_pg.step.forward_step import PolicyGradientStep
     from megatron_pg.step.plan import StepPlan, plan_step
@@ -25,16 +33,21 @@ _HOMES = {
     "ArgumentError": "args",
     "ArgumentNotice": "args",
     "ArgumentWarning": "args",
+    "Contract": "step.contract",
+    "DocumentAccumulator": "step.documents",
     "Documents": "step.documents",
     "EndOfDocuments": "step.documents",
     "LossSettings": "step.settings",
     "PackedBatch": "batch",
+    "Packing": "step.documents",
     "PolicyGradientStep": "step.forward_step",
+    "Position": "step.documents",
     "RolloutFileError": "rollouts.lines",
     "RolloutWriter": "rollouts.file",
     "Sample": "rollouts.sample",
     "StepPlan": "step.plan",
     "StepPlanError": "step.errors",
+    "StepRule": "step.documents",
     "add_arguments": "args",
     "cut_steps": "batch",
     "pack": "batch",
@@ -47,16 +60,21 @@ __all__ = [
     "ArgumentError",
     "ArgumentNotice",
     "ArgumentWarning",
+    "Contract",
+    "DocumentAccumulator",
     "Documents",
     "EndOfDocuments",
     "LossSettings",
     "PackedBatch",
+    "Packing",
     "PolicyGradientStep",
+    "Position",
     "RolloutFileError",
     "RolloutWriter",
     "Sample",
     "StepPlan",
     "StepPlanError",
+    "StepRule",
     "__version__",
     "add_arguments",
     "cut_steps",
