@@ -15,7 +15,13 @@ import warnings
 from importlib import metadata
 
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
-from megatron_pg.flags.import_path import ImportFailedError, ImportPathError, load_function, source_of, split_import_path
+from megatron_pg.flags.import_path import (
+    ImportFailedError,
+    ImportPathError,
+    load_function,
+    source_of,
+    split_import_path,
+)
 from megatron_pg.flags.loss_terms import (
     OBJECTIVE_PARAMETERS,
     add_objective_arguments,
@@ -24,6 +30,7 @@ from megatron_pg.flags.loss_terms import (
     objective_violations,
     objective_warnings,
 )
+from megatron_pg.flags.megatron import MEGATRON_ARGUMENTS
 
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 METRIC_LEVELS = ("none", "basic", "with_entropy")
@@ -43,42 +50,6 @@ ELSEWHERE = {
     "seq_mean_token_sum": "constant",
     "seq_mean_token_sum_norm": "constant",
 }
-
-# Megatron's arguments that the decision table reads. One that a release lacks means: that feature is off.
-MEGATRON_ARGUMENTS = (
-    "calculate_per_token_loss",
-    "context_parallel_size",
-    "cross_entropy_loss_fusion",
-    "cuda_graph_impl",
-    "cuda_graph_modules",
-    "cuda_graph_scope",
-    "dataloader_type",
-    "ddp_average_in_collective",
-    "decrease_batch_size_if_needed",
-    "defer_embedding_wgrad_compute",
-    "fp16",
-    "fp8_output_proj",
-    "gtp_weight_remat_size",
-    "hybrid_context_parallel",
-    "iterations_to_skip",
-    "loss_scale",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "mtp_num_layers",
-    "num_experts",
-    "output_logit_dtype",
-    "overlap_moe_expert_parallel_comm",
-    "padded_vocab_size",
-    "params_dtype",
-    "perform_rl_step",
-    "rampup_batch_size",
-    "sft",
-    "tensor_model_parallel_size",
-    "train_samples",
-    "use_megatron_fsdp",
-    "use_mup",
-    "use_torch_fsdp2",
-)
 
 
 class ArgumentError(ValueError):

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 
 from megatron_pg.args import add_arguments, own_arguments
-from megatron_pg.cli.checks import check_or_stop
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
+from megatron_pg.cli.validate import check_or_stop
 from megatron_pg.flags.banner import COUNTED_TOKENS, COUNTED_UNITS, banner, describe
 
 # The same weights under the names of other frameworks; what differs silently is said with them.
@@ -17,9 +17,6 @@ ELSEWHERE = {
     "token_mean": "slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: token_level_loss true",
     "constant": "Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is max_completion_length)",
 }
-_ASSUMED = (
-    "assumed to hold no flag that is read (ours, and Megatron's that a check needs); --set NAME=VALUE makes it known"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the objective."""
-    launch = read_launch(options, assume=True)
+    launch = read_launch(options)
     remarks = check_or_stop(launch)
     layout = layout_of(launch)
     if layout.data is not None:
@@ -57,13 +54,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
+    if launch.ran:
+        say(launch.ran)
     say(banner(launch.args))
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
-    if launch.assumed:
-        rows = [(where, reason) for where, _, reason in (text.partition(": ") for text in launch.assumed)]
-        _say_rows(_ASSUMED, rows)
     return 0
 
 
@@ -250,10 +246,8 @@ def _assumption(args: argparse.Namespace) -> str:
 
 def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
     rows = [("arguments", launch.source)]
-    if launch.environment:
-        rows.append(("environment", ", ".join(launch.environment)))
     rows.append(("elsewhere", ELSEWHERE[launch.args.loss_aggregation]))
-    rows += [("note", text) for text in (*remarks, *launch.caveats)]
+    rows += [("note", text) for text in (*remarks, *launch.notes)]
     rows.append(("set", _given(launch.args) or "nothing: the defaults of megatron_pg"))
     if launch.others:
         rows.append(("not read", f"{len(launch.others)} further arguments, which belong to other parsers"))
@@ -283,6 +277,7 @@ def _document(
         "N_r": _fixed_rollouts(launch.args, layout),
     }
     return {
+        "run": launch.ran,
         "source": launch.source,
         "arguments": own,
         "megatron_arguments": {name: value for name, value in read_arguments(launch).items() if name not in own},
@@ -292,9 +287,8 @@ def _document(
         "weights_unit": "1" if sizes["N_r"] else "1/N_r",
         "weights": weights,
         "elsewhere": ELSEWHERE[launch.args.loss_aggregation],
-        "remarks": [*remarks, *launch.caveats],
-        "assumed": list(launch.assumed),
-        "environment": list(launch.environment),
+        "remarks": list(remarks),
+        "notes": list(launch.notes),
         "other_arguments": list(launch.others),
     }
 
