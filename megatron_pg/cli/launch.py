@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.recorder import Command, Recording, record
-from megatron_pg.cli.terminal import InputError, show_path
+from megatron_pg.cli.terminal import InputError, read_text, show_path
 from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
 from megatron_pg.rollouts.printable import printable
 
@@ -124,6 +124,10 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
         raise InputError(f"--time-limit {limit:g} leaves no time to run. Give a number of seconds above 0.")
     if not Path(path).is_file():
         raise InputError(f"{show_path(path)}: is not a file, so bash cannot run it. Give a launch script.")
+    if "\r\n" in read_text(path):
+        raise InputError(
+            f"{show_path(path)}: has CRLF line ends, which bash takes into the arguments. Convert it with `sed -i 's/\\r$//'`."
+        )
     recording = record(path, arguments, limit=limit)
     if options.show_output:
         sys.stderr.write(recording.output)
@@ -162,26 +166,35 @@ def _how(path: str, recording: Recording) -> str:
 
 def _trainings(recording: Recording, limit: float) -> list[Command]:
     """The commands that start one: those of a launcher, of Ray or with our flags; where there are none, python's."""
-    found = [command for command in recording.commands if not command.is_followed and _split(command.words)]
-    found = list({command.words: command for command in reversed(found)}.values())[::-1]
-    if found:
+    unique: dict[tuple[str, ...], Command] = {}
+    for command in recording.commands:
+        if not command.is_followed and _split(command.words):
+            unique.setdefault(command.words, command)
+    if found := list(unique.values()):
         return [command for command in found if _is_likely(command)] or found
+    raise InputError(_why_none(recording, limit))
+
+
+def _why_none(recording: Recording, limit: float) -> str:
     recorded = _summary(recording.commands)
-    recorded = f" Recorded: {recorded}." if recorded else ""
+    recorded = (
+        " ".join(["", f"Recorded: {recorded}.", *(f"{text}." for text in _unanswered(recording.commands)[-1:])])
+        if recorded
+        else ""
+    )
     if recording.is_cut:
-        raise InputError(
+        return (
             f"it was ended after {limit:g} s, before it started a training.{recorded} Does it wait for a command's output? Start the job "
             "with MEGATRON_PG_DRY_RUN=1, or give the flags themselves."
         )
     if recording.code:
-        last = printable((recording.output.strip().splitlines() or ["nothing"])[-1], limit=300)
-        raise InputError(
-            f"it ended with exit code {recording.code} before it started a training, and printed last: {last}.{recorded} Give it the "
-            "arguments, variables and files that it needs."
+        said = [line for line in recording.output.splitlines() if line.strip() and not line.startswith("+")]  # set -x
+        last = f", and printed last: {printable(said[-1], limit=300)}" if said else ""
+        return (
+            f"it ended with exit code {recording.code} before it started a training{last}.{recorded} Give it the arguments, variables "
+            "and files that it needs."
         )
-    raise InputError(
-        f"no command starts a training: neither torchrun nor python with a .py file.{recorded} Give the flags themselves."
-    )
+    return f"no command starts a training: neither torchrun nor python with a .py file.{recorded} Give the flags themselves."
 
 
 def _choose(found: list[Command], options: argparse.Namespace) -> tuple[Command, list[str]]:
@@ -194,9 +207,8 @@ def _choose(found: list[Command], options: argparse.Namespace) -> tuple[Command,
     nth = 1 if options.nth is None else options.nth
     if not 1 <= nth <= len(found):
         raise InputError(f"--nth {nth} is not one of the {len(found)} trainings. These are started: {places}.")
-    several = len(found) > 1 or options.line is not None
     note = f"{len(found)} different trainings are started ({places}); this is number {nth}. --nth or --line chooses another"
-    return found[nth - 1], [note] if several and len(found) > 1 else []
+    return found[nth - 1], [note] if len(found) > 1 else []
 
 
 def _is_likely(command: Command) -> bool:
@@ -252,15 +264,18 @@ def _world_size(words: Sequence[str]) -> int | None:
 def _notes(recording: Recording, trainings: list[Command], limit: float) -> list[str]:
     stubbed = [each for each in recording.commands if each not in trainings and not each.is_followed]
     notes = [f"not run, only recorded: {_summary(stubbed)}"] if stubbed else []
-    unread = dict.fromkeys(
-        (_place(each), printable(" ".join(each.words), limit=60)) for each in stubbed if each.is_read
-    )
-    notes += [f"{place}: a pipe or $(…) got nothing from `{shown}`, which was not run" for place, shown in unread]
+    notes += _unanswered(stubbed)
     if recording.is_cut:
         notes.append(f"the script was ended after {limit:g} s; what it would start later is not known")
     elif recording.code:
         notes.append(f"the script ended with exit code {recording.code}")
     return notes
+
+
+def _unanswered(commands: Sequence[Command]) -> list[str]:
+    read = [each for each in commands if each.is_read and not each.is_followed]
+    calls = dict.fromkeys((_place(each), printable(" ".join(each.words), limit=60)) for each in read)
+    return [f"{place}: a pipe or $(…) got nothing from `{shown}`, which was not run" for place, shown in calls]
 
 
 def _summary(commands: Sequence[Command]) -> str:

@@ -3,7 +3,8 @@
 # $__PG holds bin/ (all of PATH), functions (a stub for every command that may be called) and records/.
 
 PATH=$__PG/bin
-export LINENO __PG_FILE=${__PG_OUTER_FILE:-$0} # where a stub that `exec` starts was called
+# Where a stub is called that `exec` starts. Only there the exported LINENO is fresh, so the shell's number goes with it.
+export LINENO __PG_SHELL=$BASHPID __PG_FILE=${__PG_OUTER_FILE:-$0}
 __pg_calls=0
 
 # Record one call: the folder; file and line; "read" where a pipe or $(…) takes its output; "followed" where the shell
@@ -74,7 +75,7 @@ __pg_bash() {
 # A tool, unless its words hold what makes it write a file or wait for ever.
 __pg_tool() {
     local IFS=' '
-    if [[ " ${*:5}" =~ $1 ]]; then __pg_stub "${@:2}"; else command "${@:4}"; fi
+    if [[ " ${*:5}" =~ $1 ]]; then __pg_stub "${@:2}"; else PATH=$__PG/bin command "${@:4}"; fi
 }
 
 . "$__PG/functions"

@@ -12,11 +12,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from megatron_pg.cli.terminal import InputError, read_text
 
@@ -45,28 +45,32 @@ READING = (
     *("wc", "which", "whoami", "xargs"),
 )
 # Words with which such a tool writes a file or waits for ever; with them it is recorded.
-GUARDED = {"sed": r" -([[:alpha:]]*i|-in-place)", "sort": " -(o|-output)", "tail": " -([0-9]*[fF]|-follow)"}
+GUARDED = {
+    "sed": r" -([[:alpha:]]*i|-in-place)",
+    "sort": " -(o|-output)",
+    "tail": " -([0-9]*[fF]|-follow)",
+    "xargs": "^$",
+}
 WRITING = ("chmod", "cp", "install", "ln", "mkdir", "mktemp", "mv", "tee", "touch")  # real on a scratch layer only
-# Recorded also where they are not installed, and where the script finds them in a PATH of its own.
+# Recorded also where they are not installed, and where a script finds them in a PATH of its own.
 COMMANDS = (
-    *("accelerate", "apt", "apt-get", "bash", "conda", "curl", "deepspeed", "dd", "docker", "git", "hf", "mpirun"),
-    *("huggingface-cli", "killall", "kubectl", "make", "mpiexec", "nvidia-smi", "pip", "pip3", "pkill", "podman"),
-    *("pytest", "python", "python2", "python3", "ray", "rm", "rmdir", "rsync", "salloc", "sbatch", "scancel", "scp"),
-    *("scontrol", "sh", "singularity", "sleep", "srun", "ssh", "sudo", "torchrun", "truncate", "uv", "wandb", "wget"),
+    *("accelerate", "bash", "conda", "curl", "dd", "deepspeed", "git", "hf", "killall", "make", "pip", "pip3", "pkill"),
+    *("python", "python3", "ray", "rm", "rmdir", "rsync", "scp", "sh", "sleep", "ssh", "torchrun", "truncate", "uv"),
+    *("wandb", "wget"),
 )
 LAUNCHER = r"(?:python[\d.]*|torchrun|accelerate|deepspeed|ray|srun|sbatch|mpirun|mpiexec)"
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _PATH = re.compile(rf"[\w./~+-]*/{LAUNCHER}(?![\w./-])", re.ASCII)
 _STUB = """#!{bash} -p
 # Stands for a command that is found by PATH or by its path.
-file=${{__PG_FILE-}} name=$0
+file=${{__PG_FILE-}} shell=${{__PG_SHELL-}} line='' name=$0
 [[ $name != {scratch}/bin/* ]] || name=${{name##*/}}
 while IFS= read -r -d '' word; do
-    [[ $word != LINENO=* ]] || line=${{word#LINENO=}}
+    [[ $word != LINENO=* || $shell != "$$" ]] || line=${{word#LINENO=}}
 done </proc/self/environ
 export __PG={scratch} __PG_BASH={bash} BASH_ENV={scratch}/recorder.bash
 . {scratch}/recorder.bash
-__pg_stub "$file" "${{line-}}" "$name" "$@"
+__pg_stub "$file" "$line" "$name" "$@"
 """
 
 
@@ -99,7 +103,7 @@ def record(script: str, arguments: Sequence[str], *, limit: float) -> Recording:
     Raises:
         InputError: bash is missing or too old, or the script cannot be read.
     """
-    with TemporaryDirectory(prefix="megatron-pg-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron-pg-") as folder:
         scratch = Path(folder).resolve()
         launchers = _launchers(read_text(script))
         bash, environment = _furnish(scratch, launchers), _environment()
