@@ -172,10 +172,10 @@ def _trainings(recording: Recording, limit: float) -> list[Command]:
             unique.setdefault(command.words, command)
     if found := list(unique.values()):
         return [command for command in found if _is_likely(command)] or found
-    raise InputError(_why_none(recording, limit))
+    raise InputError(_no_training_message(recording, limit))
 
 
-def _why_none(recording: Recording, limit: float) -> str:
+def _no_training_message(recording: Recording, limit: float) -> str:
     recorded = _summary(recording.commands)
     recorded = (
         " ".join(["", f"Recorded: {recorded}.", *(f"{text}." for text in _unanswered(recording.commands)[-1:])])
@@ -189,7 +189,7 @@ def _why_none(recording: Recording, limit: float) -> str:
         )
     if recording.code:
         said = [line for line in recording.output.splitlines() if line.strip() and not line.startswith("+")]  # set -x
-        last = f", and printed last: {printable(said[-1], limit=300)}" if said else ""
+        last = f", and printed last: {printable(said[-1], limit=300)!r}" if said else ""
         return (
             f"it ended with exit code {recording.code} before it started a training{last}.{recorded} Give it the arguments, variables "
             "and files that it needs."

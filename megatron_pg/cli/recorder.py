@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pg.cli.terminal import InputError, read_text
+from megatron_pg.cli.terminal import InputError, read_text, show_path
 
 HERE = Path(__file__).parent
 # Tools that only read. xargs starts what it is given, which is a recorder.
@@ -61,6 +61,9 @@ COMMANDS = (
 LAUNCHER = r"(?:python[\d.]*|torchrun|accelerate|deepspeed|ray|srun|sbatch|mpirun|mpiexec)"
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _PATH = re.compile(rf"[\w./~+-]*/{LAUNCHER}(?![\w./-])", re.ASCII)
+_EXEC_OF_PATH = re.compile(
+    rf"(?:^|[;&|({{]|\b(?:then|do|else)\b)\s*exec\s[^\n;&|]*/{LAUNCHER}(?![\w./-])", re.MULTILINE
+)
 _STUB = """#!{bash} -p
 # Stands for a command that is found by PATH or by its path.
 file=${{__PG_FILE-}} shell=${{__PG_SHELL-}} line='' name=$0
@@ -105,12 +108,18 @@ def record(script: str, arguments: Sequence[str], *, limit: float) -> Recording:
     """
     with tempfile.TemporaryDirectory(prefix="megatron-pg-") as folder:
         scratch = Path(folder).resolve()
-        launchers = _launchers(read_text(script))
+        text = read_text(script)
+        launchers = _launchers(text)
         bash, environment = _furnish(scratch, launchers), _environment()
         call = [str(scratch), os.getcwd(), script, *arguments]
         is_cut = _run(["unshare", *_NAMESPACES, bash, HERE / "sandbox.bash", "isolated", *call], environment, limit)
         is_isolated = (scratch / "isolated").exists()
         if not is_isolated:
+            if _EXEC_OF_PATH.search(text):
+                raise InputError(
+                    f"{show_path(script)}: `exec` starts an interpreter by its path, which would really run, because this system makes no "
+                    "namespaces. Start the job with MEGATRON_PG_DRY_RUN=1, or take the `exec` out."
+                )
             _withdraw_writing(scratch)
             for name, value in environment.items():
                 if value in launchers:  # for `exec "$PYTHON"`

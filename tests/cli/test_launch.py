@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments, own_arguments
-from megatron_pg.cli import main
+from megatron_pg.cli import main, recorder
 from megatron_pg.flags.megatron import MEGATRON_FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,7 @@ MINIMAL = "--dataloader-type external"
 def clean_environment(monkeypatch):
     for name in ("AGGREGATION", "PROCESSES", "PYTHON", "RANK", "RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(recorder, "_NAMESPACES", ("--no-such-namespace",))  # faster; test_recorder has both ways
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ STARTING = {  # what starts the training: (world size, further arguments)
     "torchrun --nproc-per-node 8 --nnode 2 t.py": (16, []),
     "torchrun --nproc_per_node=4 t.py conf.py": (4, ["conf.py"]),
     "torchrun -m my.train --config conf.py": (None, ["--config", "conf.py"]),
-    "exec /usr/bin/python3 -u -m torch.distributed.run --nproc-per-node 2 t.py": (2, []),
+    "exec python3 -u -m torch.distributed.run --nproc-per-node 2 t.py": (2, []),
     "srun --ntasks 4 bash -c 'python train.py \"$@\"' -- ": (None, []),
     "accelerate launch --num_processes 8 train.py": (None, []),
     'ray job submit --runtime-env-json=\'{"a": "b.py"}\' -- python3 train.py': (None, []),
@@ -318,7 +319,7 @@ def test_a_bad_launch_is_one_line_and_exit_code_two(call, words):
 BAD_SCRIPTS = {
     "": "no command starts a training: neither torchrun nor python with a .py file. Give the flags",
     "echo torchrun t.py; pip install x; pip list": "Recorded: pip ×2. Give the flags",
-    "torchrun 'a": "ended with exit code 2 before it started a training, and printed last: launch.sh: line",
+    "torchrun 'a": "ended with exit code 2 before it started a training, and printed last: 'launch.sh: line",
     "set -x; exit 3": "ended with exit code 3 before it started a training. Give it the arguments",
     "set -u; torchrun $MISSING_NAME": "MISSING_NAME: unbound variable",
     "set -eo pipefail\npip list | grep x\ntorchrun": "Recorded: pip. launch.sh, line 2: a pipe or $(…) got nothing from `pip list`",
@@ -326,6 +327,8 @@ BAD_SCRIPTS = {
     "torchrun t.py \u2014fp16": "begins with a dash that is no hyphen",
     "torchrun t.py --loss-agregation x": "launch.sh: --loss-agregation is no flag of megatron_pg",
     "torchrun t.py --loss-aggregation\n": "launch.sh: argument --loss-aggregation: expected one argument",
+    "cd /; exec /usr/bin/python3 t.py": "`exec` starts an interpreter by its path, which would really run",
+    'exec "$VENV"/bin/python3 t.py': "`exec` starts an interpreter by its path",
     "torchrun t.py --yaml-cfg x\n": "--yaml-cfg replaces all flags",
     "torchrun t.py\r\n": "has CRLF line ends",
 }
