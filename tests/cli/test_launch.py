@@ -319,7 +319,7 @@ def test_a_bad_launch_is_one_line_and_exit_code_two(call, words):
 BAD_SCRIPTS = {
     "": "no command starts a training: neither torchrun nor python with a .py file. Give the flags",
     "echo torchrun t.py; pip install x; pip list": "Recorded: pip ×2. Give the flags",
-    "torchrun 'a": "ended with exit code 2 before it started a training, and printed last: 'launch.sh: line",
+    "torchrun 'a": 'ended with exit code 2 before it started a training, and printed last: "launch.sh: line',
     "set -x; exit 3": "ended with exit code 3 before it started a training. Give it the arguments",
     "set -u; torchrun $MISSING_NAME": "MISSING_NAME: unbound variable",
     "set -eo pipefail\npip list | grep x\ntorchrun": "Recorded: pip. launch.sh, line 2: a pipe or $(…) got nothing from `pip list`",
