@@ -57,5 +57,5 @@ ARGUMENTS: dict[str, MegatronArgument] = {
     "tensor_parallel_num_weight_shards": MegatronArgument({"type": int}, **_LAYOUT),
     "yaml_cfg": MegatronArgument({}, **_LAYOUT),  # refused: it replaces all flags
 }
-MEGATRON_ARGUMENTS = tuple(name for name, argument in ARGUMENTS.items() if argument.is_read_by_rules)
+RULE_ARGUMENTS = tuple(name for name, argument in ARGUMENTS.items() if argument.is_read_by_rules)
 MEGATRON_FLAGS = {name: argument.keywords for name, argument in ARGUMENTS.items() if argument.keywords is not None}

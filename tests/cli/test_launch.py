@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments, own_arguments
+from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli import main, recorder
-from megatron_pg.flags.megatron import MEGATRON_FLAGS
+from megatron_pg.flags.megatron import MEGATRON_FLAGS, RULE_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """#!/bin/bash
@@ -496,7 +496,7 @@ def test_the_help_of_explain_lists_every_flag_of_the_plugin(capsys):
 
 def test_every_megatron_argument_of_the_rules_is_read():
     derived = {"gtp_weight_remat_size", "padded_vocab_size", "params_dtype"}  # Megatron makes them of others
-    assert set(MEGATRON_ARGUMENTS) - MEGATRON_FLAGS.keys() == derived
+    assert set(RULE_ARGUMENTS) - MEGATRON_FLAGS.keys() == derived
 
 
 def test_megatrons_flags_are_parsed_as_megatron_parses_them():

@@ -13,8 +13,8 @@ from test_rollouts import HEADER, RECORD
 from megatron_pg import RolloutFileError, Sample, StepPlanError, plan_step, read_rollouts
 from megatron_pg.args import REDUCER_PARAMETERS
 from megatron_pg.flags.import_path import ImportPathError, load_function
-from megatron_pg.rollouts.printable import printable
 from megatron_pg.metrics.reporting import MetricsFile, console_line
+from megatron_pg.rollouts.printable import printable
 
 CANARY = """
 from pathlib import Path

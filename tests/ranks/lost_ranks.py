@@ -26,8 +26,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rank_model import WIDTH, Layout
 
 from megatron_pg import RolloutWriter
-from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.step.forward_step import PolicyGradientStep
 
 TIMEOUT = 8.0  # seconds that a silent rank is waited for: --distributed-timeout-minutes of a real job
 GIVE_UP = 60.0

@@ -9,9 +9,10 @@ import pytest
 import torch
 from processes import gradients, report, worst_difference
 
-from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
+from megatron_pg.args import add_arguments
+from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.step.forward_step import PolicyGradientStep
-from megatron_pg.step.loss import LossSettings
+from megatron_pg.step.settings import LossSettings
 
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
@@ -310,7 +311,7 @@ def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(resu
 
 def test_every_argument_that_a_rule_reads_is_compared_between_the_ranks():
     own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    assert set(STARTUP) == {*own, *MEGATRON_ARGUMENTS}
+    assert set(STARTUP) == {*own, *RULE_ARGUMENTS}
 
 
 def test_one_ranks_own_mistake_stops_every_rank_at_startup(results):

@@ -17,7 +17,13 @@ ROOT = TESTS.parent
 
 def environment(*first: Path) -> dict[str, str]:
     """This process's environment, with the package, the tests and the examples importable, and `first` before all."""
-    paths = [*map(str, first), *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")), str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        *map(str, first),
+        *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")),
+        str(ROOT / "examples"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from megatron_pg.flags import loss_terms as objective_flags
 from megatron_pg.args import ArgumentError, add_arguments
-from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
-from megatron_pg.objectives.kl import ESTIMATORS
-from megatron_pg.step.loss import LossSettings
-from megatron_pg.objectives import OBJECTIVES, Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
+from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.objectives import Tokens, objective_of
+from megatron_pg.objectives.custom import load_custom_objective
+from megatron_pg.step.settings import LossSettings
 
 NUMBERS = {
     "clip_eps_low": 0.2,
@@ -36,8 +37,15 @@ SIZES = [3, 1, 4]  # tokens of three sequences
 
 def build(name: str, **changes: float):
     """The objective with the numbers that it reads."""
-    numbers = {n: v for n, v in (NUMBERS | changes).items() if n in objective_flags.OBJECTIVES[name].numbers}
-    return objective_of(name, **numbers)
+    reads = {number.name for number in OBJECTIVES[name].numbers}
+    return objective_of(name, **{n: v for n, v in (NUMBERS | changes).items() if n in reads})
+
+
+ESTIMATORS = {name: declared.load() for name, declared in KL_ESTIMATORS.items()}
+
+
+def with_fields(loss: PolicyLoss, **changes) -> PolicyLoss:
+    return PolicyLoss(loss.terms, dataclasses.replace(loss.fields, **changes))
 
 
 def sequences_of(sizes, trained=None) -> Sequences:
@@ -57,8 +65,8 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
     normal = lambda: torch.randn(sum(SIZES), dtype=torch.float64, generator=generator)  # noqa: E731
     old = -0.1 - normal().abs()
     logprobs = (old + rng.choice([0.05, 0.5]) * normal()).clamp(max=-0.01)
-    loss = PolicyLoss(
-        terms=LossTerms(objective=build(name), **terms),
+    fields = TokenFields(
+        targets=torch.zeros(sum(SIZES), dtype=torch.int64),
         mask=torch.rand(sum(SIZES), generator=generator) < 0.85,
         old_logprobs=old,
         advantages=normal(),
@@ -66,8 +74,9 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
         ref_logprobs=-normal().abs(),
         rollout_logprobs=old + 0.1 * normal(),
     )
-    trained = [int(part.sum()) for part in loss.mask.split(SIZES)]
-    loss = dataclasses.replace(loss, sequences=sequences_of(SIZES, trained))
+    trained = [int(part.sum()) for part in fields.mask.split(SIZES)]
+    fields = dataclasses.replace(fields, sequences=sequences_of(SIZES, trained))
+    loss = PolicyLoss(LossTerms(objective=build(name), **terms), fields)
     found = loss(logprobs, entropy=0 * logprobs)
     ratios = [found.log_ratios.exp()]
     ratios += [] if found.sequence_log_ratios is None else [found.sequence_log_ratios.exp()]
@@ -138,15 +147,15 @@ def test_gspo_has_the_true_gradient_of_its_value(seed):
 def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -1.0, **numbers) -> tuple[float, float]:
     """Loss of one token and its derivative by the log-probability."""
     logprob = torch.tensor([old + log_ratio], dtype=torch.float64, requires_grad=True)
-    loss = PolicyLoss(
-        terms=LossTerms(objective=build(name, **numbers)),
+    fields = TokenFields(
+        targets=torch.zeros(1, dtype=torch.int64),
         mask=torch.ones(1, dtype=torch.bool),
         old_logprobs=torch.tensor([old], dtype=torch.float64),
         advantages=torch.tensor([advantage], dtype=torch.float64),
         weights=torch.ones(1, dtype=torch.float64),
         sequences=sequences_of([1]),
     )
-    value = loss(logprob).loss
+    value = PolicyLoss(LossTerms(objective=build(name, **numbers)), fields)(logprob).loss
     value.backward()
     return float(value.detach()), float(logprob.grad)
 
@@ -215,7 +224,7 @@ def test_gspo_token_is_gspo_where_the_advantage_is_per_sequence():
     advantages = torch.repeat_interleave(torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), torch.tensor(SIZES))
     found = []
     for name in ("gspo", "gspo_token"):
-        of = dataclasses.replace(loss, advantages=advantages, terms=LossTerms(objective=build(name)))
+        of = PolicyLoss(LossTerms(objective=build(name)), dataclasses.replace(loss.fields, advantages=advantages))
         value = of(logprobs).loss
         found.append((float(value.detach()), torch.autograd.grad(value, logprobs)[0]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-15)
@@ -277,7 +286,7 @@ def test_expected_gradient_of_kl_estimators_by_enumeration(name, distance):
         torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (divergence, estimate, reverse)
     )
     assert float((found - right).norm()) == pytest.approx(distance, abs=5e-5)
-    flawed = objective_flags.KL_ESTIMATORS[name] is not None
+    flawed = KL_ESTIMATORS[name].flaw is not None
     assert flawed == (distance > 0)
     if name == "k3":
         assert torch.allclose(found, other, atol=1e-15)
@@ -309,10 +318,10 @@ def test_the_entropy_bonus_moves_towards_uniform_along_the_exact_gradient():
     logits = torch.tensor([[2.0, 0.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
     token = torch.ones(1, dtype=torch.float64)
     terms = LossTerms(objective=build("reinforce"), entropy_coef=0.25)
-    loss = PolicyLoss(
-        terms=terms, mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token, ref_logprobs=-token
+    fields = TokenFields(
+        targets=torch.tensor([1]), mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token
     )
-    out = policy_gradient_loss(logits, torch.tensor([1]), loss, impl="torch")
+    out = policy_gradient_loss(logits, PolicyLoss(terms, fields), Vocabulary.of(4), impl="torch")
     p = logits.detach().softmax(1)
     entropy = -(p * p.log()).sum()
     out.loss.backward()
@@ -328,8 +337,8 @@ def test_masked_tokens_may_hold_anything(name):
     fields = ("old_logprobs", "advantages", "weights", "ref_logprobs", "rollout_logprobs")
     found = []
     for filling in (0.0, *bad):
-        change = lambda values, f=filling: torch.where(loss.mask, values.detach(), f)  # noqa: E731
-        poisoned = dataclasses.replace(loss, **{field: change(getattr(loss, field)) for field in fields})
+        change = lambda values, f=filling: torch.where(loss.fields.mask, values.detach(), f)  # noqa: E731
+        poisoned = with_fields(loss, **{field: change(getattr(loss.fields, field)) for field in fields})
         at, h = change(logprobs).requires_grad_(), change(entropy).requires_grad_()
         out = poisoned(at, h)
         gradients = torch.autograd.grad(out.loss, (at, h))
@@ -340,7 +349,7 @@ def test_masked_tokens_may_hold_anything(name):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_value_that_is_not_finite_at_a_trained_token_stays_visible(name):
     loss, logprobs, _ = drawn(name, random.Random(6))
-    first = int(loss.mask.nonzero()[0])
+    first = int(loss.fields.mask.nonzero()[0])
     bad = logprobs.detach().clone()
     bad[first] = math.nan
     assert torch.isnan(loss(bad).loss)
@@ -354,12 +363,12 @@ def test_triton_equals_torch_in_float32(name):
     targets = torch.randint(0, 40, (sum(SIZES),), generator=generator)
     extra = {"kl_coef": 0.2, "kl_estimator": "k3_weighted", "entropy_coef": 0.3, "grad_divisor": 4.0}
     loss, _, _ = drawn(name, random.Random(7), **extra)
-    old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.advantages
-    loss = dataclasses.replace(loss, old_logprobs=old)
+    old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.fields.advantages
+    loss = with_fields(loss, old_logprobs=old, targets=targets)
     found = []
     for impl in ("torch", "triton"):
         leaf = logits.clone().requires_grad_()
-        out = policy_gradient_loss(leaf, targets, loss, impl=impl)
+        out = policy_gradient_loss(leaf, loss, Vocabulary.of(40), impl=impl)
         (gradient,) = torch.autograd.grad(out.loss, leaf)
         found.append((out, gradient))
     (a, ga), (b, gb) = found
@@ -451,7 +460,7 @@ def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path
         assert any(metric.name == "num_segments" for metric in settings.metrics.metrics) == reads
     fused = parser.parse_args([*words, "--pg-fused-head"])
     if not reads:
-        assert LossSettings.from_args(fused).fused_head == "forward"
+        assert LossSettings.from_args(fused).head_mode == "forward"
         return
     with pytest.raises(
         ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences"
@@ -466,17 +475,16 @@ def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, mo
     out = dataclasses.replace(loss, terms=LossTerms(objective=load_custom_objective(path)))(logprobs)
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     assert torch.isfinite(out.loss)
-    assert not out.token_losses[~loss.mask].any()
-    assert not gradient[~loss.mask].any()
+    assert not out.token_losses[~loss.fields.mask].any()
+    assert not gradient[~loss.fields.mask].any()
 
 
 # --- tables and fields ---
 
 
-def test_the_tables_of_flags_and_of_functions_name_the_same():
-    assert list(OBJECTIVES) == list(objective_flags.OBJECTIVES)
-    assert list(ESTIMATORS) == list(objective_flags.KL_ESTIMATORS)
-    assert {name for name, (_, _, reads) in OBJECTIVES.items() if reads} == set(objective_flags.SEQUENCE_LEVEL)
+def test_every_declared_function_is_there():
+    for declared in OBJECTIVES.values():
+        assert all(map(callable, filter(None, declared.load())))
 
 
 @pytest.mark.parametrize(
@@ -489,10 +497,10 @@ def test_the_tables_of_flags_and_of_functions_name_the_same():
 )
 def test_a_missing_field_is_named(terms, missing):
     loss, _, _ = drawn("grpo", random.Random(1), **terms)
-    loss = dataclasses.replace(loss, **{missing: None})
+    loss = with_fields(loss, **{missing: None})
     logits = torch.randn(sum(SIZES), 5, dtype=torch.float64)
     with pytest.raises(ValueError, match=f"{missing} is missing"):
-        policy_gradient_loss(logits, torch.zeros(sum(SIZES), dtype=torch.int64), loss, impl="torch")
+        policy_gradient_loss(logits, loss, Vocabulary.of(5), impl="torch")
 
 
 def test_averages_are_over_trained_tokens_and_padding_is_no_sequence():

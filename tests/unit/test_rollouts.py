@@ -6,7 +6,8 @@ import torch
 from samples import random_step
 
 from megatron_pg import RolloutFileError, RolloutWriter, Sample, read_rollouts
-from megatron_pg.rollouts.sample import FORMAT
+from megatron_pg.rollouts.fields import FIELDS
+from megatron_pg.rollouts.lines import FORMAT
 
 HEADER = {"format": FORMAT, "version": 1}
 RECORD = {
@@ -200,8 +201,6 @@ def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
 def test_the_file_format_page_names_every_field():
     from pathlib import Path
 
-    from megatron_pg.rollouts import sample as rollouts
-
     page = (Path(__file__).parents[2] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
-    for name in (*rollouts._REQUIRED, *rollouts._OPTIONAL):
+    for name in FIELDS:
         assert f"`{name}`" in page, name
