@@ -8,15 +8,9 @@ from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check_or_stop
-from megatron_pg.flags.banner import COUNTED_TOKENS, COUNTED_UNITS, banner, describe
-
-# The same weights under the names of other frameworks; what differs silently is said with them.
-ELSEWHERE = {
-    "sample_mean": "slime, miles: the default; verl: seq-mean-token-mean (weighs rows); TRL: grpo (rows); NeMo-RL: token_level_loss false",
-    "prompt_mean": "DAPO as printed; ScaleRL's prompt average; no flag of slime, miles, verl or TRL",
-    "token_mean": "slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: token_level_loss true",
-    "constant": "Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is max_completion_length)",
-}
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.flags.banner import banner, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +135,8 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
     if args.custom_pg_loss_reducer_function_path is not None:
         return []
     mean = sum(lengths) / len(lengths)
-    unit = {"constant": args.loss_aggregation_divisor, "token_mean": mean}.get(args.loss_aggregation)
-    tokens = [1 / ((_fixed_rollouts(args, layout) or 1) * (unit or length)) for length in lengths]
+    declared, rollouts = AGGREGATIONS[args.loss_aggregation], _fixed_rollouts(args, layout) or 1
+    tokens = [1 / (rollouts * declared.per_rollout(n, mean, args.loss_aggregation_divisor)) for n in lengths]
     answers = [token * length for token, length in zip(tokens, lengths, strict=True)]
     return [
         {"length": length, "token": token, "answer": answer, "share": answer / sum(answers)}
@@ -189,7 +183,7 @@ def _ranks_text(layout: Layout) -> str:
 
 
 def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
-    counted = COUNTED_UNITS[args.pg_denominator]
+    counted = DENOMINATORS[args.pg_denominator][0]
     if layout.batch is None:
         return f"rollouts of the step{counted}, counted when it begins; their number is not fixed here"
     if counted:
@@ -200,19 +194,11 @@ def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
 def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
         return []
-    counted, tokens = COUNTED_UNITS[args.pg_denominator], COUNTED_TOKENS[args.pg_denominator]
-    if args.loss_aggregation == "constant" and counted:
-        return [("denominator", f"N_r·L = N_r·{args.loss_aggregation_divisor:g}, N_r rollouts of the step{counted}")]
-    if args.loss_aggregation == "constant":
-        length, product = args.loss_aggregation_divisor, layout.batch * args.loss_aggregation_divisor
-        text = f"N_r·L = {layout.batch}·{length:g} = {product:.12g}, the same at every step, micro-batch and rank"
-        return [("denominator", text)]
-    texts = {
-        "sample_mean": f"N_r·M{'' if counted else f' = {layout.batch}·M'}, M {tokens} tokens of the rollout",
-        "prompt_mean": f"P·M, P prompts of the step{counted}, M {tokens} tokens of the group",
-        "token_mean": f"T, the {tokens} tokens of the step",
-    }
-    return [("denominator", texts[args.loss_aggregation])]
+    counted, tokens, _ = DENOMINATORS[args.pg_denominator]
+    declared, divisor = AGGREGATIONS[args.loss_aggregation], args.loss_aggregation_divisor
+    text = declared.numbers if counted else declared.known_numbers or declared.numbers
+    numbers = {"divisor": divisor, "rollouts": layout.batch, "product": layout.batch * (divisor or 1)}
+    return [("denominator", text.format(counted=counted, tokens=tokens, **numbers))]
 
 
 def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
@@ -246,7 +232,7 @@ def _assumption(args: argparse.Namespace) -> str:
 
 def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
     rows = [("arguments", launch.source)]
-    rows.append(("elsewhere", ELSEWHERE[launch.args.loss_aggregation]))
+    rows.append(("elsewhere", AGGREGATIONS[launch.args.loss_aggregation].elsewhere))
     rows += [("note", text) for text in (*remarks, *launch.notes)]
     rows.append(("set", _given(launch.args) or "nothing: the defaults of megatron_pg"))
     if launch.others:
@@ -286,7 +272,7 @@ def _document(
         "factors": dict(factors),
         "weights_unit": "1" if sizes["N_r"] else "1/N_r",
         "weights": weights,
-        "elsewhere": ELSEWHERE[launch.args.loss_aggregation],
+        "elsewhere": AGGREGATIONS[launch.args.loss_aggregation].elsewhere,
         "remarks": list(remarks),
         "notes": list(launch.notes),
         "other_arguments": list(launch.others),
