@@ -2,16 +2,20 @@
 # Runs SCRIPT with recorder.bash; `isolated`, in new namespaces, with every folder of the root under a scratch layer.
 scratch=$2 root=$2/layers/root
 
-# Show $1 at its place below $root: what is written there goes to a layer of its own, or nowhere.
-show() {
+# A layer over folder $1, to which goes what is written there.
+layer() {
     local at=$1 layer=$scratch/layers/$((++layers))
-    if [[ ! -d $at ]]; then
-        : >"$root$at" && mount --bind "$at" "$root$at" && mount -o remount,bind,ro "$root$at"
-        return
-    fi
     mkdir -p "$root$at" "$layer/upper" "$layer/work"
-    mount -t overlay -o "lowerdir=${at//:/\\:},upperdir=$layer/upper,workdir=$layer/work,userxattr" overlay "$root$at" ||
-        { mount --rbind "$at" "$root$at" && mount -o remount,bind,ro "$root$at"; }
+    mount -t overlay -o "lowerdir=${at//:/\\:},upperdir=$layer/upper,workdir=$layer/work,userxattr" overlay "$root$at"
+}
+
+# Show $1 at its place below $root, under a layer or to be read only.
+show() {
+    if [[ ! -d $1 ]]; then
+        : >"$root$1" && mount --bind "$1" "$root$1" && mount -o remount,bind,ro "$root$1"
+    else
+        layer "$1" || { mount --rbind "$1" "$root$1" && mount -o remount,bind,ro "$root$1"; }
+    fi
 }
 
 # The same for a folder that may have other mounts below it, which the kernel lets no layer cover.
@@ -43,15 +47,19 @@ isolate() {
     done </proc/self/mountinfo
     shopt -s nullglob
     mount -t tmpfs tmpfs "$scratch/layers" && show_all / || return
-    mkdir -p "$root$scratch" && mount --bind "$scratch" "$root$scratch" || return
     mount -t tmpfs tmpfs "$root/dev/shm" # else the machine's own
+    for at in "${HOME-}" "$1" "$2"; do # a layer cannot copy the folders above them, where those are another user's
+        [[ $at == /*[!/]* && -d $at ]] && layer "$at"
+    done
+    mkdir -p "$root$scratch" && mount --bind "$scratch" "$root$scratch" || return
     while IFS= read -r -d '' launcher; do # also those that are called with their path
-        mount --bind "$scratch/stub" "$root$launcher"
+        mount --bind "$scratch/stub" "$root$launcher" || :
     done <"$scratch/launchers"
 }
 
 if [[ $1 == isolated ]]; then
-    isolate && : >"$scratch/isolated" && exec chroot "$root" "$BASH" "$0" open "${@:2}"
+    isolate "$3" "$(cd -- "$3" && realpath -- "$(dirname -- "$4")")" && : >"$scratch/isolated" &&
+        exec chroot "$root" "$BASH" "$0" open "${@:2}"
     exit 1
 fi
 
