@@ -1,11 +1,8 @@
 """`--docs-per-step` through pretrain(): killed and resumed, or replayed, a run is the run that nothing happened to, bit for bit."""
 
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import processes
@@ -15,6 +12,7 @@ from test_resume import FLAGS, beside_each_other, state
 # Warm-up of 5 steps, then rollout batches of 64 documents: 14 does not divide them, so that batches straddle steps.
 DOCUMENTS = {"docs-per-step": 14, "micro-batch-size": 4, "train-iters": 26}
 STEPS = DOCUMENTS["train-iters"]
+CALLS = 150_000  # of functions, Python's and C's, in a step: 78,000 to 150,000
 
 
 def command(run: Path, *flags: str, ranks: int, python: str = sys.executable) -> tuple[list[str], dict[str, str]]:
@@ -27,7 +25,7 @@ def command(run: Path, *flags: str, ranks: int, python: str = sys.executable) ->
 def trained(run: Path, *flags: str, ranks: int, python: str = sys.executable) -> str:
     """A run to its end; what it printed."""
     words, environment = command(run, *flags, ranks=ranks, python=python)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=processes.HANG)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
 
@@ -38,23 +36,15 @@ def saved_step(run: Path) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-def killed(run: Path, step: int, delay: float, *flags: str, ranks: int) -> None:
-    """A run whose processes all get SIGKILL some seconds behind the checkpoint of `step`."""
-    words, environment = command(run, *flags, ranks=ranks)
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    deadline = time.monotonic() + 200
-    try:
-        while saved_step(run) < step:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, "the run ended before it was killed"
-            time.sleep(0.01)
-        time.sleep(delay)
-        assert process.poll() is None, "the run ended before it was killed"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def killed(run: Path, step: int, calls: int, *flags: str, ranks: int) -> None:
+    """A run whose ranks all get SIGKILL so many function calls after the checkpoint of `step`."""
+    run.mkdir(exist_ok=True)
+    words, environment = command(run, *flags, ranks=ranks, python=python_for("killed_example.py", run))
+    environment |= {"KILL": f"{step} {calls}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=processes.HANG)
+    assert done.returncode != 0
+    assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]  # of the launcher, behind the end of every rank
+    assert step <= saved_step(run) < STEPS
 
 
 def killed_again_and_again(run: Path, rng: random.Random, *, kills: int, ranks: int) -> None:
@@ -63,7 +53,7 @@ def killed_again_and_again(run: Path, rng: random.Random, *, kills: int, ranks: 
     for later in reversed(range(kills)):
         done = saved_step(run)
         furthest = max(STEPS - 4 - later, done + 1)  # each run gets a step further, and the last one has some left
-        killed(run, rng.randint(done + 1, min(done + 3, furthest)), rng.uniform(0, 0.2), *flags, ranks=ranks)
+        killed(run, rng.randint(done + 1, min(done + 3, furthest)), rng.randrange(CALLS), *flags, ranks=ranks)
         flags = ("--load", str(run / "saved"))
     trained(run, *flags, ranks=ranks)
 
@@ -77,10 +67,9 @@ def assert_same(found: Path, expected: Path, ranks: int) -> int:
     return len(state(expected, STEPS))
 
 
-def doubting_python(folder: Path) -> str:
-    """An interpreter that starts rerun_example.py for the example."""
-    python = folder / "python"
-    other = processes.TESTS / "ranks" / "rerun_example.py"
+def python_for(script: str, folder: Path) -> str:
+    """An interpreter that starts another script of this folder for the example."""
+    python, other = folder / "python", processes.TESTS / "ranks" / script
     python.write_text(f'#!/bin/bash\nexec "{sys.executable}" "${{@/examples\\/train_grpo.py/{other}}}"\n')
     python.chmod(0o755)
     return str(python)
@@ -90,7 +79,7 @@ def doubting_python(folder: Path) -> str:
 def runs(tmp_path_factory) -> tuple[Path, Path, str]:
     """A run that nothing happens to, the same with steps that Megatron runs twice, and what that one printed."""
     whole, replayed = tmp_path_factory.mktemp("documents"), tmp_path_factory.mktemp("replayed")
-    python = doubting_python(replayed)
+    python = python_for("rerun_example.py", replayed)
     _, output = beside_each_other(lambda: trained(whole, ranks=1), lambda: trained(replayed, ranks=1, python=python))
     return whole, replayed, output
 
@@ -159,6 +148,6 @@ def test_resuming_with_another_number_of_ranks_is_a_named_error(whole, full):
     if not full:
         pytest.skip("a further launch belongs to `make prove`")
     words, environment = command(whole, "--load", str(whole / "saved"), ranks=2)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=processes.HANG)
     assert done.returncode != 0
     assert "the checkpoint holds the document positions of 1 data-parallel ranks and this run has 2" in done.stderr

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
@@ -31,7 +32,7 @@ def launch(run: Path, *flags: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout

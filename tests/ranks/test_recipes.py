@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import recipe_files
 import torch
-from processes import ROOT, environment
+from processes import HANG, ROOT, environment
 from recipe_files import PAGE, block_of
 
 from megatron_pg.cp_utils import response_index
@@ -31,7 +31,7 @@ def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = ()) -> s
         env=environment(*first) | {"PYTHON": sys.executable, "PROCESSES": str(processes)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done.stdout
@@ -192,7 +192,7 @@ def launch_ranks(out: Path, *first: Path) -> dict[str, dict]:
         env.pop(checkout, None)
     names = ["rl_recipe", "slime_recipe"]
     script = [str(ROOT / "tests" / "ranks" / "recipe_ranks.py"), str(out), *names]
-    done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 

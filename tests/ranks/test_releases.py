@@ -47,7 +47,7 @@ def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
         env=processes.environment(*first),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=processes.HANG,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])
@@ -82,7 +82,7 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
         processes.start(2, two, [*cases, *SOME_FAULTS], folder),
         processes.start(1, one, references, folder),
     ]
-    with processes.finished(launches, timeout=300):
+    with processes.finished(launches):
         for case in SOME_FAULTS:
             assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case
         found = {processes.report(two, case, rank)["release"] for case in cases for rank in (0, 1)}

@@ -37,7 +37,7 @@ def launch(run: Path, *flags: str, ranks: int = 1) -> subprocess.CompletedProces
     environment = processes.environment() | {"PYTHON": sys.executable, "RUN_DIR": str(run), "PROCESSES": str(ranks)}
     words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
     command = ["bash", str(processes.ROOT / "examples" / "launch_cpu.sh"), *words, "--save", str(run / "saved"), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=processes.HANG)
 
 
 def trained(run: Path, *flags: str, ranks: int = 1) -> Path:

@@ -13,11 +13,18 @@ import numpy as np
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
 def environment(*first: Path) -> dict[str, str]:
     """This process's environment, with the package, the tests and the examples importable, and `first` before all."""
-    paths = [*map(str, first), *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")), str(ROOT / "examples"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        *map(str, first),
+        *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")),
+        str(ROOT / "examples"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -34,7 +41,7 @@ def start(processes: int, out: Path, cases: list[str], *first: Path) -> subproce
 
 
 @contextmanager
-def finished(launches: list[subprocess.Popen], *, timeout: float) -> Iterator[None]:
+def finished(launches: list[subprocess.Popen], *, timeout: float = HANG) -> Iterator[None]:
     """Wait for launches that run beside each other; none is left behind."""
     try:
         for process in launches:
@@ -44,7 +51,7 @@ def finished(launches: list[subprocess.Popen], *, timeout: float) -> Iterator[No
     finally:
         for process in launches:
             process.terminate()  # the launcher ends its ranks; killed, it would leave them behind
-            process.wait(timeout=60)
+            process.wait(timeout=HANG)
             process.stdout.close()
 
 

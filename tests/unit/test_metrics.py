@@ -196,7 +196,9 @@ def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
     monkeypatch.setattr(megatron_pg.step.forward_step, "all_gather_rows", count)
     monkeypatch.setattr(megatron_pg.step.forward_step, "device_of", lambda group: torch.device("cpu"))
     for level in LEVELS:
-        step = megatron_pg.step.forward_step.PolicyGradientStep(SimpleNamespace(metrics=Reduction(level), per_token=False))
+        step = megatron_pg.step.forward_step.PolicyGradientStep(
+            SimpleNamespace(metrics=Reduction(level), per_token=False)
+        )
         step._gather_and_check()
     assert calls == [3 + Reduction(level).width for level in LEVELS]
 

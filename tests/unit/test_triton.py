@@ -501,7 +501,7 @@ def test_whoever_saved_overwritten_logits_gets_an_error():
 
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_leaf):
-    batch = pack([support.make_sample(prompt_length=2, mask=[1, 0, 1], rng=random.Random(0))], qkv_format="thd")
+    batch = pack([samples.make_sample(prompt_length=2, mask=[1, 0, 1], rng=random.Random(0))], qkv_format="thd")
     local = slice_batch(batch, batch.loss_mask.double(), cp_rank=0, cp_size=1, device=DEVICE)
     settings = replace(simulation.settings("sample_mean", per_token=False), kernel="triton")
     leaf = torch.randn(local.num_positions, 1, 16, device=DEVICE, requires_grad=True)
