@@ -4,6 +4,7 @@ import argparse
 import types
 from itertools import product
 
+import launches
 import processes
 import pytest
 import torch
@@ -172,17 +173,24 @@ def cases(full):
     return FULL if full else FAST
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, cases):
+@launches.launch
+def results(folder, full):
     """Folders of one launch of two ranks and one of a single rank, which run beside each other."""
-    two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    two, one = folder / "two", folder / "one"
+    two.mkdir()
+    one.mkdir()
+    # cases of one layout and option behind each other share its groups
+    cases = sorted([*(FULL if full else FAST), *DOCUMENTS, *EVALUATIONS], key=lambda case: case.split("-")[0])
+    with processes.finished([processes.start(2, two, cases), processes.start(1, one, REFERENCES)]):
+        return two, one
+
+
+@launches.launch
+def faulty(folder, full):
+    """The folder of a launch of two ranks, one of which makes mistakes."""
     startups = [f"startup-{name}" for name in [*STARTUP, "source", "nothing", "sourceless", "nan"]]
-    launches = [
-        processes.start(2, two, [*cases, *DOCUMENTS, *EVALUATIONS, *FAULTS, *startups]),
-        processes.start(1, one, REFERENCES),
-    ]
-    with processes.finished(launches):
-        yield two, one
+    with processes.finished([processes.start(2, folder, [*FAULTS, *startups])]):
+        return folder
 
 
 def reference_of(case: str) -> str:
@@ -289,8 +297,8 @@ def test_a_missing_or_nan_gradient_passes_no_comparison(results):
 
 @pytest.mark.proof("Faults: a mistake on one rank is a named error on every rank (worst: seconds until the last one)")
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_on_one_rank_is_a_named_error_on_every_rank(results, case, evidence):
-    errors = processes.errors(results[0], case, ranks=2)
+def test_a_fault_on_one_rank_is_a_named_error_on_every_rank(faulty, case, evidence):
+    errors = processes.errors(faulty, case, ranks=2)
     for error in errors:
         assert FAULTS[case] in error["message"]
     evidence(cases=1, worst=max(error["seconds"] for error in errors))
@@ -298,9 +306,9 @@ def test_a_fault_on_one_rank_is_a_named_error_on_every_rank(results, case, evide
 
 @pytest.mark.proof("Faults: an argument or a reducer's source that differs between ranks stops every rank at startup")
 @pytest.mark.parametrize("name", [*STARTUP, "source"])
-def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(results, name, evidence):
+def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(faulty, name, evidence):
     shown = "source of the custom reducer" if name == "source" else name
-    for error in processes.errors(results[0], f"startup-{name}", ranks=2):
+    for error in processes.errors(faulty, f"startup-{name}", ranks=2):
         assert f"[E23] ranks disagree on {shown}: rank 0 has " in error["message"]
         assert ", rank 1 has " in error["message"]
     evidence(cases=1)
@@ -311,19 +319,19 @@ def test_every_argument_that_a_rule_reads_is_compared_between_the_ranks():
     assert set(STARTUP) == {*own, *MEGATRON_ARGUMENTS}
 
 
-def test_one_ranks_own_mistake_stops_every_rank_at_startup(results):
-    errors = processes.errors(results[0], "startup-sourceless", ranks=2)
+def test_one_ranks_own_mistake_stops_every_rank_at_startup(faulty):
+    errors = processes.errors(faulty, "startup-sourceless", ranks=2)
     assert "[E23] rank 1: " in errors[0]["message"]
     for error in errors:
         assert "'rank_reducer:reducer' cannot be imported" in error["message"]
 
 
-def test_equal_arguments_start(results):
-    assert not list(results[0].glob("startup-nothing.*.error"))
+def test_equal_arguments_start(faulty):
+    assert not list(faulty.glob("startup-nothing.*.error"))
 
 
-def test_values_that_are_equal_and_refused_meet_their_own_rule(results):
-    for error in processes.errors(results[0], "startup-nan", ranks=2):
+def test_values_that_are_equal_and_refused_meet_their_own_rule(faulty):
+    for error in processes.errors(faulty, "startup-nan", ranks=2):
         assert "[E8] --loss-aggregation-divisor must be finite and > 0, got nan" in error["message"]
 
 

@@ -2,11 +2,11 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from itertools import product
 
+import launches
 import processes
 import pytest
 
@@ -28,18 +28,12 @@ def cases(full):
     return FULL if full else FAST
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, cases):
-    out = tmp_path_factory.mktemp("lost")
-    done = subprocess.run(
-        [sys.executable, str(processes.TESTS / "ranks" / "lost_ranks.py"), str(out), str(WRITERS), *cases],
-        env=processes.environment(),
-        capture_output=True,
-        text=True,
-        timeout=processes.HANG,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return out
+@launches.launch
+def results(folder, full):
+    cases = FULL if full else FAST
+    script = [sys.executable, str(processes.TESTS / "ranks" / "lost_ranks.py"), str(folder), str(WRITERS)]
+    processes.run([*script, *cases], processes.environment())
+    return folder
 
 
 @pytest.mark.proof(

@@ -4,16 +4,16 @@ import difflib
 import importlib
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import launches
 import pytest
 import recipe_files
 import torch
-from processes import HANG, ROOT, environment
+from processes import ROOT, environment, run
 from recipe_files import PAGE, block_of
 
 from megatron_pg.cp_utils import response_index
@@ -26,15 +26,8 @@ LIMIT = 2e-6  # of gradients in float32 against float64
 
 
 def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = ()) -> str:
-    done = subprocess.run(
-        ["bash", str(RECIPES / "launch_plain.sh"), *arguments],
-        env=environment(*first) | {"PYTHON": sys.executable, "PROCESSES": str(processes)},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout
+    env = environment(*first) | {"PYTHON": sys.executable, "PROCESSES": str(processes)}
+    return run(["bash", str(RECIPES / "launch_plain.sh"), *arguments], env).stdout
 
 
 def steps_of(output: str) -> list[str]:
@@ -48,10 +41,24 @@ def numbers_of(steps: list[str]) -> int:
 CONSTANT = ("plain_after.py", "--loss-aggregation", "constant", "--loss-aggregation-divisor", "1000")
 
 
-@pytest.fixture(scope="module")
-def constant():
+@launches.launch
+def constant(folder, full):
     """What the script on our loss prints, with Dr. GRPO's constant."""
     return launch(*CONSTANT)
+
+
+@launches.launch
+def before(folder, full):
+    """What the script prints on Megatron's loss."""
+    return launch("plain_before.py", processes=2)
+
+
+@launches.launch
+def theirs(folder, full):
+    """What the script on our loss prints, with a reducer file of slime's and miles's form."""
+    recipe_files.write(folder)
+    flag = "--custom-pg-loss-reducer-function-path"
+    return launch("plain_after.py", flag, "their_reducer.reducer", first=[folder])
 
 
 def test_the_plain_script_takes_five_new_lines_which_the_page_shows():
@@ -65,8 +72,8 @@ def test_the_plain_script_takes_five_new_lines_which_the_page_shows():
     assert {line[1:] for line in shown if line.startswith("-")} <= gone
 
 
-def test_the_plain_script_trains_before_and_after(constant):
-    assert "lm loss: 2." in launch("plain_before.py", processes=2)
+def test_the_plain_script_trains_before_and_after(before, constant):
+    assert "lm loss: 2." in before
     assert "(Σ m·ℓ)/(N_r·L)  (--loss-aggregation constant --loss-aggregation-divisor 1000)" in constant
     assert [line.split(" | ")[1][:10] for line in steps_of(constant)] == ["pg_loss -0"] * 2
 
@@ -88,10 +95,7 @@ def test_a_forward_step_that_would_never_be_called_is_refused():
 
 
 @pytest.mark.proof("Recipes: a reducer file of slime's and miles's form prints what `constant` prints (numbers)")
-def test_a_reducer_file_of_slime_or_miles_trains_as_ours_and_is_constant_with_its_divisor(constant, tmp_path, evidence):
-    recipe_files.write(tmp_path)
-    flag = "--custom-pg-loss-reducer-function-path"
-    theirs = launch("plain_after.py", flag, "their_reducer.reducer", first=[tmp_path])
+def test_a_reducer_file_of_slime_or_miles_trains_as_ours_and_is_constant_with_its_divisor(constant, theirs, evidence):
     assert len(steps_of(theirs)) == 2
     assert steps_of(theirs) == steps_of(constant)
     evidence(cases=numbers_of(steps_of(theirs)))
@@ -192,14 +196,14 @@ def launch_ranks(out: Path, *first: Path) -> dict[str, dict]:
         env.pop(checkout, None)
     names = ["rl_recipe", "slime_recipe"]
     script = [str(ROOT / "tests" / "ranks" / "recipe_ranks.py"), str(out), *names]
-    done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    run([*runner, *script], env)
     return {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
-    return launch_ranks(tmp_path_factory.mktemp("ranks"))
+@launches.launch
+def on_ranks(folder, full):
+    """What two processes found."""
+    return launch_ranks(folder)
 
 
 def errors_in_train_rl(found: dict) -> list[float]:
