@@ -108,9 +108,15 @@ def train(case: str, rank: int) -> None:
 
 
 def wait_no_longer_than(silence: timedelta) -> None:
-    """In every group. A peer that is only slow is then taken for a stopped one, which is the same error."""
+    """In every group. A peer that is only slow is then taken for a stopped one, which is the same error.
+
+    Between stages a group's first timeout holds for ever, so that it is given to every wait, and is longer: the other
+    collectives end by their group's.
+    """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(silence, group)
+    wait = distributed_c10d.Work.wait
+    distributed_c10d.Work.wait = lambda work: wait(work, 1.5 * silence)
 
 
 def run_child(case: str, rank: int, folder: Path) -> None:
