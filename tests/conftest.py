@@ -7,6 +7,7 @@ import launches
 import proof
 import pytest
 import torch
+from namespaces import rank_zero, user_code  # noqa: F401, fixtures
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any test imports one
