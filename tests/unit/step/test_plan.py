@@ -7,8 +7,8 @@ from samples import TINY_DENOMINATORS, TINY_OBJECTIVE, TINY_PROMPTS, TINY_ROLLOU
 
 import megatron_pg.step.plan
 from megatron_pg import StepPlanError, plan_step
-from megatron_pg.step.plan import check_count
 from megatron_pg.reducers import REDUCERS
+from megatron_pg.step.plan import check_count
 
 MODES = sorted(REDUCERS)
 

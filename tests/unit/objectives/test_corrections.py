@@ -7,16 +7,17 @@ import random
 import pytest
 import simulation
 import torch
-from simulation import Layout
+from objective_parts import build
 from samples import make_sample
+from simulation import Layout
 
+from megatron_pg.batch.pack import pack
 from megatron_pg.flags import loss_terms as objective_flags
 from megatron_pg.objectives import corrections
-from megatron_pg.batch.pack import pack
 from megatron_pg.objectives.corrections import Correction, correction_factors
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.loss import token_factors
 from megatron_pg.step.plan import StepPlanError, local_table_of, plan_from_table
-from megatron_pg.rollouts.sample import Sample
 
 
 def sample(log_rho: list[float], mask: list[int] | None = None, anchor: float = -3.0) -> Sample:
@@ -132,8 +133,6 @@ def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss
 
 
 def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo():
-    from test_objectives import build
-
     batch = pack([make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(0), sample_id="s")], qkv_format="thd")
     for name, refused in (("gspo", True), ("gspo_token", False)):
         terms = dataclasses.replace(simulation.GRPO, objective=build(name))

@@ -11,11 +11,11 @@ import pytest
 import threads
 import torch
 
+from megatron_pg.batch.sequences import Sequences
+from megatron_pg.flags.loss_terms import OBJECTIVES as OBJECTIVE_FLAGS
 from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
 from megatron_pg.lm_head import chunking, fp32_logits, grpo_head_loss, logprobs_and_entropy, policy_gradient_head_loss
-from megatron_pg.flags.loss_terms import OBJECTIVES as OBJECTIVE_FLAGS
 from megatron_pg.objectives import OBJECTIVES, objective_of
-from megatron_pg.batch.sequences import Sequences
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

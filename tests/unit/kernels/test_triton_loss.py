@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import one_launch
 import pytest
-import simulation
 import samples
+import simulation
 import torch
 
 from megatron_pg.batch.pack import pack, slice_batch

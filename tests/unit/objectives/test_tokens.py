@@ -1,0 +1,46 @@
+"""What an objective reads: fields of tokens, and averages over their sequences."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from objective_parts import SIZES, drawn
+
+from megatron_pg.batch.sequences import Sequences
+from megatron_pg.kernels import policy_gradient_loss
+
+
+@pytest.mark.parametrize(
+    ("terms", "missing"),
+    [
+        ({"kl_coef": 0.1, "kl_estimator": "k3"}, "ref_logprobs"),
+        ({"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0}, "rollout_logprobs"),
+        ({"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0}, "sequences"),
+    ],
+)
+def test_a_missing_field_is_named(terms, missing):
+    loss, _, _ = drawn("grpo", random.Random(1), **terms)
+    loss = dataclasses.replace(loss, **{missing: None})
+    logits = torch.randn(sum(SIZES), 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"{missing} is missing"):
+        policy_gradient_loss(logits, torch.zeros(sum(SIZES), dtype=torch.int64), loss, impl="torch")
+
+
+def test_averages_are_over_trained_tokens_and_padding_is_no_sequence():
+    slots = torch.tensor([0, 0, 2, 2, 2, 1])  # the last but one slot is a sequence, 2 is padding; 1 has one token here
+    sequences = Sequences(
+        slots=slots,
+        order=slots.argsort(stable=True),
+        lengths=torch.bincount(slots, minlength=3),
+        counts=torch.tensor([1.0, 4.0], dtype=torch.float64),
+    )
+    values = torch.tensor([[3.0, 0.0, 99.0, 99.0, 99.0, 8.0]], dtype=torch.float64)
+    assert sequences.averages(values).tolist() == [[3.0, 3.0, 0.0, 0.0, 0.0, 2.0]]
+
+
+def test_a_micro_batch_of_padding_alone_has_no_sequence():
+    slots = torch.zeros(4, dtype=torch.int64)
+    sequences = Sequences(slots=slots, order=torch.arange(4), lengths=torch.tensor([4]), counts=torch.zeros(0).double())
+    assert sequences.averages(torch.full((2, 4), math.nan)).tolist() == [[0.0] * 4] * 2
