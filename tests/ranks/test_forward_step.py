@@ -1,12 +1,10 @@
 """The whole step through Megatron's schedules, DDP and finalize, on real ranks over gloo."""
 
 import argparse
-import types
 
 import launches
 import processes
 import pytest
-import torch
 from processes import gradients, report, worst_difference
 from rank_cases import (
     DOCUMENTS,
@@ -25,8 +23,6 @@ from rank_cases import (
 )
 
 from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
-from megatron_pg.step.forward_step import PolicyGradientStep
-from megatron_pg.step.loss import LossSettings
 
 
 @pytest.fixture(scope="module")
@@ -180,18 +176,3 @@ def test_equal_arguments_start(faulty):
 def test_values_that_are_equal_and_refused_meet_their_own_rule(faulty):
     for error in processes.errors(faulty, "startup-nan", ranks=2):
         assert "[E8] --loss-aggregation-divisor must be finite and > 0, got nan" in error["message"]
-
-
-@pytest.mark.parametrize("words", [["--pg-fused-head"], ["--fp32-lm-head"], ["--fp32-lm-head", "--pg-fused-head"], []])
-def test_logits_without_a_loss_have_the_precision_of_the_loss(words):
-    """What a sampler reads: rounded, they would put the ratio of an on-policy step off 1."""
-    layer = types.SimpleNamespace(_forward_impl=lambda *, input, weight, **_: input @ weight.t())
-    model = types.SimpleNamespace(output_layer=layer, compute_language_model_loss=None)
-    args = add_arguments(argparse.ArgumentParser()).parse_args(words)
-    PolicyGradientStep(LossSettings.from_args(args)).attach(model)
-    states, weight = (torch.randn(3, 1, 8, dtype=torch.bfloat16), torch.randn(5, 8, dtype=torch.bfloat16))
-    options = dict.fromkeys(("bias", "grad_output_buffer", "sequence_parallel", "tp_group"), None)
-    logits = layer._forward_impl(input=states, weight=weight, **options)
-    exact = states.double() @ weight.double().t()
-    assert logits.dtype == (torch.float32 if words else torch.bfloat16)
-    assert ((logits.double() - exact).abs().max() < 1e-5) == bool(words)

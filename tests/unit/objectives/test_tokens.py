@@ -10,6 +10,7 @@ from objective_parts import SIZES, drawn
 
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels import policy_gradient_loss
+from megatron_pg.objectives.tokens import ratio, unclamped
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,21 @@ def test_a_micro_batch_of_padding_alone_has_no_sequence():
     slots = torch.zeros(4, dtype=torch.int64)
     sequences = Sequences(slots=slots, order=torch.arange(4), lengths=torch.tensor([4]), counts=torch.zeros(0).double())
     assert sequences.averages(torch.full((2, 4), math.nan)).tolist() == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("log_ratio", [0.0, 1.0, -19.0, 20.0, -20.0])
+def test_a_ratio_is_the_exponential_and_its_own_gradient(log_ratio):
+    d = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ratio(d), d)
+    assert ratio(d).item() == pytest.approx(math.exp(log_ratio), rel=1e-15) == gradient.item()
+
+
+@pytest.mark.parametrize("log_ratio", [20.5, -20.5, 1e4, -1e4, math.inf, -math.inf])
+def test_beyond_twenty_a_ratio_is_finite_and_neither_it_nor_what_it_multiplies_has_a_gradient(log_ratio):
+    d = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
+    value = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    assert ratio(d).item() == pytest.approx(math.exp(math.copysign(20, log_ratio)), rel=1e-15)
+    assert unclamped(value, d).item() == 3.0
+    gradients = torch.autograd.grad(ratio(d) * unclamped(value, d), (d, value))
+    assert [gradient.item() for gradient in gradients] == [0, 0]
+    assert torch.autograd.grad(unclamped(value, torch.tensor(-20.0)), value)[0] == 1
