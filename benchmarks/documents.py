@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import Sample
-from megatron_pg.step.documents import DocumentAccumulator, Packing, Position, StepRule
 from megatron_pg.step.collectives import device_of
+from megatron_pg.step.documents import DocumentAccumulator, Packing, Position, StepRule
 from megatron_pg.step.plan import local_table_of, plan_from_table
 
 POLICIES = ("exact", "at_least")

@@ -28,13 +28,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron_pg import Sample, pack
 from megatron_pg.args import add_arguments
 from megatron_pg.step.forward_step import PolicyGradientStep
-from megatron_pg.step.loss import LossSettings
+from megatron_pg.step.settings import LossSettings
 
 HEADS = {
     "bfloat16 logits, stored": {},
     "--fp32-lm-head": {"float32_logits": True},
-    "--pg-fused-head": {"fused_head": "forward"},
-    "--pg-fused-head recompute": {"fused_head": "recompute"},
+    "--pg-fused-head": {"head_mode": "forward"},
+    "--pg-fused-head recompute": {"head_mode": "recompute"},
 }
 GIB = 2**30
 

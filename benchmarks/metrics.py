@@ -17,8 +17,8 @@ import torch
 from megatron_pg import Sample, pack
 from megatron_pg.args import METRIC_LEVELS as LEVELS
 from megatron_pg.args import add_arguments
-from megatron_pg.batch.pack import slice_batch
-from megatron_pg.step.loss import LossSettings, microbatch_loss
+from megatron_pg.batch import slice_batch
+from megatron_pg.step.settings import LossSettings, microbatch_loss
 
 
 def make_batch(tokens: int, vocabulary: int, device: str):

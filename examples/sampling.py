@@ -11,8 +11,8 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_pg.step.collectives import all_gather_rows
 from megatron_pg.cp_utils import zigzag_index
+from megatron_pg.step.collectives import all_gather_rows
 
 
 @dataclass

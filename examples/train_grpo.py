@@ -44,9 +44,9 @@ from sampling import Policy
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import Documents, PackedBatch, RolloutFileError, Sample, cut_steps, pack, read_rollouts
-from megatron_pg.batch.pack import check_boundaries
-from megatron_pg.step.collectives import all_gather_rows
+from megatron_pg.batch import check_boundaries
 from megatron_pg.pretrain import StepLog, pretrain, step_record
+from megatron_pg.step.collectives import all_gather_rows
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -1,12 +1,7 @@
-"""Context parallelism: which positions of a sequence a rank holds, as pure functions of (length, rank, size).
+"""Context parallelism under the names that slime and miles users know, over `megatron_pg.batch.zigzag`.
 
-The zigzag layout cuts a sequence, padded to a multiple of 2C, into 2C chunks of equal length; rank r of C holds
-chunks r and 2C-1-r, so that causal attention costs every rank the same. A packed row (thd) is cut document by
-document, a padded row (bshd) by its padded width.
-
-The functions keep the names that slime and miles users know. Response values are aligned to the response: entry k
-belongs to response token k, whose logits stand one position before it. `cp_rank` and `cp_size` default to
-Megatron's parallel state when it is initialised, else to 0 and 1.
+Response values are aligned to the response: entry k belongs to response token k, whose logits stand one position before it.
+`cp_rank` and `cp_size` default to Megatron's parallel state when it is initialised, else to 0 and 1.
 """
 
 import sys
@@ -17,7 +12,20 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]
+from megatron_pg.batch.zigzag import Span, check_rank, padded_length, response_spans, zigzag_index
+from megatron_pg.rollouts.sample import check_lengths
+
+__all__ = [
+    "all_gather_with_cp",
+    "get_logits_and_tokens_offset_with_cp",
+    "get_sum_of_sample_mean",
+    "padded_length",
+    "response_index",
+    "slice_loss_masks_for_local_cp",
+    "slice_with_cp",
+    "whole_sequences",
+    "zigzag_index",
+]
 
 _WHOLE_SEQUENCES: ContextVar[bool] = ContextVar("whole_sequences", default=False)
 
@@ -30,47 +38,6 @@ def whole_sequences() -> Iterator[None]:
         yield
     finally:
         _WHOLE_SEQUENCES.reset(token)
-
-
-def chunk_length(length: int, cp_size: int) -> int:
-    """Length of one of the 2C equal chunks that hold a sequence of `length` tokens, padding included."""
-    return -(-length // (2 * cp_size))
-
-
-def padded_length(length: int, cp_size: int) -> int:
-    """Length of a document in a packed row: itself at C = 1, else the next multiple of 2C."""
-    return length if cp_size == 1 else 2 * cp_size * chunk_length(length, cp_size)
-
-
-def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Tensor:
-    """Positions of a packed row that a rank holds: chunks r and 2C-1-r of each document, one after the other.
-
-    Args:
-        padded_lengths: lengths of the documents in the row; multiples of 2C when C > 1.
-        cp_rank: rank r in the context-parallel group.
-        cp_size: size C of that group.
-
-    Returns:
-        [sum(padded_lengths) / C] int64 indices into the whole row, on the CPU.
-
-    Raises:
-        ValueError: the rank lies outside the group, or a length does not divide into 2C chunks.
-    """
-    _check_rank(cp_rank, cp_size)
-    if cp_size == 1:
-        return torch.arange(sum(padded_lengths))
-    pieces, start = [], 0
-    for i, length in enumerate(padded_lengths):
-        if length % (2 * cp_size):
-            raise ValueError(
-                f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so "
-                f"the ranks' chunks would not tile the sample. Pad it to {padded_length(length, cp_size)} before slicing."
-            )
-        chunk = length // (2 * cp_size)
-        for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            pieces.append(torch.arange(start + k * chunk, start + (k + 1) * chunk))
-        start += length
-    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -101,12 +68,8 @@ def get_logits_and_tokens_offset_with_cp(
     """
     cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
     check_lengths(total_length, response_length)
-    prompt_length = total_length - response_length
-    chunk = chunk_length(_layout_length(total_length, qkv_format, max_seq_len), cp_size)
-    chunks = tuple((k * chunk, (k + 1) * chunk) for k in (cp_rank, 2 * cp_size - 1 - cp_rank))
-    logits = tuple(_intersect(span, (prompt_length - 1, total_length - 1)) for span in chunks)
-    tokens = tuple((start + 1, end + 1) if start < end else (0, 0) for start, end in logits)
-    return chunk, chunks, logits, tokens
+    length = _layout_length(total_length, qkv_format, max_seq_len)
+    return response_spans(total_length, response_length, length, cp_rank=cp_rank, cp_size=cp_size)
 
 
 def response_index(
@@ -301,20 +264,6 @@ class _GatherResponse(torch.autograd.Function):
         return grad[index], None, None, None
 
 
-def check_lengths(total_length: int, response_length: int) -> None:
-    """Refuse a sample without a prompt token (its first response token has no logits) or without a response token."""
-    if response_length < 1:
-        raise ValueError(
-            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to train. "
-            "Drop the sample before the step is planned."
-        )
-    if total_length <= response_length:
-        raise ValueError(
-            f"total_length={total_length} with response_length={response_length} leaves no prompt token, so the first "
-            "response token has no logits. Give every sample at least one prompt token."
-        )
-
-
 def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int:
     if qkv_format == "thd":
         return length
@@ -328,11 +277,6 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
             "small. Give the width that the whole batch is padded to."
         )
     return max_seq_len
-
-
-def _intersect(a: Span, b: Span) -> Span:
-    start, end = max(a[0], b[0]), min(a[1], b[1])
-    return (start, end) if start < end else (0, 0)
 
 
 def _pad(tokens: Tensor, count: int, pad_value: int | float | Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -406,7 +350,7 @@ def _rank_and_size(cp_rank: int | None, cp_size: int | None) -> tuple[int, int]:
         )
     if cp_rank is None:
         cp_rank, cp_size = _parallel_state()
-    _check_rank(cp_rank, cp_size)
+    check_rank(cp_rank, cp_size)
     return cp_rank, cp_size
 
 
@@ -415,10 +359,3 @@ def _parallel_state() -> tuple[int, int]:
     if _WHOLE_SEQUENCES.get() or state is None or not state.model_parallel_is_initialized():
         return 0, 1
     return state.get_context_parallel_rank(), state.get_context_parallel_world_size()
-
-
-def _check_rank(cp_rank: int, cp_size: int) -> None:
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
-        raise ValueError(
-            f"cp_rank={cp_rank} is no rank of a context-parallel group of {cp_size}, so it holds no chunk. Ranks count from 0."
-        )

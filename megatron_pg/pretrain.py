@@ -10,6 +10,7 @@ what Megatron's loop counts by its own number of micro-batches.
 import functools
 import inspect
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -26,16 +27,17 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.args import ArgumentError, add_arguments, disagreement, rank_snapshot, validate_args
-from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.flags.banner import banner
-from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
 from megatron_pg.flags.import_path import source_of
-from megatron_pg.step.loss import LossSettings
 from megatron_pg.metrics.reporting import MetricsFile, check_metrics_file, console_line, nonfinite_entries
+from megatron_pg.step.collectives import all_gather_rows, decode, encode
+from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
+from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
+from megatron_pg.step.settings import LossSettings
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
+_DRY_RUN = "MEGATRON_PG_DRY_RUN"  # in the environment, the same as --pg-dry-run
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
 
 
@@ -351,10 +353,13 @@ def _start(
     say: Callable[[str], None],
     metrics_file: str | Path | None,
 ) -> PolicyGradientStep:
-    """Validate on every rank, compare the ranks, and say what is in force."""
-    given = rank_snapshot(args)  # before validation, which reconciles arguments
-    error, settings = None, None
+    """Validate on every rank, compare the ranks, say what is in force, and end a dry run."""
+    given = rank_snapshot(args) | {
+        _DRY_RUN: repr(os.environ.get(_DRY_RUN))
+    }  # before validation, which reconciles arguments
+    error, settings, is_dry_run = None, None, False
     try:
+        is_dry_run = _is_dry_run(args)
         settings = LossSettings.from_args(validate_args(args))
         if metrics_file is not None and torch.distributed.get_rank() == 0:
             check_metrics_file(metrics_file)
@@ -363,7 +368,20 @@ def _start(
     _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
         say(banner(args))
+    if is_dry_run:
+        if torch.distributed.get_rank() == 0:
+            say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")
+        torch.distributed.barrier()  # no rank ends while another one still reads the store
+        torch.distributed.destroy_process_group()
+        sys.exit(0)
     return PolicyGradientStep(settings, keep)
+
+
+def _is_dry_run(args: Namespace) -> bool:
+    asked = os.environ.get(_DRY_RUN, "0")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"{_DRY_RUN}={asked} is neither 0 nor 1, so it is unclear whether to train. Use one of them.")
+    return args.pg_dry_run or asked == "1"
 
 
 def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import show
 import torch
 
-from megatron_pg.step.loss import Contract
+from megatron_pg.step.contract import Contract
 
 D, C, K, Q = 2, 2, 4, 1000
 

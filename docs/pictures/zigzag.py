@@ -1,4 +1,4 @@
-"""docs/context_parallel.md: who holds which tokens of a document under context parallelism.
+"""docs/context_parallel.md: who holds which tokens of a sample under context parallelism.
 
 PYTHONPATH=papers python docs/pictures/zigzag.py
 """
@@ -15,7 +15,7 @@ COLORS = ["#2471a3", "#b9770e"]
 
 
 def trained(rank: int) -> int:
-    """Trained tokens of the document that a rank holds."""
+    """Trained tokens of the sample that a rank holds."""
     mine = response_index(PROMPT + RESPONSE, RESPONSE, cp_rank=rank, cp_size=RANKS).tolist()
     return sum(MASK[k] for k in mine)
 
@@ -29,7 +29,7 @@ def kind(position: int) -> str:
 
 
 def main(folder: Path = show.PICTURES) -> None:
-    """Draw the document, and the ranks' parts of it."""
+    """Draw the sample, and the ranks' parts of it."""
     figure, (ax,) = show.panels(1)
     figure.set_size_inches(9.2, 2.6)
     width = padded_length(PROMPT + RESPONSE, RANKS)

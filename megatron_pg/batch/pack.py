@@ -1,8 +1,7 @@
-"""One micro-batch: samples laid out as Megatron wants them, whole, and this rank's slice of it.
+"""One micro-batch, whole: samples laid out as Megatron wants them.
 
-Two layouts: thd (one row, documents one after the other) and bshd (one padded row per sample). Everything is laid
-out at full length first; context parallelism then takes one index out of every field, so tokens, masks, advantages
-and weights cannot come apart. Labels are shifted before slicing, inside each document.
+Two layouts: thd (one row, samples one after the other) and bshd (one padded row per sample). Everything is laid
+out at full length first, and labels are shifted inside each sample; context parallelism slices afterwards (`slicing`).
 """
 
 import itertools
@@ -13,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.cp_utils import padded_length, zigzag_index
-from megatron_pg.rollouts.sample import Id, Sample
-from megatron_pg.batch.sequences import Sequences
+from megatron_pg.batch.zigzag import padded_length
+from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.sample import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,11 +28,11 @@ class PackedBatch:
     qkv_format: str  # "thd" or "bshd"
     samples: tuple[Sample, ...]
     tokens: Tensor  # [B, W] int64
-    labels: Tensor  # [B, W] int64, the next token of the same document, else 0
-    position_ids: Tensor  # [B, W] int64, counted from the start of the document
+    labels: Tensor  # [B, W] int64, the next token of the same sample, else 0
+    position_ids: Tensor  # [B, W] int64, counted from the start of the sample
     sample_index: Tensor  # [B, W] int64 into `samples`, -1 on padding
     response_positions: Tensor  # [sum of R] int64 into the flattened rows
-    documents: tuple[int, ...]  # padded lengths along a row: of every document (thd), or the width (bshd)
+    padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
 
     @property
     def num_positions(self) -> int:
@@ -77,52 +76,6 @@ class PackedBatch:
         return torch.repeat_interleave(per_sample, lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LocalBatch:
-    """What one rank computes on: its context-parallel slice, on its device.
-
-    Model inputs are [B, W/C]. Loss inputs are [T] in the order of the logits [W/C, B, V] flattened over their first
-    two dimensions.
-    """
-
-    tokens: Tensor  # [B, W/C] int64
-    labels: Tensor  # [B, W/C] int64
-    position_ids: Tensor  # [B, W/C] int64
-    loss_mask: Tensor  # [B, W/C] float32, for Megatron's own auxiliary losses
-    boundaries: Tensor | None  # [documents + 1] int32, padded, of the whole row; thd only
-    mask: Tensor  # [T] bool, trained tokens
-    targets: Tensor  # [T] int64
-    old_logprobs: Tensor  # [T] float64
-    advantages: Tensor  # [T] float64
-    weights: Tensor  # [T] float64, w = mask / denominator of the sample
-    document_weights: Tensor  # [T] float64, mask / trained tokens of the sample: sums to 1 over a document
-    ref_logprobs: Tensor | None  # [T] float64, NaN where the sample has none; None where no sample has any
-    rollout_logprobs: Tensor | None  # likewise
-    auxiliary_weights: Tensor | None  # [T] float64, of the KL and entropy terms; None: `weights`
-    corrections: Tensor | None  # [T] float64, factor on the policy term; None: there is none
-    sequences: Sequences | None  # the samples as sequences, without their process group; None: not asked for
-    whole: PackedBatch
-    row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
-    trained: Tensor  # [num_trained] int64, where the mask is True
-    num_trained: int  # trained tokens here, known on the host
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that this rank holds, padding included."""
-        return self.tokens.numel()
-
-    def locate(self, flat: int) -> str:
-        """Sample and response token of an entry of the [T] fields, for error messages."""
-        column, row = divmod(flat, self.tokens.shape[0])
-        position = int(self.row_index[column])
-        i = int(self.whole.sample_index[row, position])
-        sample = self.whole.samples[i]
-        prompt_length = len(sample.tokens) - sample.response_length
-        k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
-        given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in ("old_logprobs", "advantages"))
-        return f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k} with {given}"
-
-
 def pack(
     samples: Sequence[Sample],
     *,
@@ -157,71 +110,6 @@ def pack(
             )
         return _pack_bshd(samples, cp_size, max_seq_len, len(samples) if rows is None else rows)
     raise ValueError(f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them.")
-
-
-def slice_batch(
-    batch: PackedBatch,
-    weights: Tensor,
-    *,
-    cp_rank: int,
-    cp_size: int,
-    device: torch.device | str = "cpu",
-    auxiliary_weights: Tensor | None = None,
-    corrections: Tensor | None = None,
-    sequences: bool = False,
-) -> LocalBatch:
-    """This rank's part of a micro-batch.
-
-    Args:
-        batch: the whole micro-batch.
-        weights: [sum of R] float64, the weight of each response token in the objective, 0 where masked.
-        cp_rank: rank in the context-parallel group.
-        cp_size: size of that group.
-        device: where the model runs.
-        auxiliary_weights: [sum of R] float64, of the KL and entropy terms, where they are others.
-        corrections: [sum of R] float64, factor of each response token on the policy term.
-        sequences: whether the loss needs averages over whole sequences.
-    """
-    index = zigzag_index(batch.documents, cp_rank=cp_rank, cp_size=cp_size)
-    given = {"weights": weights, "auxiliary_weights": auxiliary_weights, "corrections": corrections}
-    fields = _response_fields(batch) | given
-    found = {name: values for name, values in fields.items() if values is not None}
-    flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in found.items()}
-    tensors = dict.fromkeys(fields) | _model_inputs(batch, index, flat["mask"]) | flat
-    return LocalBatch(
-        **{name: None if values is None else _to_device(values, device) for name, values in tensors.items()},
-        sequences=_sequences(batch, index, device) if sequences else None,
-        whole=batch,
-        row_index=index,
-        num_trained=int(flat["mask"].sum()),
-    )
-
-
-def _response_fields(batch: PackedBatch) -> dict[str, Tensor | None]:
-    """[sum of R] each, by their names in `LocalBatch`; None where no sample has the field."""
-    counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
-    return {
-        "mask": batch.loss_mask,
-        "old_logprobs": batch.response_values("old_logprobs"),
-        "advantages": batch.response_values("advantages"),
-        "document_weights": batch.loss_mask / batch.per_token(counts),
-        "ref_logprobs": batch.optional_values("ref_logprobs"),
-        "rollout_logprobs": batch.optional_values("rollout_logprobs"),
-    }
-
-
-def _model_inputs(batch: PackedBatch, index: Tensor, mask: Tensor) -> dict[str, Tensor | None]:
-    """What the model reads, [B, W/C] each, and the targets and trained rows in the order of its logits."""
-    labels = batch.labels[:, index]
-    return {
-        "tokens": batch.tokens[:, index],
-        "labels": labels,
-        "position_ids": batch.position_ids[:, index],
-        "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
-        "targets": labels.t().reshape(-1),
-        "trained": mask.nonzero()[:, 0],
-        "boundaries": torch.tensor([0, *batch.documents]).cumsum(0).int() if batch.qkv_format == "thd" else None,
-    }
 
 
 def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:
@@ -264,10 +152,10 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
             "ranks' chunks would not tile the row. Put fewer samples into the micro-batch, or raise the width."
         )
     filling = (needed if width is None else width) - sum(lengths)
-    # the last document takes the filling: a document of padding would be a phantom segment
-    documents = [*lengths[:-1], lengths[-1] + filling] if lengths else [filling]
-    starts = [0, *itertools.accumulate(documents)]
-    return _lay_out("thd", samples, (1, starts[-1]), [(0, start) for start in starts], tuple(documents))
+    # the last sample takes the filling: a row of padding of its own would be a phantom segment
+    padded = [*lengths[:-1], lengths[-1] + filling] if lengths else [filling]
+    starts = [0, *itertools.accumulate(padded)]
+    return _lay_out("thd", samples, (1, starts[-1]), [(0, start) for start in starts], tuple(padded))
 
 
 def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
@@ -298,7 +186,7 @@ def _lay_out(
     samples: Sequence[Sample],
     shape: tuple[int, int],
     origins: Sequence[tuple[int, int]],
-    documents: tuple[int, ...],
+    padded_lengths: tuple[int, ...],
 ) -> PackedBatch:
     tokens, labels, position_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     sample_index = torch.full(shape, -1)
@@ -319,24 +207,5 @@ def _lay_out(
         position_ids=position_ids,
         sample_index=sample_index,
         response_positions=torch.cat(response_positions),
-        documents=documents,
+        padded_lengths=padded_lengths,
     )
-
-
-def _sequences(batch: PackedBatch, index: Tensor, device: torch.device | str) -> Sequences:
-    size = len(batch.samples)
-    rows = batch.sample_index[:, index].t().reshape(-1)
-    slots = torch.where(rows < 0, size, rows)
-    found = {
-        "slots": slots,
-        "order": slots.argsort(stable=True),
-        "lengths": torch.bincount(slots, minlength=size + 1),
-        "counts": torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1),
-    }
-    return Sequences(**{name: _to_device(values, device) for name, values in found.items()})
-
-
-def _to_device(values: Tensor, device: torch.device | str) -> Tensor:
-    if torch.device(device).type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)  # does not wait for the device

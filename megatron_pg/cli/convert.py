@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pg.cli.terminal import InputError, Progress, check_output, say, show_json, show_path, written_whole
-from megatron_pg.rollouts.printable import printable
-from megatron_pg.rollouts.lines import shorten
+from megatron_pg.rollouts.printable import printable, shorten
 
 FORMATS = {  # and the options that have an effect on each
     "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     _check_options(options)
     check_output(options.output, overwrite=options.overwrite)
     from megatron_pg.cli import dumps  # imports torch
-    from megatron_pg.rollouts.sample import RolloutWriter
+    from megatron_pg.rollouts.file import RolloutWriter
 
     choices = dumps.Choices(
         reward_key=options.reward_key,
@@ -155,7 +154,7 @@ def _centred(row, group: list[float], rule: str) -> float:
 
 def _samples(rows: Sequence) -> list:
     """The rows as checked samples, through the checks of a rollout file's line."""
-    from megatron_pg.rollouts.sample import sample_of
+    from megatron_pg.rollouts.file import sample_of
 
     samples = []
     for row in rows:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pg.cli.terminal import InputError, Progress, megabytes, show_path
-from megatron_pg.rollouts.printable import printable
 from megatron_pg.rollouts.lines import RolloutFileError, check_header, no_samples_message, parse_line, raw_lines
+from megatron_pg.rollouts.printable import printable
 
 _REQUIRED = frozenset(
     ("step", "prompt_id", "rollout_id", "tokens", "response_length", "loss_mask", "old_logprobs", "reward", "advantage")
@@ -128,7 +128,7 @@ def _read_part(path: Path, start: int, stop: int | None) -> _Part:
 
 def _error_of(path: Path, number: int) -> RolloutFileError:
     """What `read_rollouts` says of the line."""
-    from megatron_pg.rollouts.sample import sample_of
+    from megatron_pg.rollouts.file import sample_of
 
     shown = printable(str(path), limit=None)
     line = next((text for i, text in enumerate(raw_lines(path), start=1) if i == number), b"")
@@ -146,7 +146,7 @@ def _error_of(path: Path, number: int) -> RolloutFileError:
 
 def _examine(digest: Digest, record: dict) -> None:
     """Add a line that the screen left open, by the checks of `read_rollouts`; a ValueError refuses it."""
-    from megatron_pg.rollouts.sample import sample_of
+    from megatron_pg.rollouts.file import sample_of
 
     sample = sample_of(record, "?")
     advantages = sample.advantages[sample.loss_mask]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.cli.terminal import InputError, busy, show_path, unreadable_message
-from megatron_pg.rollouts.printable import printable
-from megatron_pg.rollouts.lines import RolloutFileError, raw_lines, shorten
-from megatron_pg.rollouts.sample import Id
+from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.lines import RolloutFileError, raw_lines
+from megatron_pg.rollouts.printable import printable, shorten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

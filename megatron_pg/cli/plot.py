@@ -23,8 +23,8 @@ from megatron_pg.cli.terminal import (
     table,
     unreadable_message,
 )
-from megatron_pg.rollouts.printable import printable
 from megatron_pg.metrics.reporting import CONSOLE
+from megatron_pg.rollouts.printable import printable
 
 SHOWN = (*CONSOLE, "aggregation_ess", "reward", "response_length")
 _BARS = "▁▂▃▄▅▆▇█"

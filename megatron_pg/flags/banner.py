@@ -2,29 +2,12 @@
 
 import argparse
 
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
+from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
 from megatron_pg.flags.head import is_float32
-from megatron_pg.flags.loss_terms import CORRECTIONS, OBJECTIVES, correction_numbers, objective_numbers
-
-_FORMULA = {
-    "sample_mean": "(1/N_r) Σ_rollouts (Σ m·ℓ)/M_rollout",
-    "prompt_mean": "(1/P) Σ_prompts (Σ m·ℓ)/M_group",
-    "token_mean": "(Σ m·ℓ)/T",
-    "constant": "(Σ m·ℓ)/(N_r·L)",
-}
-_DENOMINATOR = {
-    "sample_mean": "N_r · M_rollout: rollouts of the step{counted} · {tokens} tokens of the token's rollout",
-    "prompt_mean": "P · M_group: prompts of the step{counted} · {tokens} tokens of the token's prompt group",
-    "token_mean": "T: {tokens} tokens of the step",
-    "constant": "N_r · L: rollouts of the step{counted} · {divisor:.12g}",
-}
-# --pg-denominator: which units count, and which of their tokens
-COUNTED_UNITS = {"scheduled": "", "live": " with a trained token", "kept": " with a kept token"}
-COUNTED_TOKENS = {"scheduled": "trained", "live": "trained", "kept": "kept"}
-_COUNTED = {
-    "scheduled": "counts all rollouts and trained tokens, rejected ones too",
-    "live": "counts units with a trained token",
-    "kept": "counts units and tokens that the correction does not reject",
-}
+from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
 
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -63,41 +46,9 @@ def _objective_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
             ("objective", f"ℓ = your own  (--pg-custom-objective-path {args.pg_custom_objective_path})"),
             *([("parameters", shown)] if shown else []),
         ]
-    flag = "" if args.pg_objective == "grpo" else f"  (--pg-objective {args.pg_objective})"
-    return [("objective", OBJECTIVES[args.pg_objective].formula + flag), *_bound_rows(args.pg_objective, numbers)]
-
-
-def _bound_rows(objective: str, numbers: dict[str, float]) -> list[tuple[str, str]]:
-    """What the objective's numbers come to."""
-    rows = []
-    if objective == "cispo":
-        low, cap = 1 - numbers["clip_eps_low"], numbers["cispo_cap"]
-        rows.append(("clip", f"weight in [{low:g}, {cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"))
-    elif "clip_eps_high" in numbers:
-        variable = {"gspo": "R", "gspo_token": "s"}.get(objective, "r")
-        interval = f"[{1 - numbers['clip_eps_low']:g}, {1 + numbers['clip_eps_high']:g}]"
-        rows.append(("clip", f"{variable} in {interval}  (--pg-clip-eps-low/-high)"))
-    if "dual_clip" in numbers:
-        rows.append(("dual clip", f"c = {numbers['dual_clip']:g}  (--pg-dual-clip)"))
-    if "delta" in numbers:
-        rows.append(("cap", f"δ = {numbers['delta']:g}  (--pg-delta)"))
-    if objective == "sapo":
-        rows.append(
-            (
-                "tau",
-                f"{numbers['sapo_tau_pos']:g} where A > 0, else {numbers['sapo_tau_neg']:g}  (--pg-sapo-tau-pos/-neg)",
-            )
-        )
-    if "dppo_delta_high" in numbers:
-        unit = "probability" if objective == "dppo_tv" else "nats"
-        rows.append(
-            (
-                "trust region",
-                f"{numbers['dppo_delta_high']:g} where A > 0, {numbers['dppo_delta_low']:g} where A < 0, {unit}  "
-                "(--pg-dppo-delta-high/-low)",
-            )
-        )
-    return rows
+    declared = OBJECTIVES[args.pg_objective]
+    flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
+    return [("objective", declared.formula + flag), *declared.bounds(numbers)]
 
 
 def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -109,7 +60,9 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         text = f"{CORRECTIONS[args.pg_correction].formula}, {shown}  (--pg-correction {args.pg_correction})"
         rows.append(("correction", text))
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":
-        rows.append(("denominator", f"{_COUNTED[args.pg_denominator]}  (--pg-denominator {args.pg_denominator})"))
+        rows.append(
+            ("denominator", f"{DENOMINATORS[args.pg_denominator][2]}  (--pg-denominator {args.pg_denominator})")
+        )
     if args.pg_kl_coef:
         text = f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
         rows.append(("KL", text))
@@ -134,7 +87,7 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
     is_policy = args.pg_aux_aggregation == "policy"
     if is_policy and args.pg_denominator != "kept":
         return "the weights of pg_loss"
-    step_mean = "token_mean" if vars(args).get("calculate_per_token_loss", False) else "sample_mean"
+    step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
     counted = {
         "scheduled": "",
         "live": ", over rollouts with a trained token",
@@ -150,14 +103,12 @@ def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         return [("pg_loss", f"({unit}) Σ reducer(ℓ)  (--custom-pg-loss-reducer-function-path {path})")]
     mode = args.loss_aggregation
     flag = f"--loss-aggregation {mode}"
-    if mode == "constant":
+    if args.loss_aggregation_divisor is not None:
         flag += f" --loss-aggregation-divisor {args.loss_aggregation_divisor:.12g}"
-    denominator = _DENOMINATOR[mode].format(
-        counted=COUNTED_UNITS[args.pg_denominator],
-        tokens=COUNTED_TOKENS[args.pg_denominator],
-        divisor=args.loss_aggregation_divisor or 0,
-    )
-    return [("pg_loss", f"{_FORMULA[mode]}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
+    counted, tokens, _ = DENOMINATORS[args.pg_denominator]
+    declared = AGGREGATIONS[mode]
+    denominator = declared.denominator.format(counted=counted, tokens=tokens, divisor=args.loss_aggregation_divisor)
+    return [("pg_loss", f"{declared.formula}  ({flag})"), ("weight", f"1/δ, δ = {denominator}")]
 
 
 def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -1,12 +1,12 @@
 """The flags of the LM head and their rules. Needs no torch."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megatron_pg.flags.loss_terms import REJECTS_BY_MODEL, SEQUENCE_LEVEL
-
-HEAD_MODES = ("forward", "recompute")
-HEAD_BACKWARDS = ("bf16", "split")
+from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.flags.errors import Violations
+from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.values import choice
 
 
 def add_head_arguments(group: argparse._ArgumentGroup) -> None:
@@ -41,10 +41,11 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def head_violations(args: argparse.Namespace, megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]:
-    """Rules E50 to E55; `megatron(name)` is Megatron's argument of that name, None where a release lacks it."""
+def head_violations(facts: Facts) -> Violations:
+    """Rules E50 to E55."""
+    args = facts.args
     yield from _choice_rules(args)
-    yield from _vocabulary_rules(args, megatron("padded_vocab_size"))
+    yield from _vocabulary_rules(args, facts.megatron("padded_vocab_size"))
     backward = args.fp32_lm_head_backward
     if backward is not None and not (args.fp32_lm_head or args.pg_fused_head):
         yield (
@@ -52,23 +53,23 @@ def head_violations(args: argparse.Namespace, megatron: Callable[[str], object])
             f"--fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one or remove it",
         )
     if args.fp32_lm_head or args.pg_fused_head:
-        yield from _layer_rules(megatron)
+        yield from _layer_rules(facts)
     if args.pg_fused_head is not None:
-        yield from _fused_rules(args, megatron)
+        yield from _fused_rules(facts)
 
 
-def _choice_rules(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _choice_rules(args: argparse.Namespace) -> Violations:
     if not isinstance(args.fp32_lm_head, bool):
         yield "E50", f"--fp32-lm-head must be true or false, got {args.fp32_lm_head!r}"
     for flag, value, choices in (
         ("--pg-fused-head", args.pg_fused_head, HEAD_MODES),
         ("--fp32-lm-head-backward", args.fp32_lm_head_backward, HEAD_BACKWARDS),
     ):
-        if value is not None and value not in choices:
-            yield "E50", f"{flag} {value!r} is not one of {', '.join(choices)}"
+        if value is not None:
+            yield from choice(flag, value, choices, "E50")
 
 
-def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Iterator[tuple[str, str]]:
+def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violations:
     size = args.pg_vocab_size
     if size is None:
         return
@@ -81,44 +82,44 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Iterator[
         )
 
 
-def _layer_rules(megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]:
-    if megatron("defer_embedding_wgrad_compute"):
+def _layer_rules(facts: Facts) -> Violations:
+    if facts.megatron("defer_embedding_wgrad_compute"):
         yield (
             "E53",
             "--defer-embedding-wgrad-compute computes the output layer's weight gradient later, and the float32 head computes it "
             "at once; remove one",
         )
-    if megatron("fp8_output_proj"):
+    if facts.megatron("fp8_output_proj"):
         yield (
             "E53",
             "--fp8-output-proj makes the output layer one of Transformer Engine, into which the float32 head cannot be put; remove one",
         )
-    if (dtype := megatron("output_logit_dtype")) is not None:
+    if (dtype := facts.megatron("output_logit_dtype")) is not None:
         yield "E53", f"--output-logit-dtype {dtype} is Megatron's own way to the same logits; remove it or ours"
 
 
-def _fused_rules(args: argparse.Namespace, megatron: Callable[[str], object]) -> Iterator[tuple[str, str]]:
+def _fused_rules(facts: Facts) -> Violations:
     for name, why in (
         ("mtp_num_layers", "computes further losses from logits"),
         ("use_mup", "scales the logits"),
         ("cross_entropy_loss_fusion", "is a loss over logits"),
     ):
-        if megatron(name):
+        if facts.megatron(name):
             yield "E54", f"--{name.replace('_', '-')} {why}, which --pg-fused-head never makes; remove one"
-    if args.pg_fused_head != "forward":
+    if facts.args.pg_fused_head != "forward":
         return
     for name in ("fp16", "loss_scale"):
-        if megatron(name):
+        if facts.megatron(name):
             yield (
                 "E55",
                 f"--{name.replace('_', '-')} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; "
                 "use --pg-fused-head recompute",
             )
-    for reader in _sequence_readers(args):
+    for reader in _sequence_readers(facts):
         yield from needs_recompute(reader)
 
 
-def needs_recompute(reader: str) -> Iterator[tuple[str, str]]:
+def needs_recompute(reader: str) -> Violations:
     """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
     yield (
         "E55",
@@ -127,21 +128,21 @@ def needs_recompute(reader: str) -> Iterator[tuple[str, str]]:
     )
 
 
-def _sequence_readers(args: argparse.Namespace) -> Iterator[str]:
+def _sequence_readers(facts: Facts) -> Iterator[str]:
     """The flags that make the loss of a token depend on its whole sequence."""
-    if args.pg_correction in REJECTS_BY_MODEL:
-        yield f"--pg-correction {args.pg_correction}"
-    if args.pg_custom_objective_path is None and args.pg_objective in SEQUENCE_LEVEL:
-        yield f"--pg-objective {args.pg_objective}"
+    if facts.correction and facts.correction.anchor:
+        yield f"--pg-correction {facts.args.pg_correction}"
+    if facts.objective and facts.objective.reads_sequences:
+        yield f"--pg-objective {facts.args.pg_objective}"
 
 
-def head_warnings(args: argparse.Namespace, megatron: Callable[[str], object]) -> list[str]:
+def head_warnings(facts: Facts) -> list[str]:
     """W10, for arguments without violations: what changes nothing where everything is float32, as in a test on a CPU."""
-    if not is_float32(megatron("params_dtype")):
+    if not is_float32(facts.megatron("params_dtype")):
         return []
     given = {
-        "--fp32-lm-head": args.fp32_lm_head,
-        "--fp32-lm-head-backward": args.fp32_lm_head_backward is not None,
+        "--fp32-lm-head": facts.args.fp32_lm_head,
+        "--fp32-lm-head-backward": facts.args.fp32_lm_head_backward is not None,
     }
     return [
         f"{flag} has no effect here: without --bf16 and --fp16 hidden states, weights, logits and their gradients are float32 anyway"

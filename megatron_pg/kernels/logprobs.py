@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.kernels.vocabulary import Vocabulary
+
 _FLOOR = -1000.0  # exp(_FLOOR) is 0 in every dtype, and _FLOOR * 0 is not NaN as -inf * 0 would be
 
 
@@ -34,43 +36,29 @@ def logprobs_and_entropy(
     Raises:
         ValueError: shapes or dtypes differ from the above, or the temperature is not > 0.
     """
-    check_logits(logits, targets, temperature)
-    return _LogprobsAndEntropy.apply(logits, targets, temperature, tp_group)
+    check_logits(logits, targets)
+    return logprobs_of(logits, targets, Vocabulary.of(logits.shape[1], temperature=temperature, tp_group=tp_group))
+
+
+def logprobs_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The same of arguments that have been checked; padding must be hidden."""
+    return _LogprobsAndEntropy.apply(logits, targets, vocabulary)
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, temperature, tp_group):
-        shard = Shard.of_rank(logits.shape[1], tp_group)
-        rows = combine(gather(statistics(logits, targets, shard, temperature), tp_group))
+    def forward(ctx, logits, targets, vocabulary):
+        rows = combine(gather(statistics(logits, targets, vocabulary), vocabulary))
         ctx.save_for_backward(logits, targets, *rows)
-        ctx.shard, ctx.temperature = shard, temperature
+        ctx.vocabulary = vocabulary
         return rows.logprobs, rows.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         logits, targets, *rows = ctx.saved_tensors
-        grad = gradient(logits, targets, Rows(*rows), grad_logprobs, grad_entropy, ctx.shard, ctx.temperature)
-        return grad.to(logits.dtype), None, None, None
-
-
-class Shard(NamedTuple):
-    """The columns of the vocabulary that this tensor-parallel rank holds."""
-
-    first: int  # global id of its first column
-    columns: int
-
-    @classmethod
-    def of_rank(cls, columns: int, tp_group: ProcessGroup | None) -> "Shard":
-        """The shard of this rank, where every rank has `columns`."""
-        return cls(0 if tp_group is None else tp_group.rank() * columns, columns)
-
-    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target here, 0 where another rank owns it, and whether it is owned."""
-        local = targets - self.first
-        owned = (local >= 0) & (local < self.columns)
-        return torch.where(owned, local, 0), owned
+        grad = gradient(logits, targets, Rows(*rows), grad_logprobs, grad_entropy, ctx.vocabulary)
+        return grad.to(logits.dtype), None, None
 
 
 class Rows(NamedTuple):
@@ -82,10 +70,10 @@ class Rows(NamedTuple):
     totals: Tensor  # S = sum e^(z/tau - m)
 
 
-def statistics(logits: Tensor, targets: Tensor, shard: Shard, temperature: float) -> Tensor:
+def statistics(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[T, 4] of this rank's columns: m, S, U = sum (z/tau - m) e^(z/tau - m), and z/tau of the target, 0 if not owned."""
-    scaled = _compute_dtype(logits) / temperature
-    local, owned = shard.local(targets)
+    scaled = _compute_dtype(logits) / vocabulary.temperature
+    local, owned = vocabulary.owned(targets)
     finite = torch.finfo(scaled.dtype).min  # a slice of -inf only must not give -inf - -inf
     peaks = scaled.amax(dim=1).clamp(min=finite)
     shifted = scaled - peaks[:, None]
@@ -96,12 +84,12 @@ def statistics(logits: Tensor, targets: Tensor, shard: Shard, temperature: float
     return torch.stack([peaks, weights.sum(dim=1), moments, target], dim=1)
 
 
-def gather(shares: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def gather(shares: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[tp, T, 4] from every rank's [T, 4], in rank order."""
-    if tp_group is None or tp_group.size() == 1:
+    if vocabulary.ranks == 1:
         return shares[None]
-    gathered = [torch.empty_like(shares) for _ in range(tp_group.size())]
-    torch.distributed.all_gather(gathered, shares, group=tp_group)
+    gathered = [torch.empty_like(shares) for _ in range(vocabulary.ranks)]
+    torch.distributed.all_gather(gathered, shares, group=vocabulary.tp_group)
     return torch.stack(gathered)
 
 
@@ -123,29 +111,28 @@ def gradient(
     rows: Rows,
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
-    shard: Shard,
-    temperature: float,
+    vocabulary: Vocabulary,
 ) -> Tensor:
     """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
 
     dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau,    a, e the upstream gradients of log-probability and entropy
     """
-    local, owned = shard.local(targets)
-    shifted = _compute_dtype(logits) / temperature - rows.peaks[:, None]
+    local, owned = vocabulary.owned(targets)
+    shifted = _compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
     p = shifted.exp() / rows.totals[:, None]
     # log p_j kept finite where p_j is 0
     log_p_plus_entropy = (shifted - (rows.totals.log() - rows.entropy)[:, None]).clamp(min=_FLOOR)
     grad = p * (-grad_logprobs[:, None] - grad_entropy[:, None] * log_p_plus_entropy)
     at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
-    return grad.scatter_(1, local[:, None], at_target) / temperature
+    return grad.scatter_(1, local[:, None], at_target) / vocabulary.temperature
 
 
 def _compute_dtype(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def check_logits(logits: Tensor, targets: Tensor, temperature: float) -> None:
-    """Refuse shapes, dtypes and temperatures that no log-probability can be made of."""
+def check_logits(logits: Tensor, targets: Tensor) -> None:
+    """Refuse shapes and dtypes that no log-probability can be made of."""
     if logits.dim() != 2 or not logits.dtype.is_floating_point:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, not [T, V / tp] floating point. Flatten them."
@@ -155,5 +142,3 @@ def check_logits(logits: Tensor, targets: Tensor, temperature: float) -> None:
             f"targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, the logits need {tuple(logits.shape[:1])} "
             "int64, so tokens and logits would not align. Give one token id per row."
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'.")

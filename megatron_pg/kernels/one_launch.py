@@ -18,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, grpo_fields
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, surrogate_fields
 from megatron_pg.kernels.tiles import FLOOR, accumulate, grpo_row, logprob_and_entropy, merge, minus_infinity, values
+from megatron_pg.kernels.vocabulary import Vocabulary
 
 VECTOR_BYTES = 16  # of one load of one thread
 KINDS = {torch.bfloat16: "bfloat16x2", torch.float32: "plain"}
@@ -74,7 +75,7 @@ class Shape:
         }
 
 
-def supports(logits: Tensor, valid: int) -> bool:
+def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
     """True if the kernel runs on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
@@ -83,7 +84,7 @@ def supports(logits: Tensor, valid: int) -> bool:
     return (
         logits.dtype in KINDS
         and aligned
-        and valid % 16 == 0
+        and vocabulary.valid % 16 == 0
         and torch.cuda.get_device_capability(logits.device)[0] == 9
     )
 
@@ -91,11 +92,9 @@ def supports(logits: Tensor, valid: int) -> bool:
 def grpo_loss_and_gradient(
     logits: Tensor,
     gradient: Tensor,
-    targets: Tensor,
     policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
     *,
-    valid: int,
-    temperature: float,
     grad_scale: float,
     entropy: bool,
 ) -> PolicyGradientLoss:
@@ -104,21 +103,20 @@ def grpo_loss_and_gradient(
     Args:
         logits: [T, V] that `supports` accepts.
         gradient: [T, V] of the logits' or a narrower dtype, aligned alike, may be the logits; gets grad_scale / grad_divisor * d loss / d logits.
-        targets: [T] int64, contiguous; outside [0, valid) at a trained token gives NaN.
         policy_loss: with its [T] fields, any float; masked rows are not read.
-        valid: columns at or beyond it are padding and take no part.
-        temperature: tau.
+        vocabulary: whole; padding takes no part.
         grad_scale: factor of the gradient.
         entropy: False leaves the entropies 0.
     """
     out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+    valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid * logits.element_size())
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
     grpo_kernel[(min(len(logits), shape.programs * processors),)](
         logits,
         gradient,
-        targets,
-        *grpo_fields(policy_loss),
+        policy_loss.fields.targets.contiguous(),
+        *surrogate_fields(policy_loss),
         out,
         len(logits),
         valid,

@@ -2,18 +2,18 @@
 
     loss = sum_t w_t l_t + beta sum_t u_t kl_t - eta sum_t u_t H_t
 
-w: the policy loss's weights, with the data's correction in them; u: the auxiliary weights.
+w: the corrected weights; u: the weights of the KL and entropy terms.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.kl import ESTIMATORS
+from megatron_pg.batch.fields import TokenFields
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.objectives import Objective, Tokens, objective_of
-from megatron_pg.batch.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class LossTerms:
     """What the loss of a step is made of. The same on every rank."""
 
     objective: Objective
-    opsm_anchor: str | None = None  # field of PolicyLoss that off-policy sequences are measured from; None: not done
+    opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
     opsm_threshold: float | None = None  # nats per token
     kl_coef: float = 0.0  # beta
     kl_estimator: str | None = None
@@ -34,10 +34,9 @@ class LossTerms:
         return self.objective.reads_sequences or self.opsm_anchor is not None
 
     @property
-    def is_plain_grpo(self) -> bool:
-        """Whether the clipped surrogate of PPO is all there is."""
-        only = not (self.opsm_anchor or self.kl_coef or self.entropy_coef)
-        return only and self.objective.name == "grpo"
+    def row(self) -> str | None:
+        """What the kernels call the objective, where they compute it and it is all there is; else None."""
+        return None if self.opsm_anchor or self.kl_coef or self.entropy_coef else self.objective.row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,36 +54,21 @@ class PolicyGradientLoss:
     sequence_advantages: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class PolicyLoss:
     """The loss of one micro-batch as a function of its log-probabilities, `loss(logprobs, entropy)`.
 
     Args:
         terms: what it is made of.
-        mask: [T] bool, trained tokens; the others are selected away before any exp.
-        old_logprobs: [T] nats, of the sampling policy.
-        advantages: [T].
-        weights: [T] of the policy term.
-        auxiliary_weights: [T] of the KL and entropy terms; None: `weights`.
-        ref_logprobs: [T] nats, of the reference; a KL term needs them.
-        rollout_logprobs: [T] nats, as the rollout engine reported them; `opsm_anchor` may name them.
-        sequences: which sequence each token belongs to; sequence-level terms need it.
+        fields: what is known of its tokens.
     """
 
     terms: LossTerms
-    mask: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    auxiliary_weights: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    rollout_logprobs: Tensor | None = None
-    sequences: Sequences | None = None
+    fields: TokenFields
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""
-        per_token = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
-        return replace(self, **{name: getattr(self, name)[rows] for name in per_token})
+        return PolicyLoss(self.terms, self.fields.at(rows))
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None = None) -> PolicyGradientLoss:
         """Loss and per-token values, in the dtype of `logprobs`.
@@ -93,11 +77,12 @@ class PolicyLoss:
             logprobs: [T] nats, differentiable.
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
         """
-        select = partial(_select, self.mask, logprobs.dtype)
+        mask = self.fields.mask
+        select = partial(_select, mask, logprobs.dtype)
         tokens, kept = self._tokens(logprobs, select)
         token_losses = self.terms.objective.loss(tokens, self.terms.objective.parameters)
-        token_losses = torch.where(self.mask if kept is None else self.mask & kept, token_losses, 0)
-        loss = (select(self.weights) * token_losses).sum()
+        token_losses = torch.where(mask if kept is None else mask & kept, token_losses, 0)
+        loss = (select(self.fields.corrected_weights) * token_losses).sum()
         auxiliary, kl = self._auxiliary(tokens, entropy, select)
         loss = loss if auxiliary is None else loss + auxiliary
         if self.terms.grad_divisor != 1.0:
@@ -116,17 +101,18 @@ class PolicyLoss:
 
     def _tokens(self, logprobs: Tensor, select: partial) -> tuple[Tokens, Tensor | None]:
         """What the objective sees, and what opsm keeps; whole-sequence averages in one exchange for both."""
-        old, advantages = select(self.old_logprobs), select(self.advantages)
-        log_ratios = torch.where(self.mask, logprobs - old, 0)
+        fields, anchor = self.fields, self.terms.opsm_anchor
+        old, advantages = select(fields.old_logprobs), select(fields.advantages)
+        log_ratios = torch.where(fields.mask, logprobs - old, 0)
         tokens = {"logprobs": select(logprobs), "old_logprobs": old, "advantages": advantages, "log_ratios": log_ratios}
         rows = []
-        if self.terms.opsm_anchor:
-            rows.append(torch.where(self.mask, select(getattr(self, self.terms.opsm_anchor)) - logprobs, 0).detach())
+        if anchor:
+            rows.append(torch.where(fields.mask, select(getattr(fields, anchor)) - logprobs, 0).detach())
         if self.terms.objective.reads_sequences:
             rows += [log_ratios.detach(), advantages]
-        averages = list(self.sequences.averages(torch.stack(rows))) if rows else []
+        averages = list(fields.sequences.averages(torch.stack(rows))) if rows else []
         kept = None
-        if self.terms.opsm_anchor:
+        if anchor:
             kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold))
         if averages:
             # the value of the sequence, the gradient of the token
@@ -138,14 +124,13 @@ class PolicyLoss:
         self, tokens: Tokens, entropy: Tensor | None, select: partial
     ) -> tuple[Tensor | None, Tensor | None]:
         """The KL and entropy terms together, and the values of the KL estimator."""
-        terms, kl, sums = self.terms, None, []
-        weights = self.weights if self.auxiliary_weights is None else self.auxiliary_weights
+        terms, fields, kl, sums = self.terms, self.fields, None, []
         if terms.kl_coef:
-            x = torch.where(self.mask, tokens.logprobs - select(self.ref_logprobs), 0)
-            kl = ESTIMATORS[terms.kl_estimator](x, tokens.log_ratios)
-            sums.append(terms.kl_coef * (select(weights) * kl).sum())
+            x = torch.where(fields.mask, tokens.logprobs - select(fields.ref_logprobs), 0)
+            kl = KL_ESTIMATORS[terms.kl_estimator].load()(x, tokens.log_ratios)
+            sums.append(terms.kl_coef * (select(fields.term_weights) * kl).sum())
         if terms.entropy_coef:
-            sums.append(-terms.entropy_coef * (select(weights) * select(entropy)).sum())
+            sums.append(-terms.entropy_coef * (select(fields.term_weights) * select(entropy)).sum())
         return (sum(sums) if sums else None), (None if kl is None else kl.detach())
 
 
@@ -153,26 +138,19 @@ def _select(mask: Tensor, dtype: torch.dtype, values: Tensor) -> Tensor:
     return torch.where(mask, values.to(dtype), 0)
 
 
-def plain_grpo(
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    mask: Tensor,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    grad_divisor: float,
+def clipped_surrogate(
+    fields: TokenFields, *, clip_eps_low: float, clip_eps_high: float, grad_divisor: float
 ) -> PolicyLoss:
     """The clipped surrogate and nothing else."""
     objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
-    terms = LossTerms(objective=objective, grad_divisor=grad_divisor)
-    return PolicyLoss(terms=terms, mask=mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+    return PolicyLoss(LossTerms(objective=objective, grad_divisor=grad_divisor), fields)
 
 
-def grpo_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
+def surrogate_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
     """What a kernel of the clipped surrogate reads per token: [T] each and contiguous, because kernels have no strides."""
-    fields = (policy_loss.old_logprobs, policy_loss.advantages, policy_loss.weights, policy_loss.mask)
-    return tuple(values.contiguous() for values in fields)
+    fields = policy_loss.fields
+    read = (fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask)
+    return tuple(values.contiguous() for values in read)
 
 
 def clip_bounds(policy_loss: PolicyLoss) -> tuple[float, float]:

@@ -6,34 +6,17 @@ compute dtype at once.
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from megatron_pg.kernels.logprobs import logprobs_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.logprobs import logprobs_and_entropy
+from megatron_pg.kernels.vocabulary import Vocabulary
 
 
-def reference_loss(
-    logits: Tensor,
-    targets: Tensor,
-    policy_loss: PolicyLoss,
-    *,
-    temperature: float,
-    vocab_size: int,
-    tp_group: ProcessGroup | None,
-) -> PolicyGradientLoss:
+def reference_loss(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
-    mask = policy_loss.mask
+    fields = policy_loss.fields
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
-    safe_logits = _without_padding(logits.masked_fill(~mask[:, None], 0), vocab_size, tp_group)
-    safe_targets = torch.where(mask, targets, 0)
-    logprobs, entropy = logprobs_and_entropy(safe_logits, safe_targets, temperature=temperature, tp_group=tp_group)
-    logprobs = torch.where((safe_targets >= 0) & (safe_targets < vocab_size), logprobs, torch.nan)
-    return policy_loss(logprobs, entropy)
-
-
-def _without_padding(logits: Tensor, vocab_size: int, tp_group: ProcessGroup | None) -> Tensor:
-    rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
-    if vocab_size == logits.shape[1] * size:
-        return logits
-    columns = rank * logits.shape[1] + torch.arange(logits.shape[1], device=logits.device)
-    return logits.masked_fill(columns >= vocab_size, -torch.inf)
+    safe_logits = vocabulary.hide_padding(logits.masked_fill(~fields.mask[:, None], 0))
+    safe_targets = torch.where(fields.mask, fields.targets, 0)
+    logprobs, entropy = logprobs_of(safe_logits, safe_targets, vocabulary)
+    return policy_loss(vocabulary.defined(logprobs, safe_targets), entropy)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, grpo_fields
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, surrogate_fields
 from megatron_pg.kernels.tiles import grpo_row
 
 BLOCK = 256
@@ -47,7 +47,7 @@ def _evaluate(logprobs: Tensor, policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
     out = torch.empty(4, len(logprobs), dtype=torch.float32, device=logprobs.device)
     surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
         logprobs,
-        *grpo_fields(policy_loss),
+        *surrogate_fields(policy_loss),
         out,
         len(logprobs),
         *clip_bounds(policy_loss),

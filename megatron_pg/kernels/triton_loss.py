@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.surrogate import surrogate_loss
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
+from megatron_pg.kernels.vocabulary import Vocabulary
 
 ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
 RESCALE_BLOCK = 8192
@@ -20,33 +20,29 @@ ROUNDING = tl.constexpr(2.0**-21)
 
 def triton_loss(
     logits: Tensor,
-    targets: Tensor,
     policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
     *,
-    temperature: float,
-    vocab_size: int,
     grad_scale: float,
-    tp_group: ProcessGroup | None,
     entropy: bool,
     inplace: bool,
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
-    targets, mask = targets.contiguous(), policy_loss.mask.contiguous()  # kernels have no strides
-    whole_row = tp_group is None or tp_group.size() == 1
     trains = torch.is_grad_enabled() and logits.requires_grad
-    if policy_loss.terms.is_plain_grpo and whole_row and trains and fits_one_launch(logits, vocab_size):
-        options = {"valid": vocab_size, "temperature": temperature, "grad_scale": grad_scale, "entropy": entropy}
-        return PolicyGradientLoss(*_OneLaunch.apply(logits, targets, policy_loss, inplace, options))
-    options = {"temperature": temperature, "vocab_size": vocab_size, "inplace": inplace, "tp_group": tp_group}
-    logprobs, entropies = logprobs_and_entropy(logits, targets, mask, **options)
-    if policy_loss.terms.is_plain_grpo and len(logits):
+    if policy_loss.terms.row and trains and fits_one_launch(logits, vocabulary):
+        options = {"grad_scale": grad_scale, "entropy": entropy}
+        return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
+    fields = policy_loss.fields
+    targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
+    logprobs, entropies = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
+    if policy_loss.terms.row and len(logits):
         return surrogate_loss(policy_loss, logprobs, entropies)
     return policy_loss(logprobs, entropies)
 
 
-def fits_one_launch(logits: Tensor, vocab_size: int) -> bool:
-    """Whether the one-launch kernel runs on this device, with these rows, and with this Triton, of which it warns."""
-    if not logits.is_cuda or not len(logits):
+def fits_one_launch(logits: Tensor, vocabulary: Vocabulary) -> bool:
+    """Whether the one-launch kernel runs on this device, with these whole rows, and with this Triton, of which it warns."""
+    if vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
         return False
     if not triton.__version__.startswith(ONE_LAUNCH_TRITON):
         warnings.warn(
@@ -57,18 +53,18 @@ def fits_one_launch(logits: Tensor, vocab_size: int) -> bool:
         return False
     from megatron_pg.kernels import one_launch
 
-    return one_launch.supports(logits, vocab_size)
+    return one_launch.supports(logits, vocabulary)
 
 
 class _OneLaunch(torch.autograd.Function):
     """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
 
     @staticmethod
-    def forward(ctx, logits, targets, policy_loss, inplace, options):
+    def forward(ctx, logits, policy_loss, vocabulary, inplace, options):
         from megatron_pg.kernels import one_launch
 
         gradient = logits.detach() if inplace else torch.empty_like(logits)
-        found = one_launch.grpo_loss_and_gradient(logits, gradient, targets, policy_loss, **options)
+        found = one_launch.grpo_loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
@@ -93,9 +89,9 @@ class _OneLaunch(torch.autograd.Function):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rescale_kernel(gradient, upstream, expected, rows, columns, stride, BLOCK: tl.constexpr):
-    """gradient *= upstream / expected, decided on the device; nothing is read or written if they agree."""
-    factor = tl.load(upstream).to(tl.float32) / expected
+def rescale_kernel(gradient, grad_loss, grad_scale, rows, columns, stride, BLOCK: tl.constexpr):
+    """gradient *= grad_loss / grad_scale, decided on the device; nothing is read or written if they agree."""
+    factor = tl.load(grad_loss).to(tl.float32) / grad_scale
     if (factor < 1.0 - ROUNDING) | (factor > 1.0 + ROUNDING) | (factor != factor):
         for row in range(tl.program_id(0), rows, tl.num_programs(0)):
             for start in range(0, columns, BLOCK):

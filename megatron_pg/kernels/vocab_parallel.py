@@ -6,16 +6,15 @@ zero, are not read.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
 from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
+from megatron_pg.kernels.vocabulary import Vocabulary
 
 WARPS = 8
 VECTOR_BYTES = 16  # of one load of one thread
@@ -24,37 +23,27 @@ COMBINE_ROWS = 128
 
 
 def logprobs_and_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    inplace: bool,
-    tp_group: ProcessGroup | None,
+    logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary, *, inplace: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
 
     Args:
         logits: [T, V / tp] bfloat16, float16 or float32, last dimension contiguous.
-        targets: [T] int64 global ids; outside [0, vocab_size) at a trained token gives NaN.
+        targets: [T] int64 global ids; one outside the vocabulary at a trained token gives NaN.
         mask: [T] bool; the other rows are not read.
-        temperature: tau.
-        vocab_size: columns at or beyond it, counted over all ranks, are padding and take no part.
+        vocabulary: one all-gather of [T, 4] over its ranks.
         inplace: the backward writes the gradient over the logits.
-        tp_group: tensor-parallel group. One all-gather of [T, 4].
     """
-    return _LogprobsAndEntropy.apply(logits, targets, mask, temperature, vocab_size, inplace, tp_group)
+    return _LogprobsAndEntropy.apply(logits, targets, mask, vocabulary, inplace)
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, mask, temperature, vocab_size, inplace, tp_group):
-        shard = Shard.of_rank(logits.shape[1], vocab_size, tp_group)
-        shares = gather(statistics(logits, targets, mask, shard, temperature), tp_group)
-        rows = combine(shares, targets, mask, shard, temperature)
+    def forward(ctx, logits, targets, mask, vocabulary, inplace):
+        shares = gather(statistics(logits, targets, mask, vocabulary), vocabulary)
+        rows = combine(shares, targets, mask, vocabulary)
         ctx.save_for_backward(logits, targets, mask, *rows)
-        ctx.shard, ctx.temperature, ctx.inplace = shard, temperature, inplace
+        ctx.vocabulary, ctx.inplace = vocabulary, inplace
         return rows.logprobs, rows.entropy
 
     @staticmethod
@@ -62,26 +51,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         logits, targets, mask, *rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        write_gradient(
-            logits, gradient, targets, mask, Rows(*rows), grad_logprobs, grad_entropy, ctx.shard, ctx.temperature
-        )
+        slopes = grad_logprobs, grad_entropy
+        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None, None, None
-
-
-class Shard(NamedTuple):
-    """The columns of the vocabulary that this tensor-parallel rank holds."""
-
-    first: int  # global id of its first column
-    valid: int  # columns that are not padding
-    vocab_size: int  # of all ranks
-
-    @classmethod
-    def of_rank(cls, columns: int, vocab_size: int, tp_group: ProcessGroup | None) -> "Shard":
-        """The shard of this rank, where every rank has `columns`, of which those at or beyond `vocab_size` are padding."""
-        first = 0 if tp_group is None else tp_group.rank() * columns
-        return cls(first, min(max(vocab_size - first, 0), columns), vocab_size)
+        return gradient, None, None, None, None
 
 
 def _tile(logits: Tensor) -> int:
@@ -93,11 +67,11 @@ def _block(logits: Tensor) -> dict[str, int]:
     return {"THREADS": 32 * WARPS, "WORDS": _tile(logits) // (32 * WARPS), "UNROLL": UNROLL, "num_warps": WARPS}
 
 
-def _log2_scale(temperature: float) -> float:
-    return math.log2(math.e) / temperature
+def _log2_scale(vocabulary: Vocabulary) -> float:
+    return math.log2(math.e) / vocabulary.temperature
 
 
-def statistics(logits: Tensor, targets: Tensor, mask: Tensor, shard: Shard, temperature: float) -> Tensor:
+def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here."""
     shares = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
     statistics_kernel[(len(logits),)](
@@ -105,30 +79,30 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, shard: Shard, temp
         targets,
         mask,
         shares,
-        shard.valid,
-        shard.first,
+        vocabulary.valid,
+        vocabulary.first,
         logits.stride(0),
-        _log2_scale(temperature),
+        _log2_scale(vocabulary),
         **_block(logits),
     )
     return shares
 
 
-def gather(shares: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def gather(shares: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[tp, T, 4] from every rank's [T, 4], in rank order."""
-    if tp_group is None or tp_group.size() == 1:
+    if vocabulary.ranks == 1:
         return shares[None]
-    gathered = shares.new_empty(tp_group.size(), *shares.shape)
-    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), shares, group=tp_group)
+    gathered = shares.new_empty(vocabulary.ranks, *shares.shape)
+    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), shares, group=vocabulary.tp_group)
     return gathered
 
 
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, shard: Shard, temperature: float) -> Rows:
+def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
     """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, out, ranks, rows, shard.vocab_size, _log2_scale(temperature), BLOCK=COMBINE_ROWS
+        shares, targets, mask, out, ranks, rows, vocabulary.size, _log2_scale(vocabulary), BLOCK=COMBINE_ROWS
     )
     return Rows(*out)
 
@@ -139,12 +113,10 @@ def write_gradient(
     targets: Tensor,
     mask: Tensor,
     rows: Rows,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    shard: Shard,
-    temperature: float,
+    slopes: tuple[Tensor, Tensor],
+    vocabulary: Vocabulary,
 ) -> None:
-    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; see `gradient_kernel`."""
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; `slopes`: by log-probability and entropy."""
     blocks = triton.cdiv(logits.shape[1], _tile(logits) * UNROLL)
     gradient_kernel[(len(logits) * blocks,)](
         logits,
@@ -154,15 +126,14 @@ def write_gradient(
         rows.entropy,
         rows.peaks,
         rows.totals,
-        grad_logprobs.contiguous(),
-        grad_entropy.contiguous(),
+        *(slope.contiguous() for slope in slopes),
         logits.shape[1],
-        shard.valid,
-        shard.first,
+        vocabulary.valid,
+        vocabulary.first,
         blocks,
         logits.stride(0),
         gradient.stride(0),
-        _log2_scale(temperature),
+        _log2_scale(vocabulary),
         **_block(logits),
     )
 

@@ -1,16 +1,42 @@
-"""The logits of the wanted rows, a chunk at a time."""
+"""The logits of the wanted rows, a chunk at a time, and what reads them: numbers per row, and then their gradient."""
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels import PolicyLoss
-from megatron_pg.lm_head import chunking
-from megatron_pg.lm_head.products import logits_dtype, product_into
-from megatron_pg.lm_head.readers import EagerReader, Vocabulary
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
+from megatron_pg.kernels import logprobs as eager
 from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.lm_head import products
+from megatron_pg.lm_head.products import logits_dtype, product_into
+
+
+class Reader(Protocol):
+    """Reads the logits `z` [c, V / tp] of chunks of [n] wanted rows; a `chunk` is a slice of those rows."""
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4] of this rank's columns."""
+
+    def combine(self, shares: Tensor, chunk: slice) -> Rows:
+        """The chunk's distributions from every rank's statistics [tp, c, 4]."""
+
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
+        """The loss of a chunk, and its derivatives by each log-probability and entropy."""
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: tuple[Tensor, Tensor]) -> None:
+        """The gradient of the logits from those derivatives; `out` may be `z`."""
+
+    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
+        """Whether `loss_and_gradient` makes loss and gradient of a chunk like `z`."""
+
+    def loss_and_gradient(
+        self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
+    ) -> PolicyGradientLoss:
+        """The loss of a chunk, and in `out`, which may be `z`, its gradient by the logits, times `grad_scale`."""
 
 
 class Chunks:
@@ -22,25 +48,34 @@ class Chunks:
         targets: [n] of the wanted rows.
         rows: [n] which rows of `hidden` they are; None: all.
         vocabulary: what the logits are of.
+        impl: what reads them.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor | None,
+        vocabulary: Vocabulary,
+        impl: str,
+    ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
-        self.reader = _reader(vocabulary, targets)
+        self.reader = _reader(impl, vocabulary, targets)
         buffers = min(vocabulary.ranks, 2)
-        self.rows = chunking.chunk_rows(weight, buffers)
+        self.rows = products.chunk_rows(weight, buffers)
         size = min(self.rows, self._count), len(weight)
         self._buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
 
     def slices(self) -> Iterator[slice]:
         """The chunks of the wanted rows."""
-        return chunking.slices(self._count, self.rows)
+        return products.slices(self._count, self.rows)
 
     def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
         """[c, V / tp] of a chunk of the wanted rows."""
         out = self._buffers[buffer][: chunk.stop - chunk.start]
-        product_into(chunking.states(self._hidden, self._rows, chunk), self._weight.t(), out)
+        product_into(products.states(self._hidden, self._rows, chunk), self._weight.t(), out)
         return out
 
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Rows]]:
@@ -72,9 +107,51 @@ class Chunks:
         return chunk, z, self.reader.combine(shares, chunk)
 
 
-def _reader(vocabulary: Vocabulary, targets: Tensor) -> object:
-    if vocabulary.impl == "torch":
+def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor) -> Reader:
+    if impl == "torch":
         return EagerReader(vocabulary, targets)
     from megatron_pg.lm_head.triton_reader import TritonReader
 
     return TritonReader(vocabulary, targets)
+
+
+class EagerReader:
+    """The reader in torch; `TritonReader` does the same by kernels."""
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor):
+        self._vocabulary, self._targets = vocabulary, targets
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """See `Reader`."""
+        return eager.statistics(self._vocabulary.hide_padding(z), self._targets[chunk], self._vocabulary)
+
+    def combine(self, shares: Tensor, chunk: slice) -> Rows:
+        """See `Reader`."""
+        rows = eager.combine(shares)
+        return rows._replace(logprobs=self._vocabulary.defined(rows.logprobs, self._targets[chunk]))
+
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
+        """See `Reader`."""
+        return loss_and_slopes(policy_loss, rows)
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: tuple[Tensor, Tensor]) -> None:
+        """See `Reader`."""
+        z = self._vocabulary.hide_padding(z)
+        out.copy_(eager.gradient(z, self._targets[chunk], rows, *slopes, self._vocabulary))
+
+    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
+        """There is no such kernel here."""
+        return False
+
+    def loss_and_gradient(self, *arguments: object, **options: object) -> PolicyGradientLoss:
+        """See `fits_one_launch`."""
+        raise AssertionError("torch has no one-launch kernel")
+
+
+def loss_and_slopes(policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
+    """The loss of a chunk, and its derivatives by each log-probability and entropy."""
+    with torch.enable_grad():
+        logprobs, entropy = (values.detach().requires_grad_() for values in (rows.logprobs, rows.entropy))
+        found = policy_loss(logprobs, entropy)
+        slopes = torch.autograd.grad(found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True)
+    return replace(found, loss=found.loss.detach()), slopes

@@ -6,7 +6,8 @@ The gradient of the logits is rounded to the dtype of the hidden states ("bf16")
 import torch
 from torch import Tensor
 
-from megatron_pg.lm_head import chunking
+from megatron_pg.lm_head import products
+from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import add_product, logits_dtype, sum_of_products
 
 UPSTREAM_TOLERANCE = 1e-5  # the schedule multiplies in float32
@@ -21,8 +22,7 @@ class Gradients:
         rows: [n] the rows of `hidden` that have logits; None: all.
         count: n.
         chunk: rows of logits at a time.
-        main_grad: [V / tp, H] float32 that the weight gradient is added to, if it is the caller's.
-        split: the gradient of the logits in two parts.
+        head: its `backward` and `main_grad`.
         needed: which of hidden states and weight need a gradient, as autograd has it.
     """
 
@@ -33,16 +33,15 @@ class Gradients:
         rows: Tensor | None,
         count: int,
         chunk: int,
-        main_grad: Tensor | None,
-        split: bool,
+        head: Head,
         needed: tuple[bool, ...],
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, count
-        self._split = split and hidden.dtype.itemsize < 4
-        size = min(chunking.block_rows(weight, chunk), count), len(weight)
+        self._split = head.splits and hidden.dtype.itemsize < 4
+        size = min(products.block_rows(weight, chunk), count), len(weight)
         self._parts = [hidden.new_empty(size) for _ in range(2 if self._split else 1)]
         self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
-        self._of_weight = _WeightGradient(weight, main_grad) if needed[1] else None
+        self._of_weight = _WeightGradient(weight, head.main_grad) if needed[1] else None
         self._start = 0  # of the block that is being filled
 
     def buffer(self, chunk: slice, z: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class Gradients:
         if self._of_hidden is not None:
             self._put(block, sum_of_products(parts, self._weight))
         if self._of_weight is not None:
-            states = chunking.states(self._hidden, self._rows, block)
+            states = products.states(self._hidden, self._rows, block)
             for part in parts:
                 self._of_weight.add(part.t(), states)
 

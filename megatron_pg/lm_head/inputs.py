@@ -1,21 +1,53 @@
-"""What every head takes in: its checks, and the hidden states of all rows on every tensor-parallel rank."""
+"""What every head takes in: its setting and checks, and the hidden states of all rows on every tensor-parallel rank."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.flags.head import HEAD_BACKWARDS
+from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.kernels.checks import check_for_triton, check_impl
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse an option that has no such value."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Head:
+    """How a head works.
+
+    Args:
+        mode: "forward": the gradient is made in the forward, 6 N V H operations; "recompute": in the backward, from logits that
+            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences.
+        backward: of the float32 gradient of the logits: "bf16" rounds it, as Megatron does (relative error of the weight
+            gradient 2e-3); "split" is the sum of two bfloat16 parts (3e-6), at twice the products.
+        impl: "triton" or "torch": what reads the logits of a chunk.
+        sequence_parallel: gather the hidden states first, and reduce-scatter their gradient.
+        main_grad: [V / tp, H] float32 that the weight gradient is added to. Default: the weight's own with Megatron's
+            protocol if it has one, else the weight gets its gradient from autograd.
+
+    Raises:
+        ValueError: a mode, backward or impl that there is not.
+    """
+
+    mode: str = "forward"
+    backward: str = "bf16"
+    impl: str = "triton"
+    sequence_parallel: bool = False
+    main_grad: Tensor | None = None
+
+    def __post_init__(self):
+        for name, value, choices in (("mode", self.mode, HEAD_MODES), ("backward", self.backward, HEAD_BACKWARDS)):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
+        check_impl(self.impl)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the gradient of the logits is taken in two parts."""
+        return self.backward == "split"
 
 
-def check_head(hidden: Tensor, weight: Tensor, backward: str) -> None:
-    """Refuse hidden states and a weight that have no product in float32, and an unknown backward."""
-    check_choice("backward", backward, HEAD_BACKWARDS)
+def check_head(hidden: Tensor, weight: Tensor) -> None:
+    """Refuse hidden states and a weight that have no product in float32."""
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden states have shape {tuple(hidden.shape)} and dtype {hidden.dtype}, the weight {tuple(weight.shape)} and "
@@ -26,6 +58,12 @@ def check_head(hidden: Tensor, weight: Tensor, backward: str) -> None:
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
             "be what this function avoids. Upgrade torch."
         )
+
+
+def check_reader(weight: Tensor, head: Head) -> None:
+    """Refuse a device or dtype that the implementation cannot read."""
+    if head.impl == "triton":
+        check_for_triton(weight)
 
 
 def check_targets(hidden: Tensor, targets: Tensor) -> None:

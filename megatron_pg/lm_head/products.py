@@ -1,7 +1,18 @@
-"""Matrix products whose sums stay in float32, of bfloat16 numbers too; on a CPU by float32 products."""
+"""Matrix products whose sums stay in float32, of bfloat16 numbers too, and how tokens are cut for them.
+
+Chunks of tokens have their logits at one time; blocks of chunks have their gradients multiplied at once. On a CPU the products are
+of float32 numbers.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+LOGITS_BYTES = 640 * 10**6  # of logits held at a time
+# of their gradient; with less, the traffic of the weight's float32 total shows (docs/kernels.md)
+GRADIENT_BYTES = 1280 * 10**6
+ROWS = 128  # chunks are multiples of it, which is what tensor cores are fed
 
 
 def logits_dtype(values: Tensor) -> torch.dtype:
@@ -44,3 +55,24 @@ def sum_of_products(parts: list[Tensor], right: Tensor) -> Tensor:
     for part in parts[1:]:
         add_product(part, right, total)
     return total.to(right.dtype)
+
+
+def chunk_rows(weight: Tensor, buffers: int) -> int:
+    """Rows of logits that are made at a time."""
+    row = len(weight) * logits_dtype(weight).itemsize * buffers
+    return max(LOGITS_BYTES // row // ROWS, 1) * ROWS
+
+
+def block_rows(weight: Tensor, chunk: int) -> int:
+    """Rows of a weight-gradient product: a multiple of a chunk's."""
+    return max(GRADIENT_BYTES // (len(weight) * weight.itemsize) // chunk, 1) * chunk
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """`count` rows, `size` at a time."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def states(hidden: Tensor, rows: Tensor | None, part: slice) -> Tensor:
+    """The hidden states of a part of the wanted rows; `rows` None: all are wanted."""
+    return hidden[part] if rows is None else hidden.index_select(0, rows[part])

@@ -11,10 +11,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from megatron_pg.args import METRIC_LEVELS
-from megatron_pg.metrics.table import METRICS, Metric, TokenValues
+from megatron_pg.declarations.choices import METRIC_LEVELS
+from megatron_pg.metrics.table import METRICS, Metric
+from megatron_pg.metrics.values import TokenValues
 
-_FIELDS = (None, "ref_logprobs", "rollout_logprobs")  # what a document must have to be counted
+_FIELDS = (None, *dict.fromkeys(m.needs for m in METRICS if m.needs))  # what a sample must have to be counted
 
 
 class Reduction:
@@ -40,11 +41,6 @@ class Reduction:
         return any(metric.name == "entropy" for metric in self.metrics)
 
     @property
-    def needs_bounds(self) -> bool:
-        """Whether a metric reads which tokens are beyond the objective's bounds."""
-        return any(metric.only_with == "clip" for metric in self.metrics)
-
-    @property
     def width(self) -> int:
         """Length of a partial result."""
         return len(self._added) + len(self._extrema) + len(_FIELDS)
@@ -56,7 +52,7 @@ class Reduction:
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
         masks = {field: _has(tokens, field) for field in _FIELDS}
-        documents = torch.stack([torch.where(masks[field], tokens.document_weights, 0).sum() for field in _FIELDS])
+        documents = torch.stack([torch.where(masks[field], tokens.fields.sample_weights, 0).sum() for field in _FIELDS])
         return torch.cat([self._add(tokens, masks), self._extreme(tokens, masks), documents])
 
     def combine(self, partials: Tensor) -> Tensor:
@@ -97,15 +93,15 @@ class Reduction:
 
     def _add(self, tokens: TokenValues, masks: dict[str | None, Tensor]) -> Tensor:
         if not self._added:
-            return tokens.document_weights.new_zeros(0)
+            return tokens.fields.sample_weights.new_zeros(0)
         values = torch.stack([_select(metric, tokens, masks, 0.0) for metric in self._added])  # [n, T]
-        weights = torch.where(tokens.mask, tokens.document_weights, 0)
+        weights = torch.where(tokens.mask, tokens.fields.sample_weights, 0)
         means, sums = values.split([len(self._means), len(self._added) - len(self._means)])
         return torch.cat([(means * weights).sum(dim=1), sums.sum(dim=1)])
 
     def _extreme(self, tokens: TokenValues, masks: dict[str | None, Tensor]) -> Tensor:
         if not self._extrema:
-            return tokens.document_weights.new_zeros(0)
+            return tokens.fields.sample_weights.new_zeros(0)
         values = torch.stack([_select(metric, tokens, masks, -math.inf) for metric in self._extrema])
         # the neutral column lets the maximum over no position exist
         return torch.nn.functional.pad(values, (0, 1), value=-math.inf).amax(dim=1)
@@ -113,8 +109,8 @@ class Reduction:
 
 def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor], neutral: float) -> Tensor:
     """[T] a metric's values, minima negated; neutral where the token is masked or lacks the field."""
-    if metric.needs is not None and getattr(tokens, metric.needs) is None:
-        return torch.full_like(tokens.document_weights, neutral)
+    if metric.needs is not None and getattr(tokens.fields, metric.needs) is None:
+        return torch.full_like(tokens.fields.sample_weights, neutral)
     values = metric.formula(tokens).double()
     return torch.where(masks[metric.needs], -values if metric.kind == "min" else values, neutral)
 
@@ -129,5 +125,5 @@ def _ratio(metric: Metric, sums: dict[str, float]) -> float | None:
 def _has(tokens: TokenValues, field: str | None) -> Tensor:
     if field is None:
         return tokens.mask
-    values = getattr(tokens, field)
-    return torch.zeros_like(tokens.mask) if values is None else tokens.mask & ~torch.isnan(values)
+    known = getattr(tokens.fields, field)
+    return torch.zeros_like(tokens.mask) if known is None else tokens.mask & ~torch.isnan(known)

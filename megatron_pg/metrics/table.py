@@ -12,56 +12,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import MAX_LOG_RATIO, ratio
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenValues:
-    """What the formulas read: [T] float64 per token of one micro-batch on one rank, anything where masked."""
-
-    mask: Tensor  # [T] bool, trained tokens
-    document_weights: Tensor  # v: sums to 1 over a document's trained tokens
-    weights: Tensor  # w of the aggregation
-    token_losses: Tensor  # ℓ
-    logprobs: Tensor  # l, of the model being trained
-    old_logprobs: Tensor  # o
-    log_ratios: Tensor  # d = l - o
-    advantages: Tensor  # A
-    entropy: Tensor | None = None  # H
-    ref_logprobs: Tensor | None = None  # f; NaN where the sample has none
-    rollout_logprobs: Tensor | None = None  # b; NaN where the sample has none
-    above: Tensor | None = None  # bool, beyond the objective's upper bound; None: it has no bounds
-    below: Tensor | None = None  # bool, beyond its lower bound
-    auxiliary_weights: Tensor | None = None  # u, of the KL and entropy terms
-    kl: Tensor | None = None  # values of the KL term's estimator
-    corrections: Tensor | None = None  # factor on the policy term, 0 where rejected
-    sequence_log_ratios: Tensor | None = None  # mean of d over the token's sequence
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-
-    @cached_property
-    def ratios(self) -> Tensor:
-        """r = e^d, with d clamped as in the objective."""
-        return ratio(self.log_ratios)
-
-    @cached_property
-    def sequence_ratios(self) -> Tensor:
-        """R, the geometric mean of r over the token's sequence."""
-        return ratio(self.sequence_log_ratios)
-
-    @cached_property
-    def total(self) -> Tensor:
-        """Each token's share of the loss."""
-        total = self.weights * self.token_losses
-        if self.kl_coef:
-            total = total + self.kl_coef * self.auxiliary_weights * self.kl
-        return total - self.entropy_coef * self.auxiliary_weights * self.entropy if self.entropy_coef else total
+from megatron_pg.objectives.tokens import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,8 +33,8 @@ class Metric:
     meaning: str
     healthy: str = "–"
     red_flag: str = "–"
-    needs: str | None = None  # field of TokenValues without which the metric is absent
-    only_with: str | None = None  # feature of the loss (loss.features_of) without which the metric is absent
+    needs: str | None = None  # field of TokenFields without which the metric is absent
+    only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # framework: what it is called there
 
 
@@ -92,7 +48,7 @@ METRICS = (
         name="pg_loss",
         level="none",
         kind="sum",
-        formula=lambda t: t.weights * t.token_losses,
+        formula=lambda t: t.fields.weights * t.token_losses,
         equation="Σ w·ℓ",
         unit="objective",
         meaning="the policy term, with the weights of `--loss-aggregation` and its correction; no factor K, D or T in it",
@@ -122,7 +78,7 @@ METRICS = (
         level="none",
         kind="sum",
         only_with="kl",
-        formula=lambda t: t.auxiliary_weights * t.kl,
+        formula=lambda t: t.fields.term_weights * t.kl,
         equation="Σ u·k, k of `--pg-kl-estimator`",
         unit="nats",
         meaning="the KL term before its coefficient, with the weights of `--pg-aux-aggregation`",
@@ -135,7 +91,7 @@ METRICS = (
         level="none",
         kind="sum",
         only_with="entropy",
-        formula=lambda t: t.auxiliary_weights * t.entropy,
+        formula=lambda t: t.fields.term_weights * t.entropy,
         equation="Σ u·H",
         unit="nats",
         meaning="the entropy term before its coefficient (it is subtracted), with the weights of `--pg-aux-aggregation`",
@@ -205,7 +161,7 @@ METRICS = (
         name="old_logprobs",
         level="basic",
         kind="mean",
-        formula=lambda t: t.old_logprobs,
+        formula=lambda t: t.fields.old_logprobs,
         equation="o",
         unit="nats",
         meaning="log-probability under the sampling policy",
@@ -302,7 +258,7 @@ METRICS = (
         level="basic",
         kind="mean",
         only_with="clip",
-        formula=lambda t: t.above & (t.advantages > 0),
+        formula=lambda t: t.above & (t.fields.advantages > 0),
         equation="1[A > 0, r > 1 + ε_high]",
         unit="fraction",
         meaning="tokens that lost their gradient because they already rose enough",
@@ -315,7 +271,7 @@ METRICS = (
         level="basic",
         kind="mean",
         only_with="clip",
-        formula=lambda t: t.below & (t.advantages < 0),
+        formula=lambda t: t.below & (t.fields.advantages < 0),
         equation="1[A < 0, r < 1 - ε_low]",
         unit="fraction",
         meaning="tokens that lost their gradient because they already fell enough",
@@ -328,7 +284,7 @@ METRICS = (
         level="basic",
         kind="sum",
         only_with="sequence",
-        formula=lambda t: t.document_weights * t.sequence_ratios,
+        formula=lambda t: t.fields.sample_weights * t.sequence_ratios,
         equation="Σ R over documents",
         unit="documents",
         meaning="sum of the sequence ratios R = exp(mean of l - o)",
@@ -339,7 +295,7 @@ METRICS = (
         level="basic",
         kind="sum",
         only_with="sequence",
-        formula=lambda t: t.document_weights * t.sequence_ratios.square(),
+        formula=lambda t: t.fields.sample_weights * t.sequence_ratios.square(),
         equation="Σ R² over documents",
         unit="documents",
         meaning="sum of the squared sequence ratios",
@@ -350,7 +306,7 @@ METRICS = (
         level="basic",
         kind="sum",
         only_with="sequence",
-        formula=lambda t: t.document_weights,
+        formula=lambda t: t.fields.sample_weights,
         equation="documents with a trained token",
         unit="documents",
         meaning="number of sequence ratios",
@@ -396,7 +352,7 @@ METRICS = (
         name="advantage",
         level="basic",
         kind="mean",
-        formula=lambda t: t.advantages,
+        formula=lambda t: t.fields.advantages,
         equation="A",
         unit="reward",
         meaning="advantage",
@@ -407,7 +363,7 @@ METRICS = (
         name="max_advantage",
         level="basic",
         kind="max",
-        formula=lambda t: t.advantages,
+        formula=lambda t: t.fields.advantages,
         equation="max A",
         unit="reward",
         meaning="largest advantage of a trained token",
@@ -417,7 +373,7 @@ METRICS = (
         name="min_advantage",
         level="basic",
         kind="min",
-        formula=lambda t: t.advantages,
+        formula=lambda t: t.fields.advantages,
         equation="min A",
         unit="reward",
         meaning="smallest advantage of a trained token",
@@ -437,7 +393,7 @@ METRICS = (
         name="kl_new_ref",
         level="basic",
         kind="mean",
-        formula=lambda t: _k3(t.logprobs - t.ref_logprobs),
+        formula=lambda t: _k3(t.logprobs - t.fields.ref_logprobs),
         equation="k3 of x = l - f: e^-x - 1 + x",
         unit="nats",
         meaning="estimates KL(new‖ref) on near-on-policy samples; not clamped",
@@ -456,7 +412,7 @@ METRICS = (
         name="ratio_new_ref",
         level="basic",
         kind="mean",
-        formula=lambda t: (t.logprobs - t.ref_logprobs).exp(),
+        formula=lambda t: (t.logprobs - t.fields.ref_logprobs).exp(),
         equation="e^(l - f)",
         unit="1",
         meaning="probability ratio, new over reference",
@@ -467,7 +423,7 @@ METRICS = (
         name="mismatch_kl",
         level="basic",
         kind="mean",
-        formula=lambda t: _k3(t.rollout_logprobs - t.old_logprobs),
+        formula=lambda t: _k3(t.fields.rollout_logprobs - t.fields.old_logprobs),
         equation="k3 of x = b - o: e^-x - 1 + x",
         unit="nats",
         meaning="estimates KL(rollout engine‖trainer) of the sampling policy",
@@ -485,7 +441,7 @@ METRICS = (
         name="mismatch_max",
         level="basic",
         kind="max",
-        formula=lambda t: (t.old_logprobs - t.rollout_logprobs).abs(),
+        formula=lambda t: (t.fields.old_logprobs - t.fields.rollout_logprobs).abs(),
         equation="max |o - b|",
         unit="nats",
         meaning="largest gap between trainer and rollout engine on one token",
@@ -516,7 +472,7 @@ METRICS = (
         name="_weights",
         level="basic",
         kind="part",
-        formula=lambda t: t.weights,
+        formula=lambda t: t.fields.weights,
         equation="Σ w",
         unit="1",
         meaning="part of aggregation_ess",
@@ -525,7 +481,7 @@ METRICS = (
         name="_squared_weights",
         level="basic",
         kind="part",
-        formula=lambda t: t.weights.square(),
+        formula=lambda t: t.fields.weights.square(),
         equation="Σ w²",
         unit="1",
         meaning="part of aggregation_ess",

@@ -7,12 +7,13 @@ before context parallelism slices anything: a factor is one more weight. Log-rat
 ±MAX_LOG_RATIO before exp. docs/objectives.md has the sources.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.objectives.tokens import ratio
 from megatron_pg.rollouts.sample import Sample
 
@@ -75,27 +76,15 @@ def _k3(log_rho: Tensor) -> Tensor:
     return ratio(log_rho) - 1 - log_rho
 
 
-def _rejection(level: Callable[[Tensor], Tensor], divergence: Callable[[Tensor], Tensor]) -> Callable:
-    """Tokens are kept as they are where the divergence is in bounds; all divergences estimate KL(rollout‖trainer)."""
-
-    def reject(log_rho: Tensor, low: float | None, high: float) -> Factors:
-        values = level(divergence(log_rho)).expand_as(log_rho)
-        kept = (values <= high) & (values >= (-torch.inf if low is None else low))
-        return kept.double(), kept
-
-    return reject
+def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high: float) -> Factors:
+    """Tokens as they are where the divergence is in bounds; all divergences estimate KL(rollout‖trainer)."""
+    values = _LEVELS[level](_DIVERGENCES[divergence](log_rho)).expand_as(log_rho)
+    kept = (values <= high) & (values >= (-torch.inf if low is None else low))
+    return kept.double(), kept
 
 
 _LEVELS = {"token": lambda d: d, "seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.amax}
 _DIVERGENCES = {"k1": _k1, "k2": _k2, "k3": _k3}
-BY_DATA: dict[str, Callable[..., Factors]] = {
-    "tis": tis,
-    "seq_tis": seq_tis,
-    "icepop": icepop,
-    "mis": mis,
-    "seq_mask_tis": seq_mask_tis,
-    **{f"{a}_{b}": _rejection(level, kind) for a, level in _LEVELS.items() for b, kind in _DIVERGENCES.items()},
-}
 
 
 def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
@@ -104,7 +93,8 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     Raises:
         ValueError: old_logprobs are rollout_logprobs.
     """
-    if correction.name not in BY_DATA:
+    factors_of = CORRECTIONS[correction.name].load()
+    if factors_of is None:
         return None
     _check_two_policies(samples, correction)
     factors, kept = [], []
@@ -113,7 +103,7 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
         whole, keep = torch.ones(len(mask), dtype=torch.float64), torch.zeros(len(mask), dtype=torch.bool)
         if mask.any():
             log_rho = (sample.old_logprobs - sample.rollout_logprobs)[mask]
-            whole[mask], keep[mask] = BY_DATA[correction.name](log_rho, correction.low, correction.high)
+            whole[mask], keep[mask] = factors_of(log_rho, correction.low, correction.high)
         factors.append(whole)
         kept.append(keep)
     empty = torch.zeros(0, dtype=torch.float64)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_pg.args import ArgumentError
+from megatron_pg.declarations.choices import OBJECTIVE_PARAMETERS
+from megatron_pg.declarations.objectives import numbers as declared_numbers
+from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.head import needs_recompute
 from megatron_pg.flags.import_path import load_function
-from megatron_pg.flags.loss_terms import OBJECTIVE_PARAMETERS, objective_numbers
-from megatron_pg.objectives.table import Objective
+from megatron_pg.flags.loss_terms import objective_numbers
+from megatron_pg.objectives.objective import Objective
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
 _SIZE = 6
@@ -40,7 +42,7 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         ImportPathError: it cannot be imported or called.
     """
     loss = load_function(path, OBJECTIVE_PARAMETERS)
-    parameters = Parameters(**numbers)
+    parameters = Parameters(**(dict.fromkeys(number.name for number in declared_numbers()) | numbers))
     if reason := _probe(loss, parameters):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     return Objective(name=path, loss=loss, reads_sequences=_reads_sequences(loss, parameters), parameters=parameters)

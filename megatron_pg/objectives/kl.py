@@ -11,8 +11,7 @@ arXiv 2506.09477.
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives import MAX_LOG_RATIO
-from megatron_pg.objectives.tokens import ratio, unclamped
+from megatron_pg.objectives.tokens import MAX_LOG_RATIO, ratio, unclamped
 
 
 def k1(x: Tensor, log_ratios: Tensor) -> Tensor:
@@ -47,13 +46,3 @@ def k3_weighted(x: Tensor, log_ratios: Tensor) -> Tensor:
     ratios = ratio(log_ratios).detach()
     value = ratios * k3(x, log_ratios).detach()
     return value + ratios * x.detach() * unclamped(x - x.detach(), log_ratios)
-
-
-ESTIMATORS = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "abs": absolute,
-    "k1_weighted": k1_weighted,
-    "k3_weighted": k3_weighted,
-}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -19,22 +20,12 @@ def unclamped(values: Tensor, log_ratios: Tensor) -> Tensor:
     return torch.where(log_ratios.abs() > MAX_LOG_RATIO, values.detach(), values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
-    """The numbers of an objective, from the flags of the same names (`--pg-` before them); None: not given or not read.
+class Parameters(SimpleNamespace):
+    """The numbers of an objective, under the names of their flags (`--pg-` before them). The same on every rank.
 
-    The same on every rank.
+    An objective of ours has the numbers that its declaration names. A user's own has all that any objective reads; one that
+    was not given is None.
     """
-
-    clip_eps_low: float | None = None  # distance of the lower clip bound from 1, in [0, 1]
-    clip_eps_high: float | None = None  # distance of the upper clip bound from 1, >= 0
-    dual_clip: float | None = None  # c > 1
-    delta: float | None = None  # > 1 + clip_eps_high
-    cispo_cap: float | None = None  # >= 1
-    sapo_tau_pos: float | None = None  # > 0, where A > 0
-    sapo_tau_neg: float | None = None  # > 0, elsewhere
-    dppo_delta_low: float | None = None  # > 0, probability (dppo_tv) or nats (dppo_kl), where A < 0
-    dppo_delta_high: float | None = None  # > 0, likewise, where A > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_pg.args import REDUCER_PARAMETERS, ArgumentError
 from megatron_pg.cp_utils import whole_sequences
+from megatron_pg.declarations.choices import REDUCER_PARAMETERS
+from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.import_path import load_function
 
 CustomReducer = Callable[..., Callable[[Tensor], Tensor]]
@@ -31,7 +32,7 @@ def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomR
     return reducer
 
 
-def token_weights(
+def reducer_weights(
     reducer: CustomReducer,
     total_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
@@ -105,7 +106,7 @@ def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
     masks = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1], [1, 1], [0, 1, 1, 1])]
 
     def weights(which: Sequence[int]) -> Tensor:
-        return token_weights(
+        return reducer_weights(
             reducer, [totals[i] for i in which], [masks[i] for i in which], calculate_per_token_loss=per_token
         )
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import printable, shorten
 
 FORMAT = "megatron_pg.rollouts"
 VERSION = 1
@@ -102,9 +102,3 @@ def check_header(record: dict, shown: str) -> None:
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
         raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")
-
-
-def shorten(value: object) -> str:
-    """A value as messages show it."""
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -5,3 +5,9 @@ def printable(text: str, *, limit: int | None = 120) -> str:
     """`text` with control characters escaped, so that it cannot drive a terminal or forge a line, cut to `limit`."""
     shown = text if limit is None or len(text) <= limit else text[: limit - 3] + "..."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def shorten(value: object) -> str:
+    """A value as messages show it."""
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

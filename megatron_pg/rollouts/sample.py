@@ -1,38 +1,17 @@
-"""Samples, and the neutral rollout file that holds them (docs/rollout_file.md).
+"""One training sequence: prompt and response tokens, and what reinforcement learning knows about the response.
 
-A sample is one training sequence: prompt and response tokens, and what reinforcement learning knows about the
-response. Everything is checked here, at the door, so that nothing later has to.
+Everything is checked here, at the door, so that nothing later has to.
 """
 
-import json
-import math
 import numbers
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_pg.cp_utils import check_lengths
-from megatron_pg.rollouts.printable import printable
-from megatron_pg.rollouts.lines import FORMAT, VERSION, RolloutFileError, no_samples_message, read_records, shorten
-
-_REQUIRED = (
-    "step",
-    "prompt_id",
-    "rollout_id",
-    "tokens",
-    "response_length",
-    "loss_mask",
-    "old_logprobs",
-    "reward",
-    "advantage",
-)
-_OPTIONAL = ("rollout_logprobs", "ref_logprobs")
-
-Id = int | str
+from megatron_pg.rollouts.fields import LOGPROBS, OPTIONAL, Id, is_id
+from megatron_pg.rollouts.printable import printable, shorten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,14 +46,14 @@ class Sample:
         check_lengths(len(self.tokens), len(self.loss_mask))
         for name in ("prompt_id", "rollout_id"):
             value = getattr(self, name)
-            if value is not None and not _is_id(value):
+            if value is not None and not is_id(value):
                 raise ValueError(
                     f"{name}={shorten(value)} of sample {self.sample_id} is neither a string of printable characters nor an integer "
                     "of 62 bits, so units could not be counted or named. Give one."
                 )
-        for name in ("old_logprobs", "advantages", *_OPTIONAL):
+        for name in ("advantages", *LOGPROBS):
             _check_values(name, getattr(self, name), self.loss_mask, self.sample_id)
-        for name in ("old_logprobs", *_OPTIONAL):
+        for name in LOGPROBS:
             _check_not_positive(name, getattr(self, name), self.loss_mask, self.sample_id)
 
     @classmethod
@@ -107,7 +86,7 @@ class Sample:
             raise ValueError(
                 f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
             )
-        for name in _OPTIONAL:
+        for name in OPTIONAL:
             if rest.get(name) is not None:
                 rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
         return cls(
@@ -129,134 +108,18 @@ class Sample:
         return int(self.loss_mask.sum())
 
 
-def read_rollouts(path: str | Path) -> list[Sample]:
-    """Read and check a whole rollout file before anything is trained.
-
-    Raises:
-        RolloutFileError: with file and line, for whatever does not follow docs/rollout_file.md.
-    """
-    path = Path(path)
-    shown = printable(str(path), limit=None)
-    samples = []
-    for number, record in read_records(path):
-        try:
-            samples.append(sample_of(record, f"{path.name}:{number}"))
-        except ValueError as error:
-            raise RolloutFileError(f"{shown}:{number}: {error}") from error
-    if not samples:
-        raise RolloutFileError(no_samples_message(path))
-    return samples
-
-
-class RolloutWriter:
-    """Writes samples to a rollout file, one line each and without a buffer.
-
-    A process that is killed leaves whole lines; the kernel may cut the very last one, which then has no line end.
-    """
-
-    def __init__(self, path: str | Path):
-        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115, closed by close()
-        self._lines([{"format": FORMAT, "version": VERSION}])
-
-    def write(self, samples: Sequence[Sample]) -> None:
-        """Append samples, all or none; `step`, `prompt_id`, `rollout_id` and `reward` must be set: the format needs them."""
-        self._lines([_record(sample) for sample in samples])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _lines(self, records: Sequence[dict[str, object]]) -> None:
-        for line in [json.dumps(record, allow_nan=False).encode() + b"\n" for record in records]:
-            while line:
-                line = line[self._file.write(line) :]  # a full disk or a signal may cut one write short
-
-
-def sample_of(record: dict, sample_id: str) -> Sample:
-    """The sample of one line's object, checked; a ValueError says what is wrong with it."""
-    if missing := [name for name in _REQUIRED if name not in record]:
+def check_lengths(total_length: int, response_length: int) -> None:
+    """Refuse a sample without a prompt token (its first response token has no logits) or without a response token."""
+    if response_length < 1:
         raise ValueError(
-            f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(_REQUIRED)}."
+            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to train. "
+            "Drop the sample before the step is planned."
         )
-    extra = {name: value for name, value in record.items() if name not in _REQUIRED and name not in _OPTIONAL}
-    if unknown := [name for name in extra if not name.startswith("x_")]:
-        raise ValueError(f"unknown field {shorten(unknown[0])}; is it misspelt? Your own fields begin with x_.")
-    for name, check in _FIELD_TYPES.items():
-        if name in record and not check(record[name]):
-            raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
-    return Sample.build(
-        tokens=record["tokens"],
-        response_length=record["response_length"],
-        loss_mask=record["loss_mask"],
-        old_logprobs=record["old_logprobs"],
-        advantage=record["advantage"],
-        sample_id=sample_id,
-        extra=extra,
-        **{name: record.get(name) for name in ("prompt_id", "rollout_id", "step", "reward", *_OPTIONAL)},
-    )
-
-
-def _record(sample: Sample) -> dict[str, object]:
-    needed = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "reward")}
-    if missing := [name for name, value in needed.items() if value is None]:
+    if total_length <= response_length:
         raise ValueError(
-            f"sample {sample.sample_id} has no {missing[0]}, which the rollout file needs. Set it on the sample."
+            f"total_length={total_length} with response_length={response_length} leaves no prompt token, so the first "
+            "response token has no logits. Give every sample at least one prompt token."
         )
-    if not math.isfinite(sample.reward):
-        raise ValueError(
-            f"reward of sample {sample.sample_id} is {sample.reward}, which JSON cannot hold. Give a number."
-        )
-    advantages = _finite(sample.advantages)
-    record = {
-        **needed,
-        "tokens": sample.tokens.tolist(),
-        "response_length": sample.response_length,
-        "loss_mask": sample.loss_mask.int().tolist(),
-        "old_logprobs": _finite(sample.old_logprobs),
-        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
-    }
-    optional = {name: getattr(sample, name) for name in _OPTIONAL}
-    return record | {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
-
-
-def _finite(values: Tensor) -> list[float]:
-    """Only masked tokens can hold values that are not finite, and nobody reads those: they are written as 0."""
-    return torch.where(torch.isfinite(values), values, 0.0).tolist()
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= sys.float_info.max  # an integer may be larger than any float
-
-
-def _is_list(check) -> object:
-    return lambda value: isinstance(value, list) and all(check(item) for item in value)
-
-
-def _is_id(value: object) -> bool:
-    if isinstance(value, str):
-        return value.isprintable()  # ids reach logs and are hashed as UTF-8: no control character, no lone surrogate
-    return _is_int(value) and abs(value) < 2**62
-
-
-_FIELD_TYPES = {
-    "step": lambda value: _is_int(value) and 0 <= value < 2**62,
-    "prompt_id": _is_id,
-    "rollout_id": _is_id,
-    "tokens": _is_list(lambda value: _is_int(value) and 0 <= value < 2**31),
-    "response_length": _is_int,
-    "loss_mask": _is_list(_is_number),
-    "old_logprobs": _is_list(_is_number),
-    "reward": _is_number,
-    "advantage": lambda value: _is_number(value) or _is_list(_is_number)(value),
-    "rollout_logprobs": _is_list(_is_number),
-    "ref_logprobs": _is_list(_is_number),
-}
 
 
 def _as_mask(loss_mask: Sequence[int], label: object) -> Tensor:

@@ -18,10 +18,11 @@ from dataclasses import astuple, dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.pack import PackedBatch, pack
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.batch.zigzag import padded_length
+from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows
-from megatron_pg.cp_utils import padded_length
-from megatron_pg.rollouts.sample import Id, Sample
 
 Group = tuple[Sample, ...]
 _END = object()

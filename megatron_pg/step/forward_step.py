@@ -8,7 +8,6 @@
 Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.training.pretrain`.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,38 +16,26 @@ from functools import partial
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
-from megatron_pg.batch.pack import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
-from megatron_pg.cp_utils import zigzag_index
-from megatron_pg.step.loss import (
-    Contract,
-    LossSettings,
-    MicrobatchLoss,
-    TokenFactors,
-    auxiliary_weights,
-    microbatch_head_loss,
-    microbatch_loss,
-    response_weights,
-    token_factors,
-)
+from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
-from megatron_pg.step.plan import LocalTable, StepPlan, StepPlanError, check_count, local_table_of, plan_from_table
-
-
-class NonFiniteLossError(ValueError):
-    """A trained token's loss is NaN or inf; raised on every rank, in training before the optimizer moves."""
-
-
-class ContractError(ValueError):
-    """Megatron's settings or counts are not what the plan relies on."""
-
-
-class LostPeerError(RuntimeError):
-    """Another rank was killed, failed or hangs, so a collective or transfer of the step broke off on this one."""
+from megatron_pg.step.checks import agree, check_batches, check_model, source_of, take
+from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
+from megatron_pg.step.contract import Contract
+from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
+from megatron_pg.step.errors import ContractError, NonFiniteLossError, StepPlanError, lost_peer_named
+from megatron_pg.step.loss import MicrobatchLoss, microbatch_head_loss, microbatch_loss
+from megatron_pg.step.plan import (
+    LocalTable,
+    StepPlan,
+    check_count,
+    local_table_of,
+    needs_prompt_ids,
+    plan_from_table,
+)
+from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.weights import TokenFactors, token_factors, token_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,24 +80,23 @@ class PolicyGradientStep:
     def attach(self, model: nn.Module) -> nn.Module:
         """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
         self._attached = True
-        if self.settings.float32_logits or self.settings.fused_head:  # a sampler's logits have the loss's precision
+        if self.settings.float32_logits or self.settings.head_mode:  # a sampler's logits have the loss's precision
             self._float32_layer = model.output_layer
             compute_in_float32(model.output_layer, backward=self.settings.head_backward)
-        deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.fused_head else None
+        deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.head_mode else None
         language_model_loss = model.compute_language_model_loss
 
         def compute_language_model_loss(labels: Tensor, logits: Tensor):
-            if self._local is None or labels is not self._local.labels:  # multi-token prediction brings its own labels
+            if (
+                self._local is None or labels is not self._local.inputs.labels
+            ):  # multi-token prediction brings its own labels
                 return language_model_loss(labels, logits)
-            options = {
-                "cp_group": _group_of_several(parallel_state.get_context_parallel_group()),
-                "upstream": self._contract.upstream,
-            }
+            grad_scale = self._contract.grad_scale
             if deferred:
-                return microbatch_head_loss(deferred.take(), self._local, self.settings, **options)
+                return microbatch_head_loss(deferred.take(), self._local, self.settings, grad_scale=grad_scale)
             rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
             tp_group = _group_of_several(parallel_state.get_tensor_model_parallel_group())
-            return microbatch_loss(rows, self._local, self.settings, tp_group, **options)
+            return microbatch_loss(rows, self._local, self.settings, tp_group, grad_scale=grad_scale)
 
         model.compute_language_model_loss = compute_language_model_loss
         return model
@@ -129,11 +115,11 @@ class PolicyGradientStep:
         self._local = local
         try:
             output = model(
-                local.tokens,
-                local.position_ids,
+                local.inputs.tokens,
+                local.inputs.position_ids,
                 None,
-                labels=local.labels,
-                loss_mask=local.loss_mask,
+                labels=local.inputs.labels,
+                loss_mask=local.inputs.loss_mask,
                 packed_seq_params=_packed_seq_params(local),
             )
         finally:
@@ -155,7 +141,7 @@ class PolicyGradientStep:
         return self._contract.outputs(output.total, self._local_count(local), output.policy)
 
     def _local_count(self, local: LocalBatch) -> int:
-        return local.num_positions if self._counts_positions else local.num_trained
+        return local.num_positions if self._counts_positions else len(local.trained)
 
     # --- the step ---
 
@@ -174,7 +160,7 @@ class PolicyGradientStep:
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
         self._calls += 1
-        with _lost_peer_named(self._calls):
+        with lost_peer_named(self._calls):
             return self._run(forward_backward_func, arguments)
 
     def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
@@ -231,12 +217,12 @@ class PolicyGradientStep:
         try:
             batches, documents, error = self._fetch(chunks, arguments)
         except EndOfDocuments:
-            _agree([], None, None)  # unless a peer goes on
+            agree([], None, None)  # unless a peer goes on
             raise
         table, factors = None, []
         if error is None:
             try:
-                _check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
+                check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
                 table, factors = self._count(batches)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
@@ -284,7 +270,7 @@ class PolicyGradientStep:
             )
         except StepPlanError as raised:
             failure = raised
-        _agree(batches, plan, failure)
+        agree(batches, plan, failure)
         return plan
 
     def _fetch(
@@ -295,10 +281,12 @@ class PolicyGradientStep:
         takes_documents = self.documents is not None and not forward_only
         batches, source, error = [], None, None
         try:
-            self._check_model(chunks, forward_only=forward_only)
-            source = _source_of(arguments["data_iterator"])
+            check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._attached)
+            if self._float32_layer is not None:
+                check_layer(self._float32_layer)
+            source = source_of(arguments["data_iterator"])
             if not takes_documents:
-                batches = _take(source, arguments["num_microbatches"])
+                batches = take(source, arguments["num_microbatches"])
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
         if not takes_documents:
@@ -322,32 +310,7 @@ class PolicyGradientStep:
     @property
     def _units(self) -> tuple[str, ...]:
         """What a step of documents must hold whole, because a denominator counts it."""
-        return ("rollout_id", "prompt_id") if self.settings.plan_aggregation == "prompt_mean" else ("rollout_id",)
-
-    def _check_model(self, chunks: list[nn.Module], *, forward_only: bool) -> None:
-        config = chunks[0].config
-        if config.calculate_per_token_loss != self.settings.per_token:
-            raise ContractError(
-                f"the model was built with calculate_per_token_loss={config.calculate_per_token_loss}, the arguments say "
-                f"{self.settings.per_token}; call validate_args before the model config is made"
-            )
-        if config.finalize_model_grads_func is None and not forward_only:
-            raise ContractError(
-                "config.finalize_model_grads_func is None, so gradients would be neither reduced over ranks nor divided; set it to "
-                "megatron.core.distributed.finalize_model_grads"
-            )
-        vocabulary, columns = self.settings.vocab_size, get_attr_wrapped_model(chunks[0], "vocab_size")
-        if vocabulary is not None and vocabulary > columns:
-            raise ContractError(
-                f"--pg-vocab-size {vocabulary} is more than the {columns} columns of the model's logits; give the rollout engine's"
-            )
-        is_last_stage = any(get_attr_wrapped_model(chunk, "post_process") for chunk in chunks)
-        if is_last_stage and not self._attached:
-            raise ContractError(
-                "the model has no policy-gradient loss; call PolicyGradientStep.attach before it is wrapped"
-            )
-        if self._float32_layer is not None:
-            check_layer(self._float32_layer)
+        return ("rollout_id", "prompt_id") if needs_prompt_ids(self.settings.plan_aggregation) else ("rollout_id",)
 
     def _contract_of(self, plan: StepPlan) -> Contract:
         # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those
@@ -369,19 +332,16 @@ class PolicyGradientStep:
         factors: Sequence[TokenFactors],
         device: torch.device,
     ) -> list[LocalBatch]:
-        cp_rank = parallel_state.get_context_parallel_rank()
-        cp_size = parallel_state.get_context_parallel_world_size()
         local, first = [], 0
         for batch, own in zip(batches, factors, strict=True):
             sliced = slice_batch(
                 batch,
-                response_weights(batch, plan, first, factors=own, settings=self.settings),
-                cp_rank=cp_rank,
-                cp_size=cp_size,
+                token_weights(batch, plan, first, factors=own, settings=self.settings),
+                cp_rank=parallel_state.get_context_parallel_rank(),
+                cp_size=parallel_state.get_context_parallel_world_size(),
                 device=device,
-                auxiliary_weights=auxiliary_weights(batch, plan, first),
-                corrections=own.corrections,
                 sequences=self.settings.terms.reads_sequences,
+                cp_group=_group_of_several(parallel_state.get_context_parallel_group()),
             )
             local.append(sliced)
             first += len(batch.samples)
@@ -433,128 +393,17 @@ class PolicyGradientStep:
         )
 
 
-@contextmanager
-def _lost_peer_named(call: int) -> Iterator[None]:
-    """Give the backend's error about a closed connection or a timeout a name and a way on."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not (isinstance(error, torch.distributed.DistError) or "gloo" in text):
-            raise
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        raise LostPeerError(
-            f"rank {rank} of {size} lost another rank in its step {call}, which therefore cannot finish; the optimizer has not moved. "
-            "Another rank was killed, failed with an error of its own, or hangs: see the end of its log. Resume from the last "
-            f"checkpoint; --distributed-timeout-minutes sets how long a silent rank is waited for. ({_first_line(text)})"
-        ) from error
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0][:300]
-
-
-def _source_of(data_iterator: object) -> Iterator:
-    source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-    if source is None:
-        raise ContractError(
-            "this rank has no data iterator, so it cannot know the step; every rank needs one: set is_distributed = True on "
-            "the dataset provider"
-        )
-    return source
-
-
-def _take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
-    batches = []
-    for _ in range(num_microbatches):
-        batch = next(source, None)
-        if batch is None:
-            raise ContractError(
-                f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step, so it cannot be run; lower "
-                "--train-iters, or fill up with empty micro-batches"
-            )
-        if not isinstance(batch, PackedBatch):
-            raise ContractError(
-                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.batch.pack"
-            )
-        batches.append(batch)
-    return batches
-
-
-def _check_batches(
-    batches: Sequence[PackedBatch], model: nn.Module, arguments: dict, vocab_size: int | None = None
-) -> None:
-    """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
-    vocabulary = vocab_size or get_attr_wrapped_model(model, "vocab_size")
-    learned = get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute"
-    positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
-    cp_size = parallel_state.get_context_parallel_world_size()
-    static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
-    shape = (arguments["micro_batch_size"], arguments["seq_length"])
-    for k, batch in enumerate(batches):
-        zigzag_index(batch.documents, cp_rank=0, cp_size=cp_size)  # raises when the documents do not divide
-        if int(batch.tokens.max()) >= vocabulary:
-            raise ContractError(
-                f"micro-batch {k} holds token id {int(batch.tokens.max())}, the vocabulary has {vocabulary}, so a token would have no "
-                "logit. Check the tokenizer."
-            )
-        if int(batch.position_ids.max()) >= positions:
-            raise ContractError(
-                f"micro-batch {k} holds a document of {int(batch.position_ids.max()) + 1} positions, the model has {positions}, so a "
-                "position would have no embedding; raise --max-position-embeddings or drop the sample"
-            )
-        if static and tuple(batch.tokens.shape) != shape:
-            raise ContractError(
-                f"micro-batch {k} has shape {tuple(batch.tokens.shape)}, pipeline parallelism sends {shape} (--micro-batch-size, "
-                "--seq-length), so the stages would not fit; pack with max_seq_len and rows of that size"
-            )
-
-
-def _agree(batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPlanError | None) -> None:
-    """Stop every rank when one could not plan, or when model-parallel peers hold different micro-batches (rule P9)."""
-    if torch.distributed.get_world_size() == parallel_state.get_data_parallel_world_size():
-        if failure is not None:  # every rank has it
-            raise failure
-        return
-    digest = 0.0 if plan is None else _digest(batches, plan)
-    mine = [float(parallel_state.get_data_parallel_rank()), digest, float(failure is not None)]
-    ranks = all_gather_rows(torch.tensor(mine, dtype=torch.float64)).tolist()
-    if failed := [rank for rank, (_, _, has_failed) in enumerate(ranks) if has_failed]:
-        raise StepPlanError(broadcast_text(str(failure or ""), failed[0])) from failure
-    seen: dict[float, tuple[int, float]] = {}
-    for rank, (dp_rank, value, _) in enumerate(ranks):
-        first, expected = seen.setdefault(dp_rank, (rank, value))
-        if value != expected:
-            raise ContractError(
-                f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and must be given "
-                "the same micro-batches"
-            )
-
-
-def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
-    """48 bits of everything that the loss reads, exact in float64."""
-    content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
-    for batch in batches:
-        content.update(repr((batch.qkv_format, batch.documents)).encode())
-        for values in (
-            batch.tokens,
-            *(batch.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),
-            *(batch.optional_values(name) for name in ("ref_logprobs", "rollout_logprobs")),
-        ):
-            content.update(b"" if values is None else values.numpy().tobytes())
-    return float(int.from_bytes(content.digest(), "big"))
-
-
 def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
-    if local.boundaries is None:
+    boundaries = local.inputs.boundaries
+    if boundaries is None:
         return None
-    longest = max(local.whole.documents)
+    longest = max(local.whole.padded_lengths)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=local.boundaries,
-        cu_seqlens_kv=local.boundaries,
-        cu_seqlens_q_padded=local.boundaries,
-        cu_seqlens_kv_padded=local.boundaries,
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

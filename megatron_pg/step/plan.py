@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.args import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.reducers import StepCounts, reducer_of
+from megatron_pg.rollouts.fields import Id
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
-from megatron_pg.reducers import REDUCERS, StepCounts
-from megatron_pg.rollouts.sample import Id
+from megatron_pg.step.errors import StepPlanError
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
 _INT32_MAX = 2**31 - 1
-
-
-class StepPlanError(ValueError):
-    """The step cannot be planned; the same message is raised on every data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,8 +107,8 @@ def _local_table(
     _check_aggregation(aggregation, divisor)
     counts = _counts(tokens_per_sample)
     size = len(counts)
-    if aggregation == "prompt_mean":
-        _check_prompt_ids(prompt_ids, size)
+    if needs_prompt_ids(aggregation):
+        _check_prompt_ids(aggregation, prompt_ids, size)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
@@ -214,7 +211,7 @@ def local_table_of(
 ) -> LocalTable:
     """The table of this rank's `Sample`s, in order; `kept_per_sample`: trained tokens that no correction rejects."""
     prompt_ids = _all_or_none("prompt_id", samples)
-    if aggregation == "prompt_mean" and prompt_ids is None:
+    if needs_prompt_ids(aggregation) and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     return _local_table(
         [sample.num_trained for sample in samples],
@@ -243,12 +240,18 @@ def _check_aggregation(aggregation: str, divisor: float | None) -> None:
         raise ValueError(
             f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
         )
-    if aggregation == "constant" and not (divisor is not None and 0 < divisor < float("inf")):
+    takes_divisor = AGGREGATIONS[aggregation].takes_divisor
+    if takes_divisor and not (divisor is not None and 0 < divisor < float("inf")):
         raise ValueError(
-            f"divisor={divisor} of constant must be finite and > 0. Set it to a length, for instance 4096."
+            f"divisor={divisor} of {aggregation} must be finite and > 0. Set it to a length, for instance 4096."
         )
-    if aggregation != "constant" and divisor is not None:
+    if not takes_divisor and divisor is not None:
         raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
+
+
+def needs_prompt_ids(aggregation: str) -> bool:
+    """Whether its denominators count prompt groups."""
+    return AGGREGATIONS[aggregation].unit == "prompt"
 
 
 def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
@@ -268,11 +271,11 @@ def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
     return counts.to(torch.int64).cpu()
 
 
-def _check_prompt_ids(prompt_ids: Sequence[Id] | None, size: int) -> None:
+def _check_prompt_ids(aggregation: str, prompt_ids: Sequence[Id] | None, size: int) -> None:
     missing = range(size) if prompt_ids is None else (i for i, value in enumerate(prompt_ids) if value is None)
     first = next(iter(missing), None)
     if first is not None:
-        raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {first} has none")
+        raise ValueError(f"{aggregation} needs prompt_ids for every sample; sample {first} has none")
 
 
 def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
@@ -393,10 +396,12 @@ def _totals(keys: Tensor, tokens: Tensor, live_only: bool) -> tuple[int, Tensor]
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
     """One per sample; infinite for a unit that is not counted although it has trained tokens."""
-    denominators = REDUCERS[aggregation](counts)
-    if not counts.live_only or aggregation == "token_mean":
+    denominators = reducer_of(aggregation)(counts)
+    tokens = {"rollout": counts.tokens_per_rollout, "prompt": counts.tokens_per_prompt}.get(
+        AGGREGATIONS[aggregation].unit
+    )
+    if not counts.live_only or tokens is None:
         return denominators
-    tokens = counts.tokens_per_prompt if aggregation == "prompt_mean" else counts.tokens_per_rollout
     return torch.where(tokens > 0, denominators, torch.inf)
 
 

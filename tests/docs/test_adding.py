@@ -10,14 +10,14 @@ import pytest
 import simulation
 import torch
 from compare import gradient_error
-from simulation import Layout
 from samples import random_step
+from simulation import Layout
 
-from megatron_pg.flags import loss_terms as objective_flags
 from megatron_pg.args import add_arguments, validate_args
+from megatron_pg.flags import loss_terms as objective_flags
 from megatron_pg.flags.banner import banner
 from megatron_pg.kernels import LossTerms
-from megatron_pg.step.loss import LossSettings
+from megatron_pg.step.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 

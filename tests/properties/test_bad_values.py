@@ -13,8 +13,8 @@ import simulation
 import torch
 from cases import CONTRACTS, VOCABULARY, Case, random_case
 from compare import gradient_error, same_bits, scalar_error
-from simulation import EPS_HIGH, EPS_LOW, Layout, Outcome, Step
 from samples import make_sample
+from simulation import EPS_HIGH, EPS_LOW, Layout, Outcome, Step
 from torch import Tensor
 
 from megatron_pg import StepPlanError

@@ -9,11 +9,11 @@ import simulation
 import torch
 from cases import BOUNDS, CONTRACTS, VOCABULARY, Case, is_well_conditioned, poisoned_logits
 from document_streams import Taken, take_all
-from simulation import Layout, Step
 from samples import divisor_of, random_step
+from simulation import Layout, Step
 
-from megatron_pg.step.documents import Packing, StepRule
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.documents import Packing, StepRule
 
 LAYOUTS = [
     Layout(data=2),

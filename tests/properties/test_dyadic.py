@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.cp_utils import padded_length, zigzag_index
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.reducers import reducer_of
 from megatron_pg.step.plan import _count_units
-from megatron_pg.reducers import REDUCERS
 
 DIVISOR = 64.0
 TRAINED = 256  # tokens of the step
@@ -83,7 +84,7 @@ def partitioned_sum(step: DyadicStep, mode: str, rng: random.Random) -> Tensor:
     exchanged = step.table[order][:, [0, 1, 2, 0]]  # every trained token is kept
     for first, last in zip([0, *bounds], [*bounds, len(order)], strict=True):
         counts = _count_units(exchanged, slice(first, last), with_prompts=True, divisor=DIVISOR)
-        weights = (1.0 / REDUCERS[mode](counts)).float()
+        weights = (1.0 / reducer_of(mode)(counts)).float()
         mine = list(zip(order[first:last], weights, strict=True))
         cells = [mine[k::microbatches] for k in range(microbatches)]
         pieces += [piece for cell in cells for piece in shard_sums(step, cell, cp_size)]
@@ -105,7 +106,7 @@ def shard_sums(step: DyadicStep, cell: Sequence[tuple[int, Tensor]], cp_size: in
 
 
 @pytest.mark.proof("dyadic partitions, bit-equal in float32")
-@pytest.mark.parametrize("mode", sorted(REDUCERS))
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 def test_every_partition_of_a_dyadic_step_has_the_same_bits(mode, full, evidence):
     rng = random.Random(mode)
     for _ in range(100 if full else 10):
@@ -125,7 +126,7 @@ def test_gaussian_losses_do_not_stay_bit_equal():
     assert len(sums) > 3
 
 
-@pytest.mark.parametrize("mode", sorted(REDUCERS))
+@pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
 def test_the_sum_of_a_dyadic_step_is_not_zero_and_differs_between_steps(mode):
     rng = random.Random(1)
     assert len({dyadic_step(rng).exact(mode) for _ in range(5)} - {0.0}) == 5

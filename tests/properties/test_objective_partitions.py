@@ -19,9 +19,9 @@ from compare import gradient_error
 from simulation import Layout
 
 from megatron_pg import lm_head
-from megatron_pg.step.loss import microbatch_head_loss
-from megatron_pg.objectives import OBJECTIVES
+from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.lm_head.output_layer import HeadCall
+from megatron_pg.step.loss import microbatch_head_loss
 
 LAYOUTS = [
     Layout(),
@@ -60,33 +60,33 @@ def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, fu
     evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count))
 
 
-def fused(upstreams: dict[int, float], rows, local, loss, tp_group, *, cp_group=None):
+def fused(grad_scales: dict[int, float], rows, local, loss, tp_group):
     """The loss by the fused head, whose hidden states are the logits: its weight is the identity, and padding columns."""
     columns = rows.shape[1]
     padding = 4 if tp_group is None else 0
     weight = torch.nn.Parameter(torch.cat([torch.eye(columns), torch.full((padding, columns), 3.0)]).to(rows.dtype))
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
     mode = "recompute" if loss.terms.reads_sequences or len(local.trained) % 2 else "forward"
-    loss = dataclasses.replace(loss, fused_head=mode, vocab_size=columns if padding else None)
+    loss = dataclasses.replace(loss, head_mode=mode, vocab_size=columns if padding else None)
     call = HeadCall(rows, weight, tp_group, sequence_parallel=False)
-    return microbatch_head_loss(call, local, loss, cp_group=cp_group, upstream=upstreams[threading.get_ident()])
+    return microbatch_head_loss(call, local, loss, grad_scale=grad_scales[threading.get_ident()])
 
 
 @pytest.mark.proof("Fused head: every objective and term over layouts, float64: within 1e-12 of the oracle")
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evidence, monkeypatch):
-    upstreams, schedule = {}, simulation._schedule
+    grad_scales, schedule = {}, simulation._schedule
 
-    def schedule_with_upstream(locals_, leaves, contract, *rest):
-        upstreams[threading.get_ident()] = contract.upstream
+    def schedule_with_grad_scale(locals_, leaves, contract, *rest):
+        grad_scales[threading.get_ident()] = contract.grad_scale
         return schedule(locals_, leaves, contract, *rest)
 
-    monkeypatch.setattr(simulation, "_schedule", schedule_with_upstream)
-    monkeypatch.setattr(simulation, "microbatch_loss", partial(fused, upstreams))
+    monkeypatch.setattr(simulation, "_schedule", schedule_with_grad_scale)
+    monkeypatch.setattr(simulation, "microbatch_loss", partial(fused, grad_scales))
     # a rank's hidden states are its own columns of the logits: there is nothing to add over the ranks
     monkeypatch.setattr(lm_head.loss, "enter", lambda hidden, *_: hidden)
-    monkeypatch.setattr(lm_head.chunking, "chunk_rows", lambda *_: 3)
-    monkeypatch.setattr(lm_head.chunking, "block_rows", lambda *_: 6)
+    monkeypatch.setattr(lm_head.products, "chunk_rows", lambda *_: 3)
+    monkeypatch.setattr(lm_head.products, "block_rows", lambda *_: 6)
     count = 30 if full else 1
     evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
 

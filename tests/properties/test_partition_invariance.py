@@ -16,10 +16,10 @@ from cases import BOUNDS, CONTRACTS, Case, Errors, random_case
 from compare import same_bits, scalar_error
 from hypothesis import HealthCheck, Phase, assume, find, given, settings
 from hypothesis import strategies as st
-from simulation import Layout, Step
 from samples import divisor_of, make_sample
+from simulation import Layout, Step
 
-from megatron_pg.reducers import REDUCERS
+from megatron_pg.declarations.aggregations import AGGREGATIONS
 
 LAYOUTS = [
     Layout(),
@@ -238,8 +238,8 @@ def run_with(case: Case, layout: Layout, rng: random.Random, aggregation: str, d
 
 def test_the_four_modes_differ_from_each_other_on_a_random_step():
     rng, case = random.Random(3), full_step(3)
-    values = {round(run_with(case, Layout(), rng, mode, divisor_of(mode)).reported, 9) for mode in REDUCERS}
-    assert len(values) == len(REDUCERS)
+    values = {round(run_with(case, Layout(), rng, mode, divisor_of(mode)).reported, 9) for mode in AGGREGATIONS}
+    assert len(values) == len(AGGREGATIONS)
 
 
 @pytest.mark.parametrize("seed", range(4, 9))

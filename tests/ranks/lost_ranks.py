@@ -27,8 +27,8 @@ from rank_model import WIDTH, Layout
 from torch.distributed import distributed_c10d
 
 from megatron_pg import RolloutWriter
-from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.step.forward_step import PolicyGradientStep
 
 SILENCE = timedelta(seconds=8)  # that a stopped rank is waited for: --distributed-timeout-minutes of a real job
 PATIENCE = timedelta(minutes=15)  # for every other wait, and before the fault: a loaded machine is slow

@@ -12,11 +12,11 @@ import torch
 from rank_model import VOCABULARY, WIDTH
 from samples import make_sample
 
-from megatron_pg.batch.pack import pack
-from megatron_pg.objectives.corrections import Correction
-from megatron_pg.step.loss import LossSettings
+from megatron_pg.batch import pack
 from megatron_pg.objectives import objective_of
+from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.settings import LossSettings
 
 
 def on_rank_1() -> bool:

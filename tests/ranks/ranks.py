@@ -31,13 +31,13 @@ from rank_model import OPTIONS, VOCABULARY, WIDTH, Layout
 from samples import random_step
 from torch.distributed import distributed_c10d
 
-from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
-from megatron_pg.batch.pack import pack
-from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.batch import pack
 from megatron_pg.kernels import LossTerms
-from megatron_pg.step.loss import LossSettings
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
+from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
+from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.settings import LossSettings
 
 DIVISOR = 32.0
 DOCUMENTS_WIDTH = (
@@ -76,9 +76,9 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         per_token=aggregation == "token_mean",
         terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)),
         temperature=1.0,
-        kernel="torch",
+        impl="torch",
         float32_logits="fp32" in options,
-        fused_head="forward" if "fused" in options else "recompute" if "recompute" in options else None,
+        head_mode="forward" if "fused" in options else "recompute" if "recompute" in options else None,
         metrics=Reduction("with_entropy"),
     )
 

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from megatron_pg import ArgumentError, pack
 from megatron_pg.cp_utils import response_index
-from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.kernels import LossTerms
-from megatron_pg.step.loss import LossSettings
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.reducers.custom import load_custom_reducer
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.settings import LossSettings
 
 VOCABULARY, WIDTH, ROWS = 13, 6, 2
 LENGTHS = [1, 7, 2, 9, 5, 3, 8, 1, 6, 4, 6, 2]  # of the responses
@@ -213,7 +213,7 @@ def ours(samples: Sequence[Sample], path: str, *, per_token: bool) -> list[Tenso
         per_token=per_token,
         terms=LossTerms(objective=objective_of("grpo", clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH)),
         temperature=1.0,
-        kernel="torch",
+        impl="torch",
         metrics=Reduction("none"),
     )
     step = PolicyGradientStep(settings)

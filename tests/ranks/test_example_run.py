@@ -81,7 +81,9 @@ def test_tensorboard_holds_the_same_values_under_the_same_names(sampled):
     for name in ("pg_loss", "kl_new_old", "ess", "min_advantage", "num_tokens"):
         shown = [(e.step, e.value) for e in events.Scalars(name)]
         rounding = 1e-7 if name == "pg_loss" else 1e-30  # Megatron writes that one, summed in float32
-        assert shown == [(r["iteration"], pytest.approx(r[name], rel=1e-6, abs=rounding)) for r in steps_of(sampled)], name
+        assert shown == [(r["iteration"], pytest.approx(r[name], rel=1e-6, abs=rounding)) for r in steps_of(sampled)], (
+            name
+        )
     assert min(e.value for e in events.Scalars("pg_loss")) < 0
 
 

@@ -22,7 +22,8 @@ from rank_cases import (
     reference_of,
 )
 
-from megatron_pg.args import MEGATRON_ARGUMENTS, add_arguments
+from megatron_pg.args import add_arguments
+from megatron_pg.flags.megatron import RULE_ARGUMENTS
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def test_an_argument_that_differs_between_ranks_stops_every_rank_at_startup(faul
 
 def test_every_argument_that_a_rule_reads_is_compared_between_the_ranks():
     own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
-    assert set(STARTUP) == {*own, *MEGATRON_ARGUMENTS}
+    assert set(STARTUP) == {*own, *RULE_ARGUMENTS}
 
 
 def test_one_ranks_own_mistake_stops_every_rank_at_startup(faulty):

@@ -10,16 +10,16 @@ import oracle
 import simulation
 import torch
 from compare import gradient_error, metrics_error, scalar_error
-from simulation import EPS_HIGH, EPS_LOW, Layout, Outcome, Step
 from samples import divisor_of, random_step
+from simulation import EPS_HIGH, EPS_LOW, Layout, Outcome, Step
 from torch import Tensor
 
-from megatron_pg.reducers import REDUCERS
+from megatron_pg.declarations.aggregations import AGGREGATIONS as DECLARED
 from megatron_pg.rollouts.sample import Sample
 
 VOCABULARY = 12
 CUSTOM = "root_length"  # the aggregation of the cases that use the custom reducer below
-AGGREGATIONS = (*sorted(REDUCERS), CUSTOM)
+AGGREGATIONS = (*sorted(DECLARED), CUSTOM)
 CONTRACTS = [(aggregation, per_token) for aggregation in AGGREGATIONS for per_token in (False, True)]
 BAD = (math.nan, math.inf, -math.inf, 1e30)
 

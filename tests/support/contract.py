@@ -22,7 +22,7 @@ import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
-from megatron_pg.step.loss import Contract
+from megatron_pg.step.contract import Contract
 
 SIZE = 3  # parameters of the toy model: the loss of a micro-batch is linear in them
 

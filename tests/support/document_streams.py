@@ -8,6 +8,8 @@ import threads
 import torch
 from samples import make_sample
 
+from megatron_pg.batch import PackedBatch
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.documents import (
     DocumentAccumulator,
     EndOfDocuments,
@@ -16,8 +18,6 @@ from megatron_pg.step.documents import (
     StepDocuments,
     StepRule,
 )
-from megatron_pg.batch.pack import PackedBatch
-from megatron_pg.rollouts.sample import Sample
 
 Stream = list[list[Sample]]  # groups
 

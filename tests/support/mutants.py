@@ -12,16 +12,16 @@ import simulation
 import torch
 from simulation import Layout
 
-import megatron_pg.kernels
+import megatron_pg.kernels.api
 import megatron_pg.kernels.logprobs
 import megatron_pg.step.plan
-from megatron_pg.step import loss as loss_module
+from megatron_pg.batch import TokenFields
+from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
-from megatron_pg.step.loss import Contract
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives.grpo import clipped_surrogate
-from megatron_pg.objectives.tokens import ratio
-from megatron_pg.batch.sequences import Sequences
+from megatron_pg.objectives.tokens import Parameters, ratio
+from megatron_pg.step.contract import Contract
 
 LAYOUT = Layout(data=2, context=2, tensor=2, microbatches=2)
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
@@ -35,23 +35,25 @@ def mutant(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None
 @contextlib.contextmanager
 def weights_by(rule: Callable) -> Iterator[None]:
     """Replace the weight of every response token: rule(batch, plan, original weights)."""
-    original = simulation.response_weights
+    original = simulation.token_weights
 
     def mutated(batch, plan, first, **rest):
-        return rule(batch, plan, original(batch, plan, first, **rest))
+        found = original(batch, plan, first, **rest)
+        return found | {"weights": rule(batch, plan, found["weights"])}
 
-    with mock.patch.object(simulation, "response_weights", mutated):
+    with mock.patch.object(simulation, "token_weights", mutated):
         yield
 
 
 @contextlib.contextmanager
 def slices_by(rule: Callable) -> Iterator[None]:
-    """Replace this rank's slice: rule(whole batch, local batch, cp_rank, cp_size) -> changed fields."""
+    """Replace this rank's slice: rule(whole batch, local batch, cp_rank, cp_size) -> changed token fields."""
     original = simulation.slice_batch
 
     def mutated(batch, weights, *, cp_rank, cp_size, **rest):
         local = original(batch, weights, cp_rank=cp_rank, cp_size=cp_size, **rest)
-        return dataclasses.replace(local, **rule(batch, local, cp_rank, cp_size))
+        changed = dataclasses.replace(local.fields, **rule(batch, local, cp_rank, cp_size))
+        return dataclasses.replace(local, fields=changed)
 
     with mock.patch.object(simulation, "slice_batch", mutated):
         yield
@@ -59,7 +61,7 @@ def slices_by(rule: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reference_by(rule: Callable) -> Iterator[None]:
-    with mock.patch.object(megatron_pg.kernels, "reference_loss", rule):
+    with mock.patch.object(megatron_pg.kernels.api, "reference_loss", rule):
         yield
 
 
@@ -100,7 +102,13 @@ def a_sample_without_trained_tokens_counts_as_one_token():
 
 @mutant
 def every_context_rank_returns_the_count_of_the_whole_sample():
-    with slices_by(lambda batch, local, rank, size: {"num_trained": int(batch.loss_mask.sum())}):
+    original = simulation.slice_batch
+
+    def mutated(batch, *rest, **options):
+        local = original(batch, *rest, **options)
+        return dataclasses.replace(local, trained=torch.zeros(int(batch.loss_mask.sum()), dtype=torch.int64))
+
+    with mock.patch.object(simulation, "slice_batch", mutated):
         yield
 
 
@@ -127,9 +135,9 @@ def loss_multiplied_by_the_context_size_that_megatron_multiplies_by():
 def sample_mean_divides_by_the_shards_own_tokens():
     def rule(batch, local, rank, size):
         rows = batch.sample_index[:, local.row_index].t().reshape(-1)
-        weights = local.weights.clone()
+        weights = local.fields.weights.clone()
         for i in range(len(batch.samples)):
-            mine = (rows == i) & local.mask
+            mine = (rows == i) & local.fields.mask
             weights[mine] = weights[mine] * batch.samples[i].num_trained / max(int(mine.sum()), 1)
         return {"weights": weights}
 
@@ -177,7 +185,7 @@ def constant_divides_by_the_padded_width():
 @mutant
 def next_token_shift_after_the_context_slice():
     def rule(batch, local, rank, size):
-        return {"targets": local.tokens.roll(-1, dims=1).t().reshape(-1)}
+        return {"targets": local.inputs.tokens.roll(-1, dims=1).t().reshape(-1)}
 
     with slices_by(rule):
         yield
@@ -198,7 +206,7 @@ def old_logprobs_sliced_contiguously():
 @mutant
 def advantages_of_the_neighbour():
     def rule(batch, local, rank, size):
-        return {"advantages": local.advantages.roll(1)}
+        return {"advantages": local.fields.advantages.roll(1)}
 
     with slices_by(rule):
         yield
@@ -216,20 +224,18 @@ def each_tensor_rank_uses_its_own_maximum():
         yield
 
 
-def reference(logits, targets, loss, *, temperature, tp_group, vocab_size, safe: bool):
+def reference(logits, loss, vocabulary, *, safe: bool):
     """The eager loss with its mask applied by multiplication, before (safe) or after the exp."""
-    keep = loss.mask.to(logits.dtype)
-    logprobs, entropy = megatron_pg.kernels.logprobs.logprobs_and_entropy(
-        logits * keep[:, None] if safe else logits,
-        torch.where(loss.mask, targets, 0),
-        temperature=temperature,
-        tp_group=tp_group,
+    fields = loss.fields
+    keep = fields.mask.to(logits.dtype)
+    logprobs, entropy = megatron_pg.kernels.logprobs.logprobs_of(
+        logits * keep[:, None] if safe else logits, torch.where(fields.mask, fields.targets, 0), vocabulary
     )
-    ratios, advantages = logprobs - loss.old_logprobs, loss.advantages
+    ratios, advantages = logprobs - fields.old_logprobs, fields.advantages
     ratios, advantages = (ratios * keep, advantages * keep) if safe else (ratios, advantages)
     losses = clipped_surrogate(ratio(ratios), advantages, loss.terms.objective.parameters)
-    losses = losses * keep if safe else torch.where(loss.mask, losses, 0)
-    total = (losses * loss.weights).sum()
+    losses = losses * keep if safe else torch.where(fields.mask, losses, 0)
+    total = (losses * fields.weights).sum()
     return PolicyGradientLoss(total, losses.detach(), logprobs.detach(), ratios.detach(), entropy.detach())
 
 
@@ -260,10 +266,14 @@ def objective_by(rule: Callable) -> Iterator[None]:
         yield
 
 
+def changed(parameters: Parameters, **numbers: float) -> Parameters:
+    return Parameters(**(vars(parameters) | numbers))
+
+
 @mutant
 def clip_bounds_swapped():
     def rule(tokens, p):
-        return tokens, dataclasses.replace(p, clip_eps_low=p.clip_eps_high, clip_eps_high=p.clip_eps_low)
+        return tokens, changed(p, clip_eps_low=p.clip_eps_high, clip_eps_high=p.clip_eps_low)
 
     with objective_by(rule):
         yield
@@ -327,7 +337,7 @@ def temperature_forgotten_in_the_gradient():
 
     def mutated(ctx, *grads):
         grad, *rest = original(ctx, *grads)
-        return (grad * ctx.temperature, *rest)
+        return (grad * ctx.vocabulary.temperature, *rest)
 
     with mock.patch.object(megatron_pg.kernels.logprobs._LogprobsAndEntropy, "backward", staticmethod(mutated)):
         yield
@@ -377,7 +387,8 @@ def gradient_through_the_sum_over_context_ranks():
 
     def mutated(self, logprobs, select):
         tokens, kept = original(self, logprobs, select)
-        group = None if self.sequences is None else self.sequences.group
+        sequences = self.fields.sequences
+        group = None if sequences is None else sequences.group
         if group is None or tokens.sequence_log_ratios is None:
             return tokens, kept
         ratios = tokens.sequence_log_ratios
@@ -396,14 +407,14 @@ def advantages_averaged_over_the_sequence():
 
 @objective_mutant("cispo")
 def cap_taken_for_a_distance_from_one():
-    with objective_by(lambda tokens, p: (tokens, dataclasses.replace(p, cispo_cap=1 + p.cispo_cap))):
+    with objective_by(lambda tokens, p: (tokens, changed(p, cispo_cap=1 + p.cispo_cap))):
         yield
 
 
 @objective_mutant("sapo")
 def temperatures_of_sapo_swapped():
     def rule(tokens, p):
-        return tokens, dataclasses.replace(p, sapo_tau_pos=p.sapo_tau_neg, sapo_tau_neg=p.sapo_tau_pos)
+        return tokens, changed(p, sapo_tau_pos=p.sapo_tau_neg, sapo_tau_neg=p.sapo_tau_pos)
 
     with objective_by(rule):
         yield
@@ -411,30 +422,28 @@ def temperatures_of_sapo_swapped():
 
 @objective_mutant("grpo")
 def kl_and_entropy_with_the_weights_of_the_policy_term():
-    with mock.patch.object(simulation, "auxiliary_weights", return_value=None):
+    original = simulation.token_weights
+    without = {"auxiliary_weights": None}
+    with mock.patch.object(simulation, "token_weights", lambda *a, **rest: original(*a, **rest) | without):
         yield
 
 
 @objective_mutant("reinforce")
 def correction_multiplies_the_kl_term_too():
-    original = loss_module.policy_loss_of
+    original = TokenFields.term_weights.fget
 
-    def mutated(local, settings, cp_group=None):
-        made = original(local, settings, cp_group)
-        if local.corrections is None:
-            return made
-        return dataclasses.replace(made, auxiliary_weights=made.auxiliary_weights * local.corrections)
+    def mutated(self):
+        return original(self) if self.corrections is None else original(self) * self.corrections
 
-    with mock.patch.object(loss_module, "policy_loss_of", mutated):
+    with mock.patch.object(TokenFields, "term_weights", property(mutated)):
         yield
 
 
 @objective_mutant("reinforce")
 def corrections_sliced_contiguously():
     def rule(batch, local, rank, size):
-        if local.corrections is None:
-            return {}
-        return {"corrections": local.corrections.roll(1)}
+        corrections = local.fields.corrections
+        return {} if corrections is None else {"corrections": corrections.roll(1)}
 
     with slices_by(rule):
         yield

@@ -11,17 +11,18 @@ import objective_oracle as oracle
 import simulation
 import torch
 from compare import gradient_error, scalar_error
-from simulation import Layout, Outcome, Step
 from samples import divisor_of, random_step
+from simulation import Layout, Outcome, Step
 from torch import Tensor
 
-from megatron_pg.objectives.corrections import Correction
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms
-from megatron_pg.step.loss import LossSettings
-from megatron_pg.flags.loss_terms import OBJECTIVES, REJECTS_BY_DATA
 from megatron_pg.objectives import objective_of
-from megatron_pg.reducers import REDUCERS
+from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.settings import LossSettings
 
 # name of a number: (of the oracle's field, its range)
 NUMBERS = {
@@ -43,6 +44,10 @@ BOUNDS = {
     "seq_mask_tis": ((0.7, 0.99), (1.0, 1.4)),
     "opsm": (None, (-0.5, 0.5)),
 }
+
+
+def numbers_of(objective: str) -> list[str]:
+    return [number.name for number in OBJECTIVES[objective].numbers]
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,10 @@ def _with_engines(sample: Sample, rng: random.Random) -> Sample:
 
 
 def _random_settings(rng: random.Random, objective: str) -> oracle.Settings:
-    numbers = {NUMBERS[n][0]: rng.uniform(*NUMBERS[n][1]) for n in OBJECTIVES[objective].numbers}
+    numbers = {NUMBERS[n][0]: rng.uniform(*NUMBERS[n][1]) for n in numbers_of(objective)}
     correction = rng.choice(["none", *BOUNDS])
     low, high = BOUNDS.get(correction, (None, None))
-    aggregation = rng.choice(sorted(REDUCERS))
+    aggregation = rng.choice(sorted(AGGREGATIONS))
     return oracle.Settings(
         objective=objective,
         aggregation=aggregation,
@@ -133,7 +138,7 @@ def _random_settings(rng: random.Random, objective: str) -> oracle.Settings:
         correction=correction,
         correction_low=rng.uniform(*low) if low else None,
         correction_high=rng.uniform(*high) if high else None,
-        denominator=rng.choice(["scheduled", "live", *(["kept"] if correction in REJECTS_BY_DATA else [])]),
+        denominator=rng.choice(["scheduled", "live", *(["kept"] if CORRECTIONS[correction].rejects == "data" else [])]),
         kl_coef=rng.choice([0.0, rng.uniform(0.01, 2.0)]),
         kl_estimator=rng.choice(sorted(oracle.KL_ESTIMATORS)),
         entropy_coef=rng.choice([0.0, rng.uniform(0.01, 2.0)]),
@@ -150,7 +155,7 @@ def _keeps_some(samples: Sequence[Sample], logits: Sequence[Tensor], expected: o
 
 def settings_of(expected: oracle.Settings) -> LossSettings:
     """The package's settings for the oracle's."""
-    numbers = {name: getattr(expected, NUMBERS[name][0]) for name in OBJECTIVES[expected.objective].numbers}
+    numbers = {name: getattr(expected, NUMBERS[name][0]) for name in numbers_of(expected.objective)}
     is_opsm = expected.correction == "opsm"
     terms = LossTerms(
         objective=objective_of(expected.objective, **numbers),

@@ -6,8 +6,10 @@ import random
 import torch
 from torch import Tensor
 
+from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
-from megatron_pg.flags import loss_terms as objective_flags
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
@@ -27,8 +29,15 @@ SIZES = [3, 1, 4]  # tokens of three sequences
 
 def build(name: str, **changes: float):
     """The objective with the numbers that it reads."""
-    numbers = {n: v for n, v in (NUMBERS | changes).items() if n in objective_flags.OBJECTIVES[name].numbers}
-    return objective_of(name, **numbers)
+    reads = {number.name for number in OBJECTIVES[name].numbers}
+    return objective_of(name, **{n: v for n, v in (NUMBERS | changes).items() if n in reads})
+
+
+ESTIMATORS = {name: declared.load() for name, declared in KL_ESTIMATORS.items()}
+
+
+def with_fields(loss: PolicyLoss, **changes) -> PolicyLoss:
+    return PolicyLoss(loss.terms, dataclasses.replace(loss.fields, **changes))
 
 
 def sequences_of(sizes, trained=None) -> Sequences:
@@ -48,8 +57,8 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
     normal = lambda: torch.randn(sum(SIZES), dtype=torch.float64, generator=generator)  # noqa: E731
     old = -0.1 - normal().abs()
     logprobs = (old + rng.choice([0.05, 0.5]) * normal()).clamp(max=-0.01)
-    loss = PolicyLoss(
-        terms=LossTerms(objective=build(name), **terms),
+    fields = TokenFields(
+        targets=torch.zeros(sum(SIZES), dtype=torch.int64),
         mask=torch.rand(sum(SIZES), generator=generator) < 0.85,
         old_logprobs=old,
         advantages=normal(),
@@ -57,8 +66,9 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
         ref_logprobs=-normal().abs(),
         rollout_logprobs=old + 0.1 * normal(),
     )
-    trained = [int(part.sum()) for part in loss.mask.split(SIZES)]
-    loss = dataclasses.replace(loss, sequences=sequences_of(SIZES, trained))
+    trained = [int(part.sum()) for part in fields.mask.split(SIZES)]
+    fields = dataclasses.replace(fields, sequences=sequences_of(SIZES, trained))
+    loss = PolicyLoss(LossTerms(objective=build(name), **terms), fields)
     found = loss(logprobs, entropy=0 * logprobs)
     ratios = [found.log_ratios.exp()]
     ratios += [] if found.sequence_log_ratios is None else [found.sequence_log_ratios.exp()]

@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1")
 warnings.filterwarnings("ignore")
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "setup.py").exists())
-sys.path[:0] = [str(path) for path in (ROOT, ROOT / "examples", *sorted((ROOT / "tests").rglob("")))if path.is_dir()]
+sys.path[:0] = [str(path) for path in (ROOT, ROOT / "examples", *sorted((ROOT / "tests").rglob(""))) if path.is_dir()]
 
 import cases
 import numpy as np
@@ -47,12 +47,36 @@ LAYOUTS = [
     Layout(tensor=2, microbatches=2),
     Layout(data=2, context=2, tensor=2, microbatches=2),
 ]
-OBJECTIVES = "grpo dual_clip two_sided gspo gspo_token cispo sapo dppo_tv dppo_kl reinforce reinforce_is".split()
-RANKS = (
-    "dp2-constant dp2-token_mean-overlap tp2s-token_mean-tied pp2v-sample_mean-tied cp2t-prompt_mean cp2t-token_mean-gspo "
-    "tp2s-constant-fused tp2s-token_mean-recompute-tied tp2-constant-fp32-dist-overlap pp2-prompt_mean-fused-tied "
-    "dp2-constant-fused-dist-overlap ep2-token_mean-experts dp2t-token_mean-docs pp2v-constant-docs cp2t-sample_mean-gspo-recompute-docs"
-).split()
+OBJECTIVES = [
+    "grpo",
+    "dual_clip",
+    "two_sided",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "reinforce",
+    "reinforce_is",
+]
+RANKS = [
+    "dp2-constant",
+    "dp2-token_mean-overlap",
+    "tp2s-token_mean-tied",
+    "pp2v-sample_mean-tied",
+    "cp2t-prompt_mean",
+    "cp2t-token_mean-gspo",
+    "tp2s-constant-fused",
+    "tp2s-token_mean-recompute-tied",
+    "tp2-constant-fp32-dist-overlap",
+    "pp2-prompt_mean-fused-tied",
+    "dp2-constant-fused-dist-overlap",
+    "ep2-token_mean-experts",
+    "dp2t-token_mean-docs",
+    "pp2v-constant-docs",
+    "cp2t-sample_mean-gspo-recompute-docs",
+]
 RUNS = {
     "constant": "--loss-aggregation constant --loss-aggregation-divisor 6",
     "token_mean": "--calculate-per-token-loss --pg-metrics with_entropy",
@@ -76,7 +100,11 @@ def _update(content, value: object) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().contiguous()
         content.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        content.update(value.view(torch.uint8).numpy().tobytes() if value.dim() else value.reshape(1).view(torch.uint8).numpy().tobytes())
+        content.update(
+            value.view(torch.uint8).numpy().tobytes()
+            if value.dim()
+            else value.reshape(1).view(torch.uint8).numpy().tobytes()
+        )
     elif isinstance(value, np.ndarray):
         content.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif isinstance(value, dict):
@@ -118,7 +146,9 @@ def interpreted() -> Iterator[tuple[str, str]]:
         case = objective_cases.random_case(rng, objective)
         name = next(f.name for f in dataclasses.fields(case.loss) if f.name in ("kernel", "impl"))
         case = dataclasses.replace(
-            case, logits=[table.float() for table in case.logits], loss=dataclasses.replace(case.loss, **{name: "triton"})
+            case,
+            logits=[table.float() for table in case.logits],
+            loss=dataclasses.replace(case.loss, **{name: "triton"}),
         )
         yield f"{layout} {objective}", outcome(simulation.run_steps([case.step(layout, rng)], layout)[0])
 
@@ -132,7 +162,9 @@ def _fields(rows: int, columns: int, seed: int) -> dict:
         "advantages": torch.randn(rows, dtype=torch.float64),
         "weights": torch.rand(rows, dtype=torch.float64),
     }
-    bad = {name: values if name == "targets" else values.masked_fill(~mask, torch.nan) for name, values in fields.items()}
+    bad = {
+        name: values if name == "targets" else values.masked_fill(~mask, torch.nan) for name, values in fields.items()
+    }
     return bad | {"mask": mask, "clip_eps_low": 0.2, "clip_eps_high": 0.28}
 
 
@@ -164,7 +196,10 @@ def heads() -> Iterator[tuple[str, str]]:
             leaves = hidden.requires_grad_(), weight.requires_grad_()
             found = grpo_head_loss(*leaves, **options, entropy=own, grad_scale=2.0, main_grad=total)
             (2 * found.loss).backward()
-            yield f"{dtype} {impl} {mode} {backward} {own}", bits(found.loss, found.logprobs, found.entropy, hidden.grad, weight.grad, total)
+            yield (
+                f"{dtype} {impl} {mode} {backward} {own}",
+                bits(found.loss, found.logprobs, found.entropy, hidden.grad, weight.grad, total),
+            )
             logits = fp32_logits(*leaves, backward=backward)
             logits.square().mean().backward()
             logprobs = logprobs_and_entropy(*leaves, options["targets"], backward=backward, impl=impl)
@@ -173,12 +208,14 @@ def heads() -> Iterator[tuple[str, str]]:
 
 
 def ranks() -> Iterator[tuple[str, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        with processes.finished([processes.start(2, Path(folder), RANKS)], timeout=900):
-            for case, rank in product(RANKS, range(2)):
-                for path in sorted(Path(folder).glob(f"{case}.*{rank}.npz")):
-                    yield f"{path.name}", bits(dict(np.load(path)))
-                yield f"{case} {rank}", bits(processes.report(Path(folder), case, rank))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with processes.finished([processes.start(2, folder, RANKS)], timeout=900):
+            pass
+        for case, rank in product(RANKS, range(2)):
+            for path in sorted(folder.glob(f"{case}.*{rank}.npz")):
+                yield f"{path.name}", bits(dict(np.load(path)))
+            yield f"{case} {rank}", bits(processes.report(folder, case, rank))
 
 
 def runs() -> Iterator[tuple[str, str]]:
@@ -191,25 +228,38 @@ def runs() -> Iterator[tuple[str, str]]:
             assert done.returncode == 0, (name, (done.stdout + done.stderr)[-3000:])
             for number, line in enumerate((Path(folder) / "metrics.jsonl").read_text().splitlines()):
                 yield f"{name} step {number + 1}", bits(line)
-            yield f"{name} rollouts", bits((Path(folder) / "rollouts.jsonl").read_text())
+            rollouts = Path(folder) / "rollouts.jsonl"
+            yield f"{name} rollouts", bits(rollouts.read_text() if rollouts.exists() else "none")
+
+
+PARTS = (kernels, heads, interpreted, ranks, runs, objectives, layouts)
 
 
 def main() -> None:
-    command, *paths = sys.argv[1:]
+    command, *words = sys.argv[1:]
     if command == "write":
-        torch.set_num_threads(1)
-        parts = (layouts, objectives, interpreted, kernels, heads, ranks, runs)
-        record = {}
-        for part in parts:
-            for name, value in part():
-                record.setdefault(f"{part.__name__}: {name}", []).append(value)
-            print(part.__name__, sum(map(len, record.values())), flush=True)
-        Path(paths[0]).write_text(json.dumps(record, indent=0))
+        write(Path(words[0]), words[1:])
         return
-    before, after = (json.loads(Path(path).read_text()) for path in paths)
+    before, after = (json.loads(Path(path).read_text()) for path in words)
     differing = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    print(f"{sum(map(len, before.values()))} results, {len(differing)} names differ", *sorted(differing)[:40], sep="\n  ")
+    print(
+        f"{sum(map(len, before.values()))} results, {len(differing)} names differ", *sorted(differing)[:40], sep="\n  "
+    )
     sys.exit(bool(differing))
+
+
+def write(path: Path, names: list[str]) -> None:
+    """Add the parts of these names, or all, to the record."""
+    torch.set_num_threads(1)
+    record = json.loads(path.read_text()) if path.exists() else {}
+    for part in PARTS:
+        if names and part.__name__ not in names:
+            continue
+        record = {name: found for name, found in record.items() if not name.startswith(f"{part.__name__}: ")}
+        for name, value in part():
+            record.setdefault(f"{part.__name__}: {name}", []).append(value)
+        path.write_text(json.dumps(record, indent=0))
+        print(part.__name__, sum(map(len, record.values())), flush=True)
 
 
 if __name__ == "__main__":

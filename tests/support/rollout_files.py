@@ -3,7 +3,7 @@
 import json
 import random
 
-from megatron_pg.rollouts.sample import FORMAT
+from megatron_pg.rollouts.lines import FORMAT
 
 HEADER = {"format": FORMAT, "version": 1}
 RECORD = {

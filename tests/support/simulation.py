@@ -18,22 +18,17 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.batch.pack import PackedBatch, pack, slice_batch
-from megatron_pg.objectives.corrections import NONE, Correction
+from megatron_pg.batch import PackedBatch, pack, slice_batch
 from megatron_pg.kernels import LossTerms
-from megatron_pg.step.loss import (
-    Contract,
-    LossSettings,
-    auxiliary_weights,
-    features_of,
-    microbatch_loss,
-    response_weights,
-    token_factors,
-)
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
-from megatron_pg.step.plan import local_table_of, plan_from_table
+from megatron_pg.objectives.corrections import NONE, Correction
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.contract import Contract
+from megatron_pg.step.loss import microbatch_loss
+from megatron_pg.step.plan import local_table_of, plan_from_table
+from megatron_pg.step.settings import LossSettings, features_of
+from megatron_pg.step.weights import token_factors, token_weights
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 
@@ -90,7 +85,7 @@ def settings(
         terms=terms,
         correction=correction,
         temperature=temperature,
-        kernel="torch",
+        impl="torch",
         metrics=Reduction("with_entropy", features_of(terms, correction)),
         **rest,
     )
@@ -162,12 +157,11 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     for batch, own, cell in zip(batches, factors, cells[d], strict=True):
         local = slice_batch(
             batch,
-            response_weights(batch, plan, first, factors=own, settings=loss),
+            token_weights(batch, plan, first, factors=own, settings=loss),
             cp_rank=c,
             cp_size=layout.context,
-            auxiliary_weights=auxiliary_weights(batch, plan, first),
-            corrections=own.corrections,
             sequences=loss.terms.reads_sequences,
+            cp_group=context_group if layout.context > 1 else None,
         )
         first += len(cell)
         locals_.append(local)
@@ -179,9 +173,8 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         context_parallel_size=layout.context,
         count=plan.num_tokens,
     )
-    groups = {"tp_group": tensor_group if layout.tensor > 1 else None}
-    groups["cp_group"] = context_group if layout.context > 1 else None
-    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, groups)
+    group = tensor_group if layout.tensor > 1 else None
+    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, group)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
     return SimpleNamespace(
         rank=rank,
@@ -194,16 +187,16 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     )
 
 
-def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, process_groups):
+def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
     """Megatron's schedule over this rank's micro-batches."""
     outputs, finalized = [], []
 
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
         with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
-            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, **process_groups)
+            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
         outputs.append(output)
-        return output, lambda out: contract.outputs(out.total, local.num_trained, out.policy)
+        return output, lambda out: contract.outputs(out.total, len(local.trained), out.policy)
 
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token

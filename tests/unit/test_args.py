@@ -28,24 +28,22 @@ from namespaces import (
     said,
 )
 
-import megatron_pg.args
-import megatron_pg.flags.head
-import megatron_pg.flags.loss_terms
+import megatron_pg
 from megatron_pg.args import (
-    MEGATRON_ARGUMENTS,
     ArgumentError,
     ArgumentNotice,
     ArgumentWarning,
     add_arguments,
     validate_args,
 )
+from megatron_pg.flags.megatron import RULE_ARGUMENTS
 
 pytestmark = pytest.mark.usefixtures("rank_zero")
 
 
 def test_every_rule_has_a_broken_example_and_a_near_miss():
     """In a table of tests/unit/flags."""
-    package, tables = Path(megatron_pg.args.__file__).parent, Path(__file__).parent / "flags"
+    package, tables = Path(megatron_pg.__file__).parent, Path(__file__).parent / "flags"
     sources = [package / "args.py", *(package / "flags").glob("*.py")]
     rules = {rule for source in sources for rule in re.findall(r'"(E\d+)"', source.read_text(encoding="utf-8"))}
     broken, near = set(), set()
@@ -57,7 +55,7 @@ def test_every_rule_has_a_broken_example_and_a_near_miss():
 
 
 def test_the_helper_has_every_attribute_that_the_rules_read():
-    assert set(MEGATRON_ARGUMENTS) <= vars(arguments()).keys()
+    assert set(RULE_ARGUMENTS) <= vars(arguments()).keys()
 
 
 # Every combination of mode, per-token flag, divisor (16.0) and reducer: the rules that refuse it, or what it becomes.

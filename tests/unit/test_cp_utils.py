@@ -7,7 +7,7 @@ import torch
 from samples import make_sample
 
 from megatron_pg import cp_utils
-from megatron_pg.batch.pack import pack, slice_batch
+from megatron_pg.batch import pack, slice_batch
 from megatron_pg.cp_utils import (
     all_gather_with_cp,
     get_logits_and_tokens_offset_with_cp,
@@ -115,10 +115,10 @@ def test_labels_are_the_next_token_of_the_same_document_on_whichever_rank_that_i
         batch = pack(samples, qkv_format="thd", cp_size=cp_size)
         ends = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)])
         for rank in range(cp_size):
-            local = slice_batch(batch, batch.loss_mask.double(), cp_rank=rank, cp_size=cp_size)
-            has_next = (local.tokens > 0) & ~torch.isin(local.tokens, ends)
-            assert torch.equal(local.labels, torch.where(has_next, local.tokens + 1, 0))
-            assert torch.equal(local.loss_mask.bool(), has_next)
+            local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=rank, cp_size=cp_size)
+            has_next = (local.inputs.tokens > 0) & ~torch.isin(local.inputs.tokens, ends)
+            assert torch.equal(local.inputs.labels, torch.where(has_next, local.inputs.tokens + 1, 0))
+            assert torch.equal(local.inputs.loss_mask.bool(), has_next)
     evidence(cases=count)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from samples import make_sample, random_step
 
-from megatron_pg.batch.pack import check_boundaries, cut_steps, pack, slice_batch
+from megatron_pg.batch import check_boundaries, cut_steps, pack, slice_batch
 
 
 def coded(rng, **rest):
@@ -24,21 +24,21 @@ def test_every_field_belongs_to_the_logits_that_predict_its_token(qkv_format, cp
     weights = batch.response_values("loss_mask").double() * 0.25
     seen = {i: {} for i in range(len(samples))}
     for rank in range(cp_size):
-        local = slice_batch(batch, weights, cp_rank=rank, cp_size=cp_size)
-        for flat in range(len(local.mask)):
-            column, row = divmod(flat, len(local.tokens))
+        local = slice_batch(batch, {"weights": weights}, cp_rank=rank, cp_size=cp_size)
+        for flat in range(len(local.fields.mask)):
+            column, row = divmod(flat, len(local.inputs.tokens))
             position = int(local.row_index[column])
             index = int(batch.sample_index[row, position])
-            if not local.mask[flat]:
-                assert local.weights[flat] == 0
+            if not local.fields.mask[flat]:
+                assert local.fields.weights[flat] == 0
                 continue
             sample, at = samples[index], int(batch.position_ids[row, position])
             k = at + 1 - (len(sample.tokens) - sample.response_length)
-            assert local.targets[flat] == sample.tokens[at + 1]
-            assert local.old_logprobs[flat] == -1.0 - k
-            assert local.advantages[flat] == sample.advantages[k]
-            assert local.weights[flat] == 0.25
-            assert local.document_weights[flat] == 1 / sample.num_trained
+            assert local.fields.targets[flat] == sample.tokens[at + 1]
+            assert local.fields.old_logprobs[flat] == -1.0 - k
+            assert local.fields.advantages[flat] == sample.advantages[k]
+            assert local.fields.weights[flat] == 0.25
+            assert local.fields.sample_weights[flat] == 1 / sample.num_trained
             assert f"response token {k}" in local.locate(flat)
             assert k not in seen[index]
             seen[index][k] = rank
@@ -59,23 +59,23 @@ def test_a_packed_row_has_chunks_of_equal_length_and_the_asked_multiple(cp_size,
     samples = random_step(random.Random(9))
     batch = pack(samples, qkv_format="thd", cp_size=cp_size, multiple_of=multiple_of)
     assert batch.num_positions % multiple_of == 0
-    assert cp_size == 1 or all(length % (2 * cp_size) == 0 for length in batch.documents)
-    assert len(batch.documents) == len(samples)  # padding is no document
+    assert cp_size == 1 or all(length % (2 * cp_size) == 0 for length in batch.padded_lengths)
+    assert len(batch.padded_lengths) == len(samples)  # padding is no document
 
 
 def test_a_packed_row_can_have_the_exact_width_that_pipeline_stages_exchange():
     samples = [make_sample(prompt_length=2, mask=[1, 1, 1], rng=random.Random(i)) for i in range(3)]
     batch = pack(samples, qkv_format="thd", cp_size=2, max_seq_len=64)
     assert batch.tokens.shape == (1, 64)
-    assert batch.documents == (8, 8, 48)
+    assert batch.padded_lengths == (8, 8, 48)
 
 
 @pytest.mark.parametrize("layout", [{"qkv_format": "thd"}, {"qkv_format": "bshd", "max_seq_len": 8, "rows": 2}])
 def test_an_empty_microbatch_still_has_positions(layout):
-    local = slice_batch(pack([], cp_size=2, **layout), torch.zeros(0), cp_rank=1, cp_size=2)
+    local = slice_batch(pack([], cp_size=2, **layout), {"weights": torch.zeros(0)}, cp_rank=1, cp_size=2)
     assert local.num_positions > 0
-    assert not local.mask.any()
-    assert local.num_trained == 0
+    assert not local.fields.mask.any()
+    assert len(local.trained) == 0
 
 
 def test_bshd_fills_up_with_empty_rows():

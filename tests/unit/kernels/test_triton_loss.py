@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import one_launch
 import pytest
-import samples
 import simulation
 import torch
+from samples import make_sample
 
-from megatron_pg.batch.pack import pack, slice_batch
-from megatron_pg.kernels import grpo_loss
+from megatron_pg.batch import pack, slice_batch
+from megatron_pg.kernels import Vocabulary, grpo_loss
 from megatron_pg.step.loss import microbatch_loss
 
 CUDA = torch.cuda.is_available()
@@ -501,9 +501,9 @@ def test_whoever_saved_overwritten_logits_gets_an_error():
 
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_leaf):
-    batch = pack([samples.make_sample(prompt_length=2, mask=[1, 0, 1], rng=random.Random(0))], qkv_format="thd")
-    local = slice_batch(batch, batch.loss_mask.double(), cp_rank=0, cp_size=1, device=DEVICE)
-    settings = replace(simulation.settings("sample_mean", per_token=False), kernel="triton")
+    batch = pack([make_sample(prompt_length=2, mask=[1, 0, 1], rng=random.Random(0))], qkv_format="thd")
+    local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1, device=DEVICE)
+    settings = replace(simulation.settings("sample_mean", per_token=False), impl="triton")
     leaf = torch.randn(local.num_positions, 1, 16, device=DEVICE, requires_grad=True)
     logits = leaf if is_leaf else leaf * 1.0
     before = logits.detach().clone()
@@ -546,10 +546,11 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
         fields = make(case)
         pieces = [p.contiguous() for p in fields["logits"].split(columns, dim=1)]
         valid = case.columns - case.padding
-        shards_of = [vocab_parallel.Shard.of_rank(columns, valid, FakeGroup(r, shards)) for r in range(shards)]
+        options = {"temperature": case.temperature, "vocab_size": valid}
+        shards_of = [Vocabulary.of(columns, tp_group=FakeGroup(r, shards), **options) for r in range(shards)]
         shares = torch.stack(
             [
-                vocab_parallel.statistics(piece, fields["targets"], fields["mask"], shard, case.temperature)
+                vocab_parallel.statistics(piece, fields["targets"], fields["mask"], shard)
                 for piece, shard in zip(pieces, shards_of, strict=True)
             ]
         )
@@ -588,7 +589,7 @@ def test_an_entropy_gradient_goes_through_the_same_kernel():
     up_logprobs, up_entropy = torch.randn(4), torch.randn(4)
     x = logits.float().to(DEVICE).requires_grad_()
     logprobs, entropy = logprobs_and_entropy(
-        x, targets.to(DEVICE), mask.to(DEVICE), temperature=0.8, vocab_size=300, inplace=False, tp_group=None
+        x, targets.to(DEVICE), mask.to(DEVICE), Vocabulary.of(300, temperature=0.8), inplace=False
     )
     (logprobs @ up_logprobs.to(DEVICE) + entropy @ up_entropy.to(DEVICE)).backward()
     log_p = log_softmax(logits / 0.8)

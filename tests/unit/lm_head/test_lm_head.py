@@ -11,16 +11,24 @@ import pytest
 import threads
 import torch
 
+from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
-from megatron_pg.flags.loss_terms import OBJECTIVES as OBJECTIVE_FLAGS
-from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
-from megatron_pg.lm_head import chunking, fp32_logits, grpo_head_loss, logprobs_and_entropy, policy_gradient_head_loss
-from megatron_pg.objectives import OBJECTIVES, objective_of
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.lm_head import (
+    Head,
+    fp32_logits,
+    grpo_head_loss,
+    logprobs_and_entropy,
+    policy_gradient_head_loss,
+    products,
+)
+from megatron_pg.objectives import objective_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
-REAL_SIZES = chunking.chunk_rows, chunking.block_rows
+REAL_SIZES = products.chunk_rows, products.block_rows
 
 pytestmark = [  # of Triton's interpreter, which computes in NumPy
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
@@ -177,8 +185,8 @@ def check(case: Case, **options) -> None:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks and blocks in every case."""
-    monkeypatch.setattr(chunking, "chunk_rows", lambda weight, buffers: 4)
-    monkeypatch.setattr(chunking, "block_rows", lambda weight, chunk: 8)
+    monkeypatch.setattr(products, "chunk_rows", lambda weight, buffers: 4)
+    monkeypatch.setattr(products, "block_rows", lambda weight, chunk: 8)
 
 
 @pytest.mark.proof("T6 fused LM head against float64")
@@ -463,29 +471,30 @@ def sequences_of(lengths: list[int], mask: torch.Tensor) -> Sequences:
 def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised):
     """Loss, gradients and per-token values, with and without KL and entropy terms."""
     fields = make(Case())
-    numbers = {n: NUMBERS[n] for n in OBJECTIVE_FLAGS[name].numbers}
+    numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
     if penalised:
         terms = replace(terms, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01)
-    policy_loss = PolicyLoss(
-        terms=terms,
-        **{n: fields[n] for n in ("mask", "old_logprobs", "advantages", "weights")},
+    token_fields = TokenFields(
+        **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
         ref_logprobs=fields["old_logprobs"] + 0.1,
         sequences=sequences_of([5, 7, 9], fields["mask"]),
     )
+    policy_loss, vocabulary = PolicyLoss(terms, token_fields), Vocabulary.of(len(fields["weight"]))
     if mode == "forward" and terms.reads_sequences:
         with pytest.raises(ValueError, match="reads whole sequences"):
-            policy_gradient_head_loss(fields["hidden"], fields["weight"], fields["targets"], policy_loss, impl="torch")
+            policy_gradient_head_loss(fields["hidden"], fields["weight"], policy_loss, vocabulary, Head(impl="torch"))
         return
     found, gradients = [], []
     for head in (True, False):
         hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
         if head:
-            options = {"mode": mode, "grad_scale": 3.0, "entropy": True, "impl": "torch"}
-            out = policy_gradient_head_loss(hidden, weight, fields["targets"], policy_loss, **options)
+            options = {"grad_scale": 3.0, "entropy": True}
+            how = Head(mode=mode, impl="torch")
+            out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, how, **options)
         else:
             kept = torch.where(fields["mask"][:, None], hidden, 0)
-            out = policy_gradient_loss(kept @ weight.t(), fields["targets"], policy_loss, entropy=True, impl="torch")
+            out = policy_gradient_loss(kept @ weight.t(), policy_loss, vocabulary, entropy=True, impl="torch")
         (out.loss * 3).backward()
         found.append(out)
         gradients.append((hidden.grad, weight.grad))

@@ -11,7 +11,7 @@ from samples import make_sample
 from simulation import Layout
 
 import megatron_pg.step.forward_step
-from megatron_pg.args import METRIC_LEVELS as LEVELS
+from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.metrics import Reduction
 
 

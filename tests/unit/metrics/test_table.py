@@ -8,26 +8,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pg.args import METRIC_LEVELS as LEVELS
+from megatron_pg.batch import TokenFields
+from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
+from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
 from megatron_pg.metrics.docs import replace_tables
+from megatron_pg.objectives import objective_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
 PLAN = SimpleNamespace(num_tokens=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None)
 
 
-def tokens(mask, **changes) -> TokenValues:
-    """Token values of one document; every field is 0.5 unless given."""
+def tokens(mask, *, terms: LossTerms = TERMS, **changes) -> TokenValues:
+    """Token values of one sample; every field is 0.5 unless given."""
     size = len(mask)
     trained = torch.tensor(mask, dtype=torch.bool)
-    fields = {
-        name: torch.full((size,), 0.5, dtype=torch.float64)
-        for name in ("weights", "token_losses", "logprobs", "old_logprobs", "log_ratios", "advantages", "entropy")
-    }
-    fields["document_weights"] = trained / max(int(trained.sum()), 1)
-    fields |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
-    ratios = fields["log_ratios"].clamp(-20, 20).exp()
-    return TokenValues(mask=trained, above=ratios > 1.28, below=ratios < 0.8, **fields)
+    names = ("weights", "token_losses", "logprobs", "old_logprobs", "log_ratios", "advantages", "entropy")
+    known = {name: torch.full((size,), 0.5, dtype=torch.float64) for name in names}
+    known["sample_weights"] = trained / max(int(trained.sum()), 1)
+    known |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
+    of_result = ("token_losses", "logprobs", "log_ratios", "entropy", "kl", "sequence_log_ratios")
+    result = {name: known.pop(name) for name in of_result if name in known}
+    fields = TokenFields(targets=torch.zeros(size, dtype=torch.int64), mask=trained, **known)
+    return TokenValues(fields, PolicyGradientLoss(torch.zeros(()), **result), terms)
 
 
 def value(name: str, *batches: TokenValues, plan=PLAN, features=("clip",)):
@@ -78,6 +82,13 @@ def test_hand_worked_values(name, batch, expected):
 ALL = ("clip", "kl", "entropy", "auxiliary", "sequence", "correction")
 
 
+def with_zeros(known: object, *names: str) -> object:
+    """The values, with zeros where one of these is not known."""
+    size = len(known.weights if isinstance(known, TokenFields) else known.logprobs)
+    missing = [name for name in names if getattr(known, name) is None]
+    return dataclasses.replace(known, **{name: torch.zeros(size, dtype=torch.float64) for name in missing})
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "expected"),
     [
@@ -91,11 +102,10 @@ ALL = ("clip", "kl", "entropy", "auxiliary", "sequence", "correction")
     ],
 )
 def test_hand_worked_values_of_further_terms(name, batch, expected):
-    size = len(batch.mask)
-    fields = ("kl", "auxiliary_weights", "sequence_log_ratios", "corrections")
-    zeros = torch.zeros(size, dtype=torch.float64)
     batch = dataclasses.replace(
-        batch, **{field: zeros if getattr(batch, field) is None else getattr(batch, field) for field in fields}
+        batch,
+        fields=with_zeros(batch.fields, "auxiliary_weights", "corrections"),
+        result=with_zeros(batch.result, "kl", "sequence_log_ratios"),
     )
     assert value(name, batch, features=ALL) == pytest.approx(expected, rel=1e-14)
     assert value(name, batch) is None  # without the term
@@ -103,7 +113,8 @@ def test_hand_worked_values_of_further_terms(name, batch, expected):
 
 def test_the_loss_is_the_sum_of_its_terms():
     fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "kl": [1.0, 2.0], "entropy": [5.0, 6.0]}
-    batch = dataclasses.replace(tokens([1, 1], **fields, auxiliary_weights=[0.5, 0.25]), kl_coef=0.1, entropy_coef=0.01)
+    terms = dataclasses.replace(TERMS, kl_coef=0.1, entropy_coef=0.01)
+    batch = tokens([1, 1], terms=terms, **fields, auxiliary_weights=[0.5, 0.25])
     expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
     assert value("loss", batch, features=("kl", "entropy", "auxiliary")) == pytest.approx(expected, rel=1e-14)
 

@@ -11,13 +11,12 @@ from objective_parts import build
 from samples import make_sample
 from simulation import Layout
 
-from megatron_pg.batch.pack import pack
-from megatron_pg.flags import loss_terms as objective_flags
-from megatron_pg.objectives import corrections
+from megatron_pg.batch import pack
+from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.objectives.corrections import Correction, correction_factors
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.loss import token_factors
 from megatron_pg.step.plan import StepPlanError, local_table_of, plan_from_table
+from megatron_pg.step.weights import token_factors
 
 
 def sample(log_rho: list[float], mask: list[int] | None = None, anchor: float = -3.0) -> Sample:
@@ -94,10 +93,15 @@ def test_an_extreme_mismatch_stays_finite():
     assert factors("tis", 0.0, 2.0, sample([-800.0, 800.0], anchor=-900.0))[0] == pytest.approx([math.exp(-20), 2.0])
 
 
-def test_the_tables_of_flags_and_of_functions_name_the_same():
-    by_model = {"none", *objective_flags.REJECTS_BY_MODEL}
-    assert set(objective_flags.CORRECTIONS) == {*corrections.BY_DATA, *by_model}
-    assert set(objective_flags.REJECTS_BY_DATA) == set(corrections.BY_DATA) - {"tis", "seq_tis"}
+def test_what_data_decide_and_what_the_model_decides():
+    by_data = {name for name, declared in CORRECTIONS.items() if declared.load() is not None}
+    by_model = {name for name, declared in CORRECTIONS.items() if declared.anchor}
+    assert set(CORRECTIONS) == {"none", *by_data, *by_model}
+    assert {name for name, declared in CORRECTIONS.items() if declared.rejects == "data"} == by_data - {
+        "tis",
+        "seq_tis",
+    }
+    assert {name for name, declared in CORRECTIONS.items() if declared.rejects == "model"} == by_model
 
 
 def test_an_anchor_that_is_the_rollout_engine_is_refused():

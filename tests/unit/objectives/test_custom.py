@@ -11,7 +11,7 @@ from objective_parts import build, drawn
 from megatron_pg.args import ArgumentError, add_arguments
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives.custom import load_custom_objective
-from megatron_pg.step.loss import LossSettings
+from megatron_pg.step.settings import LossSettings
 
 # --- a user's own ---
 
@@ -80,7 +80,7 @@ def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path
         assert any(metric.name == "num_segments" for metric in settings.metrics.metrics) == reads
     fused = parser.parse_args([*words, "--pg-fused-head"])
     if not reads:
-        assert LossSettings.from_args(fused).fused_head == "forward"
+        assert LossSettings.from_args(fused).head_mode == "forward"
         return
     with pytest.raises(
         ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences"
@@ -95,5 +95,5 @@ def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, mo
     out = dataclasses.replace(loss, terms=LossTerms(objective=load_custom_objective(path)))(logprobs)
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     assert torch.isfinite(out.loss)
-    assert not out.token_losses[~loss.mask].any()
-    assert not gradient[~loss.mask].any()
+    assert not out.token_losses[~loss.fields.mask].any()
+    assert not gradient[~loss.fields.mask].any()

@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from objective_parts import SIZES, build, drawn, sequences_of
+from objective_parts import ESTIMATORS, SIZES, build, drawn, sequences_of, with_fields
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from megatron_pg.flags import loss_terms as objective_flags
-from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
-from megatron_pg.objectives import OBJECTIVES, Tokens
-from megatron_pg.objectives.kl import ESTIMATORS
+from megatron_pg.batch import TokenFields
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.objectives import Tokens
 
 
 class Frozen:
@@ -78,15 +78,15 @@ def test_gspo_has_the_true_gradient_of_its_value(seed):
 def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -1.0, **numbers) -> tuple[float, float]:
     """Loss of one token and its derivative by the log-probability."""
     logprob = torch.tensor([old + log_ratio], dtype=torch.float64, requires_grad=True)
-    loss = PolicyLoss(
-        terms=LossTerms(objective=build(name, **numbers)),
+    fields = TokenFields(
+        targets=torch.zeros(1, dtype=torch.int64),
         mask=torch.ones(1, dtype=torch.bool),
         old_logprobs=torch.tensor([old], dtype=torch.float64),
         advantages=torch.tensor([advantage], dtype=torch.float64),
         weights=torch.ones(1, dtype=torch.float64),
         sequences=sequences_of([1]),
     )
-    value = loss(logprob).loss
+    value = PolicyLoss(LossTerms(objective=build(name, **numbers)), fields)(logprob).loss
     value.backward()
     return float(value.detach()), float(logprob.grad)
 
@@ -155,7 +155,7 @@ def test_gspo_token_is_gspo_where_the_advantage_is_per_sequence():
     advantages = torch.repeat_interleave(torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), torch.tensor(SIZES))
     found = []
     for name in ("gspo", "gspo_token"):
-        of = dataclasses.replace(loss, advantages=advantages, terms=LossTerms(objective=build(name)))
+        of = PolicyLoss(LossTerms(objective=build(name)), dataclasses.replace(loss.fields, advantages=advantages))
         value = of(logprobs).loss
         found.append((float(value.detach()), torch.autograd.grad(value, logprobs)[0]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-15)
@@ -209,8 +209,8 @@ def test_masked_tokens_may_hold_anything(name):
     fields = ("old_logprobs", "advantages", "weights", "ref_logprobs", "rollout_logprobs")
     found = []
     for filling in (0.0, *bad):
-        change = lambda values, f=filling: torch.where(loss.mask, values.detach(), f)  # noqa: E731
-        poisoned = dataclasses.replace(loss, **{field: change(getattr(loss, field)) for field in fields})
+        change = lambda values, f=filling: torch.where(loss.fields.mask, values.detach(), f)  # noqa: E731
+        poisoned = with_fields(loss, **{field: change(getattr(loss.fields, field)) for field in fields})
         at, h = change(logprobs).requires_grad_(), change(entropy).requires_grad_()
         out = poisoned(at, h)
         gradients = torch.autograd.grad(out.loss, (at, h))
@@ -221,7 +221,7 @@ def test_masked_tokens_may_hold_anything(name):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_value_that_is_not_finite_at_a_trained_token_stays_visible(name):
     loss, logprobs, _ = drawn(name, random.Random(6))
-    first = int(loss.mask.nonzero()[0])
+    first = int(loss.fields.mask.nonzero()[0])
     bad = logprobs.detach().clone()
     bad[first] = math.nan
     assert torch.isnan(loss(bad).loss)
@@ -235,12 +235,12 @@ def test_triton_equals_torch_in_float32(name):
     targets = torch.randint(0, 40, (sum(SIZES),), generator=generator)
     extra = {"kl_coef": 0.2, "kl_estimator": "k3_weighted", "entropy_coef": 0.3, "grad_divisor": 4.0}
     loss, _, _ = drawn(name, random.Random(7), **extra)
-    old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.advantages
-    loss = dataclasses.replace(loss, old_logprobs=old)
+    old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.fields.advantages
+    loss = with_fields(loss, old_logprobs=old, targets=targets)
     found = []
     for impl in ("torch", "triton"):
         leaf = logits.clone().requires_grad_()
-        out = policy_gradient_loss(leaf, targets, loss, impl=impl)
+        out = policy_gradient_loss(leaf, loss, Vocabulary.of(40), impl=impl)
         (gradient,) = torch.autograd.grad(out.loss, leaf)
         found.append((out, gradient))
     (a, ga), (b, gb) = found
@@ -268,7 +268,6 @@ def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
 # --- tables and fields ---
 
 
-def test_the_tables_of_flags_and_of_functions_name_the_same():
-    assert list(OBJECTIVES) == list(objective_flags.OBJECTIVES)
-    assert list(ESTIMATORS) == list(objective_flags.KL_ESTIMATORS)
-    assert {name for name, (_, _, reads) in OBJECTIVES.items() if reads} == set(objective_flags.SEQUENCE_LEVEL)
+def test_every_declared_function_is_there():
+    for declared in OBJECTIVES.values():
+        assert all(map(callable, filter(None, declared.load())))

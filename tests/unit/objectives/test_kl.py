@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from objective_parts import build
+from objective_parts import ESTIMATORS, build
 
-from megatron_pg.flags import loss_terms as objective_flags
-from megatron_pg.kernels import LossTerms, PolicyLoss, policy_gradient_loss
-from megatron_pg.objectives.kl import ESTIMATORS
+from megatron_pg.batch import TokenFields
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_expected_gradient_of_kl_estimators_by_enumeration(name, distance):
         torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (divergence, estimate, reverse)
     )
     assert float((found - right).norm()) == pytest.approx(distance, abs=5e-5)
-    flawed = objective_flags.KL_ESTIMATORS[name] is not None
+    flawed = KL_ESTIMATORS[name].flaw is not None
     assert flawed == (distance > 0)
     if name == "k3":
         assert torch.allclose(found, other, atol=1e-15)
@@ -59,10 +59,10 @@ def test_the_entropy_bonus_moves_towards_uniform_along_the_exact_gradient():
     logits = torch.tensor([[2.0, 0.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
     token = torch.ones(1, dtype=torch.float64)
     terms = LossTerms(objective=build("reinforce"), entropy_coef=0.25)
-    loss = PolicyLoss(
-        terms=terms, mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token, ref_logprobs=-token
+    fields = TokenFields(
+        targets=torch.tensor([1]), mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token
     )
-    out = policy_gradient_loss(logits, torch.tensor([1]), loss, impl="torch")
+    out = policy_gradient_loss(logits, PolicyLoss(terms, fields), Vocabulary.of(4), impl="torch")
     p = logits.detach().softmax(1)
     entropy = -(p * p.log()).sum()
     out.loss.backward()

@@ -1,15 +1,14 @@
 """What an objective reads: fields of tokens, and averages over their sequences."""
 
-import dataclasses
 import math
 import random
 
 import pytest
 import torch
-from objective_parts import SIZES, drawn
+from objective_parts import SIZES, drawn, with_fields
 
 from megatron_pg.batch.sequences import Sequences
-from megatron_pg.kernels import policy_gradient_loss
+from megatron_pg.kernels import Vocabulary, policy_gradient_loss
 from megatron_pg.objectives.tokens import ratio, unclamped
 
 
@@ -23,10 +22,10 @@ from megatron_pg.objectives.tokens import ratio, unclamped
 )
 def test_a_missing_field_is_named(terms, missing):
     loss, _, _ = drawn("grpo", random.Random(1), **terms)
-    loss = dataclasses.replace(loss, **{missing: None})
+    loss = with_fields(loss, **{missing: None})
     logits = torch.randn(sum(SIZES), 5, dtype=torch.float64)
     with pytest.raises(ValueError, match=f"{missing} is missing"):
-        policy_gradient_loss(logits, torch.zeros(sum(SIZES), dtype=torch.int64), loss, impl="torch")
+        policy_gradient_loss(logits, loss, Vocabulary.of(5), impl="torch")
 
 
 def test_averages_are_over_trained_tokens_and_padding_is_no_sequence():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.reducers.custom import load_custom_reducer, token_weights
+from megatron_pg.reducers.custom import load_custom_reducer, reducer_weights
 
 # The form in which slime and miles users write one: constant divisor, flag on: a token sum.
 EXISTING = """
@@ -52,7 +52,7 @@ MASKS = [torch.tensor([1, 0, 1], dtype=torch.bool), torch.tensor([1], dtype=torc
 
 def weights_of(path: str, *, per_token: bool = False) -> list[float]:
     reducer = load_custom_reducer(path, calculate_per_token_loss=per_token)
-    return token_weights(reducer, [5, 2], MASKS, calculate_per_token_loss=per_token).tolist()
+    return reducer_weights(reducer, [5, 2], MASKS, calculate_per_token_loss=per_token).tolist()
 
 
 def test_an_existing_reducer_file_works_unchanged(write):
@@ -82,13 +82,13 @@ def test_our_default_reducer_sees_whole_samples_under_context_parallelism(write,
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_reducer_of_the_partition_tests_is_accepted(per_token):
     reducer = load_custom_reducer("cases:root_length_reducer", calculate_per_token_loss=per_token)
-    weights = token_weights(reducer, [5, 2], MASKS, calculate_per_token_loss=per_token).tolist()
+    weights = reducer_weights(reducer, [5, 2], MASKS, calculate_per_token_loss=per_token).tolist()
     assert weights == pytest.approx([3**-0.5, 0.0, 3**-0.5, 1.0])
 
 
 def test_an_empty_microbatch_asks_the_reducer_nothing(write):
     reducer = load_custom_reducer(write(EXISTING), calculate_per_token_loss=False)
-    assert token_weights(reducer, [], [], calculate_per_token_loss=False).tolist() == []
+    assert reducer_weights(reducer, [], [], calculate_per_token_loss=False).tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_pg.reducers import REDUCERS, StepCounts
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.reducers import StepCounts, reducer_of
 
 # rollouts: a = {s0, s1} with 3 + 5 trained tokens, b = {s2} with none; prompts: P = {a}, Q = {b}; N_r = 2, P = 2, T = 8
 COUNTS = {
@@ -23,13 +24,13 @@ BY_HAND = {
 
 
 def denominators(name: str, **changes) -> list[float]:
-    found = REDUCERS[name](StepCounts(**COUNTS | changes))
+    found = reducer_of(name)(StepCounts(**COUNTS | changes))
     assert found.dtype == torch.float64
     return found.tolist()
 
 
 def test_every_reducer_has_values_worked_by_hand():
-    assert BY_HAND.keys() == REDUCERS.keys()
+    assert BY_HAND.keys() == AGGREGATIONS.keys()
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -44,14 +45,14 @@ def test_a_rollout_is_divided_by_its_own_tokens_and_a_prompt_by_those_of_its_gro
 
 
 def test_only_the_constant_reads_the_divisor_and_only_the_prompt_mean_the_prompts():
-    for name in REDUCERS:
+    for name in AGGREGATIONS:
         if name != "constant":
             assert denominators(name, divisor=None) == BY_HAND[name]
         if name != "prompt_mean":
             assert denominators(name, tokens_per_prompt=None, num_prompts=None) == BY_HAND[name]
 
 
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_counts_beyond_float32_stay_exact(name):
     many = 2**24 + 1
     counts = {field: torch.tensor([many]) for field in ("tokens_per_rollout", "tokens_per_prompt")}
@@ -59,7 +60,7 @@ def test_counts_beyond_float32_stay_exact(name):
     assert found == [many if name == "token_mean" else 3 * many]
 
 
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_a_rank_without_a_sample_has_no_denominator(name):
     none = torch.zeros(0, dtype=torch.int64)
     assert denominators(name, tokens_per_rollout=none, tokens_per_prompt=none) == []

@@ -7,6 +7,7 @@ from rollout_files import HEADER, RECORD
 from samples import random_step
 
 from megatron_pg import RolloutFileError, RolloutWriter, Sample, read_rollouts
+from megatron_pg.rollouts.fields import FIELDS
 
 
 @pytest.fixture
@@ -187,8 +188,6 @@ def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
 def test_the_file_format_page_names_every_field():
     from pathlib import Path
 
-    from megatron_pg.rollouts import sample as rollouts
-
     page = (Path(__file__).parents[3] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
-    for name in (*rollouts._REQUIRED, *rollouts._OPTIONAL):
+    for name in FIELDS:
         assert f"`{name}`" in page, name

@@ -8,7 +8,7 @@ import torch
 
 from megatron_pg.args import add_arguments
 from megatron_pg.step.forward_step import PolicyGradientStep
-from megatron_pg.step.loss import LossSettings
+from megatron_pg.step.settings import LossSettings
 
 
 @pytest.mark.parametrize("words", [["--pg-fused-head"], ["--fp32-lm-head"], ["--fp32-lm-head", "--pg-fused-head"], []])

@@ -7,10 +7,10 @@ from samples import TINY_DENOMINATORS, TINY_OBJECTIVE, TINY_PROMPTS, TINY_ROLLOU
 
 import megatron_pg.step.plan
 from megatron_pg import StepPlanError, plan_step
-from megatron_pg.reducers import REDUCERS
+from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.step.plan import check_count
 
-MODES = sorted(REDUCERS)
+MODES = sorted(AGGREGATIONS)
 
 
 def plan(tokens, aggregation, **rest):

@@ -1,0 +1,21 @@
+"""The words that flags and functions share, beside the tables."""
+
+IMPLEMENTATIONS = ("triton", "torch")  # of log-probabilities and loss
+METRIC_LEVELS = ("none", "basic", "with_entropy")
+AUX_AGGREGATIONS = ("default", "policy")  # weights of the KL and entropy terms
+HEAD_MODES = ("forward", "recompute")  # where the fused head makes its gradient
+HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
+DOCS_POLICIES = ("exact", "at_least")
+DOCS_ENDS = ("partial", "stop")
+QKV_FORMATS = ("thd", "bshd")  # packed rows, padded rows
+
+# What denominators count: which units, which of their tokens, and how the banner says it.
+DENOMINATORS = {
+    "scheduled": ("", "trained", "counts all rollouts and trained tokens, rejected ones too"),
+    "live": (" with a trained token", "trained", "counts units with a trained token"),
+    "kept": (" with a kept token", "kept", "counts units and tokens that the correction does not reject"),
+}
+
+# The arguments that a user's own function is called with, by position.
+REDUCER_PARAMETERS = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss=False")
+OBJECTIVE_PARAMETERS = ("tokens", "parameters")

@@ -1,0 +1,57 @@
+"""What the tables share: numbers that flags set, and functions that are imported when they are asked for."""
+
+import difflib
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+ABOVE_ZERO, ABOVE_ONE = math.nextafter(0.0, 1.0), math.nextafter(1.0, 2.0)
+
+Numbers = Mapping[str, float]  # by the name of the number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A number of an objective or correction, set by the flag `--pg-` and its name."""
+
+    name: str
+    low: float
+    high: float
+    requirement: str  # what it must be, as messages say it
+    help: str
+    metavar: str = "X"
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets it."""
+        return "--pg-" + self.name.replace("_", "-")
+
+    @property
+    def attribute(self) -> str:
+        """The argument that the flag sets."""
+        return f"pg_{self.name}"
+
+
+Reads = Mapping[Number, float | None]  # what is read, with its default; None: there is none
+
+
+def resolved(reads: Reads, given: Mapping[str, object]) -> dict[str, float]:
+    """The numbers that are read, by name: `given` (arguments by attribute, None where not given) before defaults."""
+    return {n.name: default if given[n.attribute] is None else given[n.attribute] for n, default in reads.items()}
+
+
+@functools.cache
+def load(path: str) -> Callable:
+    """The function at `package.module:function`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def did_you_mean(word: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    """A hint for an unknown name: the close one, or what another framework's word is here. Empty where there is none."""
+    key = word.lower().replace("-", "_")
+    close = difflib.get_close_matches(key, [*names, *elsewhere], n=1)
+    guess = key if key in elsewhere else (close[0] if close else None)
+    return f"; did you mean {elsewhere.get(guess, guess)}?" if guess else ""

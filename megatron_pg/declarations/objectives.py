@@ -1,0 +1,211 @@
+"""The objectives: the loss of one token, and the numbers that it reads."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, Numbers, Reads, load
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveDeclaration:
+    """An objective: how it reads, its numbers, and the function that computes it."""
+
+    formula: str
+    numbers: Reads = field(default_factory=dict)
+    bounds: Callable[[Numbers], Rows] = lambda numbers: []  # what its numbers come to: rows of the banner
+    contradiction: Callable[[Numbers], str | None] = lambda numbers: None  # numbers that do not go together
+    advice: Callable[[Numbers], str | None] = lambda numbers: None  # numbers that work and hardly can be meant
+    published_with: str | None = None  # the aggregation that it is published with, where it matters
+    reads_sequences: bool = False  # a token's loss depends on its whole sequence
+    has_one_loss_per_sequence: bool = False  # so that its tokens must have one weight
+    loss: str  # `package.module:function` from Tokens and Parameters to [T]
+    outside: str | None = None  # to [T] bool each, above and below its bounds; None: it has none
+    row: str | None = None  # what the kernels call it, where they compute it themselves
+
+    def load(self) -> tuple[Callable, Callable | None]:
+        """The loss, and what says which tokens are outside of its bounds."""
+        return load(self.loss), None if self.outside is None else load(self.outside)
+
+
+CLIP_EPS_LOW = Number(
+    name="clip_eps_low",
+    low=0.0,
+    high=1.0,
+    requirement="between 0 and 1 (1 switches the bound off)",
+    help="Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2 (gspo: 3e-4; "
+    "cispo: 1).",
+    metavar="EPS",
+)
+CLIP_EPS_HIGH = Number(
+    name="clip_eps_high",
+    low=0.0,
+    high=math.inf,
+    requirement="finite and >= 0",
+    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo: 4e-4).",
+    metavar="EPS",
+)
+
+
+def _above(name: str, low: float, text: str) -> Number:
+    bound = 1 if low == ABOVE_ONE else 0
+    return Number(name=name, low=low, high=math.inf, requirement=f"finite and > {bound}", help=text)
+
+
+DUAL_CLIP = _above("dual_clip", ABOVE_ONE, "c of --pg-objective dual_clip: cap of r where A < 0.")
+DELTA = _above("delta", ABOVE_ONE, "δ of --pg-objective two_sided, > 1 + --pg-clip-eps-high.")
+CISPO_CAP = Number(
+    name="cispo_cap",
+    low=1.0,
+    high=math.inf,
+    requirement="finite and >= 1 (an absolute cap of the ratio: 5 means r <= 5)",
+    help="Upper bound of the weight of --pg-objective cispo. Absolute: 1.28 is what others call an upper eps of 0.28.",
+)
+SAPO_TAU_POS = _above("sapo_tau_pos", ABOVE_ZERO, "τ of --pg-objective sapo where A > 0. Default 1.")
+SAPO_TAU_NEG = _above("sapo_tau_neg", ABOVE_ZERO, "τ of --pg-objective sapo elsewhere. Default 1.05.")
+DPPO_DELTA_LOW = _above(
+    "dppo_delta_low",
+    ABOVE_ZERO,
+    "Trust region of --pg-objective dppo_tv (a probability) or dppo_kl (nats) where A < 0.",
+)
+DPPO_DELTA_HIGH = _above("dppo_delta_high", ABOVE_ZERO, "The same where A > 0.")
+
+_CLIP: Reads = {CLIP_EPS_LOW: 0.2, CLIP_EPS_HIGH: 0.2}
+_DPPO: Reads = {DPPO_DELTA_LOW: None, DPPO_DELTA_HIGH: None}
+_R = "r = exp(log π - log π_old)"
+_SEQUENCE_R = "R = exp(mean of log r over the sequence)"
+
+
+def _clip(variable: str) -> Callable[[Numbers], Rows]:
+    def rows(numbers: Numbers) -> Rows:
+        interval = f"[{1 - numbers['clip_eps_low']:g}, {1 + numbers['clip_eps_high']:g}]"
+        return [("clip", f"{variable} in {interval}  (--pg-clip-eps-low/-high)")]
+
+    return rows
+
+
+def _trust_region(unit: str) -> Callable[[Numbers], Rows]:
+    def rows(numbers: Numbers) -> Rows:
+        high, low = f"{numbers['dppo_delta_high']:g} where A > 0", f"{numbers['dppo_delta_low']:g} where A < 0"
+        return [("trust region", f"{high}, {low}, {unit}  (--pg-dppo-delta-high/-low)")]
+
+    return rows
+
+
+def _delta_above_clip(numbers: Numbers) -> str | None:
+    delta, high = numbers["delta"], numbers["clip_eps_high"]
+    if delta > 1 + high:
+        return None
+    return (
+        f"--pg-delta {delta} must be > 1 + --pg-clip-eps-high = {1 + high:g}, or it would tighten the clip of A > 0 instead of "
+        "capping A < 0"
+    )
+
+
+def _geometric_mean(name: str) -> Callable[[Numbers], str | None]:
+    def advice(numbers: Numbers) -> str | None:
+        widest = max(numbers.values())
+        if widest <= 0.05:
+            return None
+        return (
+            f"{name} clips the geometric mean of a sequence's ratios, which an eps of {widest:g} hardly ever reaches "
+            "(the paper: 3e-4 and 4e-4)"
+        )
+
+    return advice
+
+
+def _gspo(name: str, **rest: object) -> ObjectiveDeclaration:
+    """What the two objectives of sequence ratios share."""
+    return ObjectiveDeclaration(
+        numbers={CLIP_EPS_LOW: 3e-4, CLIP_EPS_HIGH: 4e-4},
+        advice=_geometric_mean(name),
+        published_with="sample_mean",
+        reads_sequences=True,
+        loss=f"megatron_pg.objectives.{name}:{name}",
+        outside="megatron_pg.objectives.gspo:outside",
+        **rest,
+    )
+
+
+_GRPO_OUTSIDE = "megatron_pg.objectives.grpo:outside"
+OBJECTIVES = {
+    "grpo": ObjectiveDeclaration(
+        formula=f"ℓ = -min(r·A, clip(r)·A), {_R}",
+        numbers=_CLIP,
+        bounds=_clip("r"),
+        loss="megatron_pg.objectives.grpo:grpo",
+        outside=_GRPO_OUTSIDE,
+        row="clipped_surrogate",
+    ),
+    "dual_clip": ObjectiveDeclaration(
+        formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
+        numbers={**_CLIP, DUAL_CLIP: None},
+        bounds=lambda n: [*_clip("r")(n), ("dual clip", f"c = {n['dual_clip']:g}  (--pg-dual-clip)")],
+        loss="megatron_pg.objectives.dual_clip:dual_clip",
+        outside=_GRPO_OUTSIDE,
+    ),
+    "two_sided": ObjectiveDeclaration(
+        formula=f"ℓ = -min(min(r, δ)·A, clip(r)·A), {_R}",
+        numbers={**_CLIP, DELTA: None},
+        bounds=lambda n: [*_clip("r")(n), ("cap", f"δ = {n['delta']:g}  (--pg-delta)")],
+        contradiction=_delta_above_clip,
+        loss="megatron_pg.objectives.two_sided:two_sided",
+        outside=_GRPO_OUTSIDE,
+    ),
+    "gspo": _gspo(
+        "gspo",
+        formula=f"ℓ = -min(R·Ā, clip(R)·Ā), {_SEQUENCE_R}, Ā = mean of A",
+        bounds=_clip("R"),
+        has_one_loss_per_sequence=True,
+    ),
+    "gspo_token": _gspo(
+        "gspo_token", formula=f"ℓ = -min(s·A, clip(s)·A), s = sg[R]·π/sg[π], {_SEQUENCE_R}", bounds=_clip("s")
+    ),
+    "cispo": ObjectiveDeclaration(
+        formula=f"ℓ = -sg[min(max(r, lo), cap)]·A·log π, {_R}",
+        numbers={CLIP_EPS_LOW: 1.0, CISPO_CAP: None},
+        bounds=lambda n: [
+            (
+                "clip",
+                f"weight in [{1 - n['clip_eps_low']:g}, {n['cispo_cap']:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)",
+            )
+        ],
+        loss="megatron_pg.objectives.cispo:cispo",
+        outside="megatron_pg.objectives.cispo:outside",
+    ),
+    "sapo": ObjectiveDeclaration(
+        formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
+        numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
+        bounds=lambda n: [
+            ("tau", f"{n['sapo_tau_pos']:g} where A > 0, else {n['sapo_tau_neg']:g}  (--pg-sapo-tau-pos/-neg)")
+        ],
+        loss="megatron_pg.objectives.sapo:sapo",
+    ),
+    "dppo_tv": ObjectiveDeclaration(
+        formula=f"ℓ = -sg[r]·A·log π where |π - π_old| is inside the trust region, {_R}",
+        numbers=_DPPO,
+        bounds=_trust_region("probability"),
+        loss="megatron_pg.objectives.dppo:dppo_tv",
+        outside="megatron_pg.objectives.dppo:outside_tv",
+    ),
+    "dppo_kl": ObjectiveDeclaration(
+        formula=f"ℓ = -sg[r]·A·log π where KL of the token is inside the trust region, {_R}",
+        numbers=_DPPO,
+        bounds=_trust_region("nats"),
+        loss="megatron_pg.objectives.dppo:dppo_kl",
+        outside="megatron_pg.objectives.dppo:outside_kl",
+    ),
+    "reinforce": ObjectiveDeclaration(formula="ℓ = -A·log π", loss="megatron_pg.objectives.reinforce:reinforce"),
+    "reinforce_is": ObjectiveDeclaration(
+        formula=f"ℓ = -r·A, {_R}", loss="megatron_pg.objectives.reinforce:reinforce_is"
+    ),
+}
+DEFAULT = "grpo"
+
+
+def numbers() -> tuple[Number, ...]:
+    """Every number that an objective reads, once."""
+    return tuple(dict.fromkeys(number for each in OBJECTIVES.values() for number in each.numbers))

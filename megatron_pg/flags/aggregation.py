@@ -1,0 +1,148 @@
+"""The flags of the aggregation, and of the functions that users bring. Needs no torch."""
+
+import argparse
+
+from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, elsewhere
+from megatron_pg.declarations.choices import OBJECTIVE_PARAMETERS, REDUCER_PARAMETERS
+from megatron_pg.declarations.declaration import did_you_mean
+from megatron_pg.flags.errors import Violations
+from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.import_path import (
+    ImportFailedError,
+    ImportPathError,
+    load_function,
+    source_of,
+    split_import_path,
+)
+from megatron_pg.flags.values import is_finite
+
+REDUCER_FLAG, DIVISOR_FLAG = "--custom-pg-loss-reducer-function-path", "--loss-aggregation-divisor"
+
+
+def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the aggregation."""
+    group.add_argument(
+        "--loss-aggregation",
+        choices=AGGREGATIONS,
+        default=DEFAULT,
+        help="Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
+        "prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
+        "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit.",
+    )
+    group.add_argument(
+        DIVISOR_FLAG,
+        type=float,
+        metavar="L",
+        help="L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length.",
+    )
+    group.add_argument(
+        REDUCER_FLAG,
+        metavar="PATH",
+        help="package.module:function or package.module.function of a reducer "
+        f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
+    )
+
+
+def reconcile(args: argparse.Namespace) -> list[str]:
+    """Make `token_mean` and the per-token flag, two names of one objective, agree (R1, R2); say what changed."""
+    per_token = vars(args).get("calculate_per_token_loss", False)
+    if AGGREGATIONS[args.loss_aggregation].is_per_token and not per_token:
+        args.calculate_per_token_loss = True
+        return [f"{args.loss_aggregation}: --calculate-per-token-loss switched on"]
+    if per_token and args.loss_aggregation == DEFAULT:
+        args.loss_aggregation = STEP_MEANS[True]
+        return [f"--calculate-per-token-loss: --loss-aggregation is {STEP_MEANS[True]}, not {DEFAULT}"]
+    return []
+
+
+def aggregation_violations(facts: Facts) -> Violations:
+    """Rules E2 to E11, and E13 to E15 of the user's functions."""
+    yield from _mode_rules(facts)
+    yield from _divisor_rules(facts)
+    if facts.per_token is True and facts.aggregation and not facts.aggregation.is_per_token and facts.mode != DEFAULT:
+        yield (
+            "E11",
+            f"--calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and contradicts "
+            f"{facts.mode}; remove one",
+        )
+    yield from _path(REDUCER_FLAG, facts.reducer_path, REDUCER_PARAMETERS)
+    yield from _path("--pg-custom-objective-path", facts.objective_path, OBJECTIVE_PARAMETERS)
+
+
+def _mode_rules(facts: Facts) -> Violations:
+    if not isinstance(facts.mode, str):
+        yield "E2", f"--loss-aggregation must be a string, got {facts.mode!r}"
+    elif facts.aggregation is None:
+        hint = did_you_mean(facts.mode, AGGREGATIONS, elsewhere())
+        yield "E3", f"--loss-aggregation {facts.mode!r} is not one of {', '.join(AGGREGATIONS)}{hint}"
+    if not isinstance(facts.per_token, bool):
+        yield "E4", f"calculate_per_token_loss must be true or false, got {facts.per_token!r}"
+
+
+def _divisor_rules(facts: Facts) -> Violations:
+    divisor, needs_one = facts.divisor, facts.aggregation is not None and facts.aggregation.takes_divisor
+    if divisor is None:
+        if needs_one and facts.reducer_path is None:
+            yield (
+                "E5",
+                f"--loss-aggregation {facts.mode} needs {DIVISOR_FLAG} L > 0 (Dr. GRPO: the maximum context or response length, "
+                "all turns together); there is no default",
+            )
+        return
+    if isinstance(divisor, str):
+        yield "E7", f"{DIVISOR_FLAG} must be a number, got {divisor!r}; write it without quotes"
+    elif isinstance(divisor, bool):
+        yield "E6", f"{DIVISOR_FLAG} must be a number, got {divisor!r}"
+    elif not isinstance(divisor, (int, float)):
+        yield "E7", f"{DIVISOR_FLAG} must be a number, got {divisor!r}"
+    elif not _is_usable_divisor(divisor):
+        yield "E8", f"{DIVISOR_FLAG} must be finite and > 0, got {divisor}"
+    if facts.reducer_path is not None:
+        yield "E10", f"{DIVISOR_FLAG} has no effect with {REDUCER_FLAG} (the reducer owns its denominator); remove one"
+    elif facts.aggregation is not None and not needs_one:
+        with_divisor = next(name for name, each in AGGREGATIONS.items() if each.takes_divisor)
+        yield (
+            "E9",
+            f"{DIVISOR_FLAG} has no effect with --loss-aggregation {facts.mode}; remove it or choose {with_divisor}",
+        )
+
+
+def _is_usable_divisor(divisor: float) -> bool:
+    """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
+    if not (is_finite(divisor) and divisor > 0):
+        return False
+    return 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
+
+
+def _path(flag: str, path: object, parameters: tuple[str, ...]) -> Violations:
+    if path is None:
+        return
+    try:
+        split_import_path(path)
+    except ImportPathError as error:
+        yield "E13", f"{flag} {error}"
+        return
+    try:
+        load_function(path, parameters)
+    except ImportPathError as error:
+        yield "E14" if isinstance(error, ImportFailedError) else "E15", f"{flag} {path!r} {error}"
+
+
+def aggregation_warnings(facts: Facts) -> list[str]:
+    """W1 and W2: what a user's own reducer does, and takes precedence over."""
+    if facts.reducer_path is None:
+        return []
+    messages = []
+    if facts.mode != DEFAULT:
+        messages.append(f"{REDUCER_FLAG} takes precedence: --loss-aggregation {facts.mode} does not shape pg_loss")
+    unit = "1/T" if facts.is_per_token else "1/N_r"
+    file, digest = source_of(load_function(facts.reducer_path, REDUCER_PARAMETERS))
+    return [*messages, f"pg_loss = ({unit})·Σ reducer(ℓ), reducer {facts.reducer_path} ({file}, sha256 {digest[:12]})"]
+
+
+def objective_source(facts: Facts) -> list[str]:
+    """W9: which file a user's own objective comes from."""
+    if facts.objective_path is None:
+        return []
+    file, digest = source_of(load_function(facts.objective_path, OBJECTIVE_PARAMETERS))
+    return [f"ℓ is the objective {facts.objective_path} ({file}, sha256 {digest[:12]})"]

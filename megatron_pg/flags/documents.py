@@ -1,0 +1,60 @@
+"""The flags of `--docs-per-step` and their rules. Needs no torch."""
+
+import argparse
+
+from megatron_pg.declarations.choices import DOCS_ENDS, DOCS_POLICIES
+from megatron_pg.flags.errors import Violations
+from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.values import choice
+
+_FIXED_STEPS = {  # what counts on a number of micro-batches, and how
+    "rampup_batch_size": "sets the number of micro-batches by a schedule",
+    "decrease_batch_size_if_needed": "changes the number of micro-batches",
+    "train_samples": "is divided by --global-batch-size into steps (use --train-iters)",
+    "cuda_graph_impl": "captures a number of micro-batches of one shape",
+}
+
+
+def add_documents_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of steps that are a number of documents."""
+    group.add_argument(
+        "--docs-per-step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="An optimizer step is N documents (samples), over all data-parallel ranks, in as many micro-batches as they "
+        "take; the dataset provider returns megatron_pg.Documents. Default 0: a step is --global-batch-size rows.",
+    )
+    group.add_argument(
+        "--docs-per-step-policy",
+        choices=DOCS_POLICIES,
+        help="exact (default): a step has exactly N documents, further ones wait for the next step. at_least: ranks fill whole "
+        "micro-batches until there are N, and surplus documents stay in the step. Rollouts, and with prompt_mean prompt "
+        "groups, are never cut.",
+    )
+    group.add_argument(
+        "--docs-per-step-end",
+        choices=DOCS_ENDS,
+        help="When all documents have ended: partial (default) trains those that are too few for a step in a last one; stop "
+        "leaves them. Either way every rank then leaves the loop, with a checkpoint where --save is given.",
+    )
+
+
+def documents_violations(facts: Facts) -> Violations:
+    """Rules E25 and E60 to E62."""
+    args, documents = facts.args, facts.args.docs_per_step
+    is_count = isinstance(documents, int) and not isinstance(documents, bool) and documents >= 0
+    if not is_count:
+        yield "E60", f"--docs-per-step must be a whole number of documents, or 0 for off, got {documents!r}"
+    for name, choices in (("policy", DOCS_POLICIES), ("end", DOCS_ENDS)):
+        flag, value = f"--docs-per-step-{name}", vars(args)[f"docs_per_step_{name}"]
+        found = [] if value is None else list(choice(flag, value, choices))
+        yield from found
+        if value is not None and not found and is_count and documents == 0:
+            yield "E61", f"{flag} {value} has no effect without --docs-per-step; remove it"
+    for name, what in _FIXED_STEPS.items():
+        if is_count and documents > 0 and facts.megatron(name) not in (None, False, "none"):
+            yield (
+                "E62",
+                f"--{name.replace('_', '-')} {what}, and with --docs-per-step every step has its own number of micro-batches; remove it",
+            )

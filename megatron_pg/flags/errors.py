@@ -1,0 +1,25 @@
+"""What the rules raise and say."""
+
+from collections.abc import Iterator
+
+Violations = Iterator[tuple[str, str]]  # (rule, message)
+
+
+class ArgumentError(ValueError):
+    """The arguments contradict each other or cannot work. `violations` holds (id, message) pairs."""
+
+    def __init__(self, violations: list[tuple[str, str]]):
+        self.violations = violations
+        lines = "\n".join(f"  [{rule}] {message}" for rule, message in violations)
+        super().__init__(f"megatron_pg found {len(violations)} problem(s) in the arguments:\n{lines}")
+
+    def __reduce__(self):
+        return type(self), (self.violations,)  # so that it survives the way between processes
+
+
+class ArgumentNotice(UserWarning):
+    """An argument was reconciled with another one (R1, R2)."""
+
+
+class ArgumentWarning(UserWarning):
+    """The arguments work, with a consequence that the user should know (W1 to W10)."""

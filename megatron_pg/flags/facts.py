@@ -1,0 +1,54 @@
+"""What the rules read, under the names of the decision table."""
+
+import argparse
+
+from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, AggregationDeclaration
+from megatron_pg.declarations.corrections import CORRECTIONS, CorrectionDeclaration
+from megatron_pg.declarations.objectives import OBJECTIVES, ObjectiveDeclaration
+from megatron_pg.flags.megatron import RULE_ARGUMENTS
+
+
+class Facts:
+    """The arguments, and what follows from them; they may break any rule."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.mode = args.loss_aggregation
+        self.divisor = args.loss_aggregation_divisor
+        self.reducer_path = args.custom_pg_loss_reducer_function_path
+        self.objective_path = args.pg_custom_objective_path
+        self.per_token = vars(args).get("calculate_per_token_loss", False)
+
+    def megatron(self, name: str, default: object = None) -> object:
+        """Megatron's argument, or `default` where this release does not have it."""
+        if name not in RULE_ARGUMENTS:
+            raise KeyError(name)
+        return vars(self.args).get(name, default)
+
+    @property
+    def resolved_mode(self) -> object:
+        """The mode after R2."""
+        return STEP_MEANS[True] if self.per_token is True and self.mode == DEFAULT else self.mode
+
+    @property
+    def aggregation(self) -> AggregationDeclaration | None:
+        """What the mode is, before R2; None where it is unknown."""
+        return AGGREGATIONS.get(self.mode) if isinstance(self.mode, str) else None
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether the aggregation in force is what the per-token flag asks for."""
+        mode = self.resolved_mode
+        return isinstance(mode, str) and mode in AGGREGATIONS and AGGREGATIONS[mode].is_per_token
+
+    @property
+    def objective(self) -> ObjectiveDeclaration | None:
+        """The objective; None where it is the user's own, or unknown."""
+        name = self.args.pg_objective
+        return OBJECTIVES.get(name) if self.objective_path is None and isinstance(name, str) else None
+
+    @property
+    def correction(self) -> CorrectionDeclaration | None:
+        """The correction; None where it is unknown."""
+        name = self.args.pg_correction
+        return CORRECTIONS.get(name) if isinstance(name, str) else None

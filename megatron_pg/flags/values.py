@@ -1,0 +1,33 @@
+"""Rules over one value: a number in its range, a word of several."""
+
+import math
+from collections.abc import Collection
+
+from megatron_pg.flags.errors import Violations
+
+
+def number(flag: str, value: object, low: float, high: float, requirement: str) -> Violations:
+    """Rule E24: a finite number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        yield "E24", f"{flag} must be a number, got {value!r}"
+    elif not (is_finite(value) and low <= value <= high):
+        yield "E24", f"{flag} must be {requirement}, got {value}"
+
+
+def choice(flag: str, value: object, choices: Collection[str], rule: str = "E25") -> Violations:
+    """Rule E25 (E50 of the head): one of several words."""
+    if not (isinstance(value, str) and value in choices):
+        yield rule, f"{flag} {value!r} is not one of {', '.join(choices)}"
+
+
+def is_finite(value: float) -> bool:
+    """Whether `value` is finite as a float64; an integer in YAML may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def are_numbers(*values: object) -> bool:
+    """Whether all of them are numbers that can be compared."""
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) and v == v for v in values)

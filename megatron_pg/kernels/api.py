@@ -1,0 +1,132 @@
+"""From logits to the policy-gradient loss. `impl` picks the implementation; none falls back to another.
+
+`torch` is the eager reference and the specification; `triton` needs a CUDA device, or TRITON_INTERPRET=1.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch.fields import TokenFields
+from megatron_pg.kernels.checks import check_factors, check_fields, check_for_triton, check_impl, check_layout
+from megatron_pg.kernels.logprobs import check_logits
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clipped_surrogate
+from megatron_pg.kernels.reference import reference_loss
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+GRPOLoss = PolicyGradientLoss  # what `grpo_loss` returns
+
+
+def grpo_loss(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    mask: Tensor | None = None,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    grad_divisor: float = 1.0,
+    grad_scale: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+    entropy: bool = False,
+    inplace: bool = False,
+    impl: str = "triton",
+) -> GRPOLoss:
+    """Clipped policy-gradient loss of one micro-batch from (vocabulary-parallel) logits.
+
+        loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
+
+    Computed in float32 (float64 for float64 logits). Masked tokens are selected away before any exp: whatever their
+    fields hold reaches neither loss nor gradient. A value that is not finite at a trained token stays visible.
+
+    Args:
+        logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
+        targets: [T] int64 global token ids; one outside the vocabulary at a trained token gives NaN. Equal on all
+            tensor-parallel ranks, like every [T] field.
+        old_logprobs: [T] nats, of the sampling policy at `temperature`.
+        advantages: [T].
+        weights: [T] the aggregation's weight of each token.
+        mask: [T] bool, trained tokens. Default: weights != 0.
+        clip_eps_low: distance of the lower clip bound from 1.
+        clip_eps_high: distance of the upper clip bound from 1.
+        temperature: tau of softmax(z / tau).
+        vocab_size: columns at or beyond it, counted over all tensor-parallel ranks, are padding: no probability and no
+            gradient. Default: there is no padding.
+        grad_divisor: the gradient, not the loss, is divided by it.
+        grad_scale: the upstream gradient that the backward will bring, as far as known. It changes no result: where the
+            gradient is made in the forward, another upstream gradient costs one more pass over it.
+        tp_group: tensor-parallel group; every rank of it must call with the same T.
+        entropy: also return the entropy of each trained token's distribution.
+        inplace: the gradient may overwrite the logits, which nothing else may read then (the torch implementation
+            refuses).
+        impl: "triton" or "torch".
+
+    Raises:
+        ValueError: shapes, dtypes or options cannot be.
+    """
+    check_logits(logits, targets)
+    fields = TokenFields(
+        targets=targets,
+        mask=weights != 0 if mask is None else mask,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        weights=weights,
+    )
+    policy_loss = clipped_surrogate(
+        fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
+    )
+    vocabulary = Vocabulary.of(logits.shape[1], temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    return policy_gradient_loss(
+        logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl
+    )
+
+
+def policy_gradient_loss(
+    logits: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    *,
+    grad_scale: float = 1.0,
+    entropy: bool = False,
+    inplace: bool = False,
+    impl: str = "triton",
+) -> PolicyGradientLoss:
+    """Any objective with any further terms, from (vocabulary-parallel) logits; the general form of `grpo_loss`.
+
+        loss = policy_loss(log softmax(z / tau)[target], entropy of softmax(z / tau))
+
+    Args:
+        logits: as in `grpo_loss`, like every argument that is not named here.
+        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
+        vocabulary: the columns of the logits, their padding, and tau.
+        grad_scale: the upstream gradient to expect.
+        entropy: also return the entropies.
+        inplace: the gradient may overwrite the logits.
+        impl: "triton" or "torch".
+
+    Raises:
+        ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
+    """
+    check_impl(impl)
+    check_logits(logits, policy_loss.fields.targets)
+    check_fields(logits, policy_loss)
+    check_factors(policy_loss.terms.grad_divisor, grad_scale)
+    if impl == "torch":
+        if inplace:
+            raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
+        found = reference_loss(logits, policy_loss, vocabulary)
+    else:
+        check_for_triton(logits)
+        check_layout(logits, inplace)
+        from megatron_pg.kernels.triton_loss import triton_loss  # torch alone must not need Triton
+
+        options = {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace}
+        with torch.cuda.device_of(logits):
+            found = triton_loss(logits, policy_loss, vocabulary, **options)
+    return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)

@@ -1,0 +1,78 @@
+"""What the kernels and heads refuse."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from megatron_pg.declarations.choices import IMPLEMENTATIONS
+from megatron_pg.kernels.policy_loss import PolicyLoss
+
+
+def check_impl(impl: str) -> None:
+    """Refuse an implementation that there is not."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
+
+
+def check_fields(values: Tensor, policy_loss: PolicyLoss) -> None:
+    """Refuse fields that are missing, misshapen or on another device than `values`, the logits or hidden states."""
+    terms, fields = policy_loss.terms, policy_loss.fields
+    needed = {
+        **dict.fromkeys(("mask", "old_logprobs", "advantages", "weights"), True),
+        "ref_logprobs": terms.kl_coef != 0,
+        "sequences": terms.reads_sequences,
+        **({terms.opsm_anchor: True} if terms.opsm_anchor else {}),
+    }
+    for name, is_needed in needed.items():
+        if is_needed and getattr(fields, name) is None:
+            raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
+    size = fields.targets.shape
+    for name, found in fields.per_token().items():
+        if found.shape != size:
+            raise ValueError(
+                f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets, so tokens would not align. Give one value "
+                "per token."
+            )
+        if found.device != values.device:
+            raise ValueError(f"{name} is on {found.device} and the logits on {values.device}. Move it there.")
+    if fields.mask.dtype != torch.bool:
+        raise ValueError(
+            f"mask has dtype {fields.mask.dtype}, not bool: it says which tokens are trained. Use mask.bool()."
+        )
+
+
+def check_factors(grad_divisor: float, grad_scale: float) -> None:
+    """Refuse factors of the gradient that are not > 0."""
+    for name, value in (("grad_divisor", grad_divisor), ("grad_scale", grad_scale)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")
+
+
+def check_for_triton(values: Tensor) -> None:
+    """Refuse a device and a dtype that the Triton kernels cannot do."""
+    if values.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"impl='triton' cannot run on {values.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, to "
+            "test). Use impl='torch'."
+        )
+    if values.dtype == torch.float64:
+        raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
+
+
+def check_layout(logits: Tensor, inplace: bool) -> None:
+    """Refuse logits that the kernels cannot read in order, or may not overwrite."""
+    if logits.shape[1] > 0 and logits.stride(1) != 1:
+        raise ValueError(
+            f"logits have stride {logits.stride(1)} along the vocabulary, which the kernels read in order. Use logits.contiguous()."
+        )
+    if inplace and not may_be_overwritten(logits):
+        raise ValueError(
+            "inplace=True would overwrite a leaf tensor that requires grad. Pass the model's output, not a leaf."
+        )
+
+
+def may_be_overwritten(logits: Tensor) -> bool:
+    """Whether the memory is no leaf's that requires grad; that of a view is its base's."""
+    owner = logits if logits._base is None else logits._base
+    return not (owner.is_leaf and owner.requires_grad)

@@ -1,0 +1,74 @@
+"""The columns of the logits: which of them this tensor-parallel rank holds, and which are padding."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """What turns rows of logits [T, columns] into distributions: softmax(z / tau) over the columns that are no padding."""
+
+    columns: int  # of this rank, the same on every rank
+    size: int  # columns of all ranks that are no padding
+    temperature: float = 1.0  # tau
+    tp_group: ProcessGroup | None = None  # whose ranks share the columns, in rank order; None: they are whole
+
+    @classmethod
+    def of(
+        cls,
+        columns: int,
+        *,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
+        tp_group: ProcessGroup | None = None,
+    ) -> "Vocabulary":
+        """The vocabulary of rows of `columns` on this rank; `vocab_size` None: there is no padding.
+
+        Raises:
+            ValueError: the temperature is not > 0, or the size is not among the columns.
+        """
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'."
+            )
+        whole = columns * (1 if tp_group is None else tp_group.size())
+        if vocab_size is not None and not 0 < vocab_size <= whole:
+            raise ValueError(
+                f"vocab_size={vocab_size} is not in 1 .. {whole}, the columns of all tensor-parallel ranks, so real tokens "
+                "would be taken for padding. Give the tokenizer's size."
+            )
+        return cls(columns, whole if vocab_size is None else vocab_size, temperature, tp_group)
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks that share the columns."""
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    @property
+    def first(self) -> int:
+        """Global id of this rank's first column."""
+        return 0 if self.tp_group is None else self.tp_group.rank() * self.columns
+
+    @property
+    def valid(self) -> int:
+        """Columns of this rank that are no padding."""
+        return min(max(self.size - self.first, 0), self.columns)
+
+    def owned(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each target here, 0 where this rank does not own it, and whether it does."""
+        local = targets - self.first
+        owned = (local >= 0) & (local < self.valid)
+        return torch.where(owned, local, 0), owned
+
+    def defined(self, logprobs: Tensor, targets: Tensor) -> Tensor:
+        """The log-probabilities, NaN where the target is no token of the vocabulary."""
+        return torch.where((targets >= 0) & (targets < self.size), logprobs, torch.nan)
+
+    def hide_padding(self, logits: Tensor) -> Tensor:
+        """The logits themselves, with -inf written into the columns that are padding."""
+        if self.valid < self.columns:
+            logits[:, self.valid :] = -torch.inf
+        return logits

@@ -1,0 +1,146 @@
+"""All logits in float32 by one product, or log-probabilities and entropies from chunks of logits that are never stored whole."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.vocabulary import Vocabulary
+from megatron_pg.lm_head import products
+from megatron_pg.lm_head.chunks import Chunks
+from megatron_pg.lm_head.gradients import Gradients
+from megatron_pg.lm_head.inputs import Head, check_head, check_reader, check_targets, enter
+from megatron_pg.lm_head.products import logits_dtype, product
+
+
+def fp32_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    backward: str = "bf16",
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Logits in float32 from hidden states and weight in bfloat16.
+
+        z = h W^T,   products of bfloat16 numbers, sums in float32
+
+    Args:
+        hidden: [..., H] on tensor-parallel ranks equal, or with `sequence_parallel` this rank's part of the first dimension.
+        weight: [V / tp, H] this tensor-parallel rank's rows, same dtype.
+        backward: as in `Head`, "bf16" or "split".
+        tp_group: tensor-parallel group; the gradient of the hidden states is summed over it.
+        sequence_parallel: gather the hidden states first, and reduce-scatter their gradient.
+        main_grad: as in `Head`.
+
+    Returns:
+        [..., V / tp] float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes, dtypes or options cannot be.
+    """
+    head = Head(backward=backward, sequence_parallel=sequence_parallel, main_grad=main_grad)
+    check_head(hidden, weight)
+    hidden = enter(hidden, tp_group, sequence_parallel)
+    logits = _Logits.apply(hidden.flatten(0, -2), weight, head)
+    return logits.view(*hidden.shape[:-1], len(weight))
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, head):
+        ctx.save_for_backward(hidden, weight)
+        ctx.head = head
+        return product(hidden, weight.t(), logits_dtype(hidden))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        chunk = products.chunk_rows(weight, 1)
+        gradients = Gradients(hidden, weight, None, len(hidden), chunk, ctx.head, ctx.needs_input_grad)
+        for part in products.slices(len(hidden), chunk):
+            z = grad[part]
+            if (out := gradients.buffer(part, z)) is not z:
+                out.copy_(z)
+            gradients.take(part, z)
+        return *gradients.finish(), None
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    backward: str = "bf16",
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    main_grad: Tensor | None = None,
+    impl: str = "triton",
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution from hidden states; differentiable.
+
+        p = softmax(h W^T / tau),   logp_t = log p[target_t],   H_t = -sum_v p_v log p_v
+
+    Without gradient it costs one product over the trained tokens; the backward makes the logits again.
+
+    Args:
+        hidden: [..., H] as in `fp32_logits`, T rows in all once gathered.
+        weight: [V / tp, H].
+        targets: [T] int64 global ids; one outside the vocabulary gives NaN.
+        rows: [n] int64, increasing: the rows that are wanted. Default: all.
+        temperature: tau > 0.
+        vocab_size: columns at or beyond it, counted over all ranks, are padding. Default: there is no padding.
+        backward: as in `Head`.
+        tp_group: tensor-parallel group; every rank of it must call with the same rows.
+        sequence_parallel: as in `fp32_logits`.
+        main_grad: as in `Head`.
+        impl: as in `Head`.
+
+    Returns:
+        [n] log-probabilities and [n] entropies in nats, float32, equal on every tensor-parallel rank.
+    """
+    head = Head(backward=backward, impl=impl, sequence_parallel=sequence_parallel, main_grad=main_grad)
+    check_head(hidden, weight)
+    check_reader(weight, head)
+    vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
+    check_targets(hidden, targets)
+    targets = targets if rows is None else targets.index_select(0, rows)
+    return logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)
+
+
+def logprobs_of_rows(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary, head: Head
+) -> tuple[Tensor, Tensor]:
+    """The same of arguments that have been checked: hidden states [T, H] of all rows, targets [n] of the wanted ones."""
+    return _LogprobsAndEntropy.apply(hidden, weight, targets, rows, vocabulary, head)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, rows, vocabulary, head):
+        found = torch.empty(len(Rows._fields), len(targets), dtype=logits_dtype(hidden), device=hidden.device)
+        for chunk, _, part in Chunks(hidden, weight, targets, rows, vocabulary, head.impl).with_rows():
+            for values, new in zip(found, part, strict=True):
+                values[chunk] = new
+        ctx.save_for_backward(hidden, weight, targets, rows, found)
+        ctx.vocabulary, ctx.head = vocabulary, head
+        return found[0].clone(), found[1].clone()  # what is saved must not be an output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, rows, found = ctx.saved_tensors
+        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl)
+        gradients = Gradients(hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad)
+        for chunk in chunks.slices():
+            z = chunks.logits(chunk)
+            slopes = grad_logprobs[chunk], grad_entropy[chunk]
+            chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, Rows(*found[:, chunk]), slopes)
+            gradients.take(chunk, z)
+        return *gradients.finish(), None, None, None, None

@@ -1,0 +1,38 @@
+"""An objective with its numbers, as the loss and the metrics take it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.objectives.tokens import Parameters, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """An objective and its numbers. The same on every rank."""
+
+    name: str
+    loss: Callable[[Tokens, Parameters], Tensor]  # [T]
+    outside: Callable[[Tokens, Parameters], tuple[Tensor, Tensor]] | None = None
+    """[T] bool each, above and below its bounds; None: it has none."""
+    reads_sequences: bool = False
+    has_one_loss_per_sequence: bool = False
+    row: str | None = None  # what the kernels call it; None: they do not compute it themselves
+    parameters: Parameters
+
+
+def objective_of(name: str, **numbers: float | None) -> Objective:
+    """The declared objective of that name, with its numbers, which `validate_args` has checked."""
+    declared = OBJECTIVES[name]
+    loss, outside = declared.load()
+    return Objective(
+        name=name,
+        loss=loss,
+        outside=outside,
+        reads_sequences=declared.reads_sequences,
+        has_one_loss_per_sequence=declared.has_one_loss_per_sequence,
+        row=declared.row,
+        parameters=Parameters(**numbers),
+    )

@@ -1,0 +1,59 @@
+"""The fields of a line of the rollout file, each written once. Needs no torch."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Id = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field: what its JSON value may be, whether every line has it, and how it is laid out."""
+
+    accepts: Callable[[object], bool]
+    is_required: bool = True
+    is_per_token: bool = False  # a list with one entry per response token
+    is_logprob: bool = False  # in nats, at most 0
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an integer, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that a float64 can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max  # an integer may be larger than any float
+
+
+def is_id(value: object) -> bool:
+    """Whether it can name a rollout or prompt: ids reach logs and are hashed as UTF-8."""
+    if isinstance(value, str):
+        return value.isprintable()  # no control character, no lone surrogate
+    return is_int(value) and abs(value) < 2**62
+
+
+def _list_of(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(accepts(item) for item in value)
+
+
+_numbers = _list_of(is_number)
+FIELDS = {
+    "step": Field(lambda value: is_int(value) and 0 <= value < 2**62),
+    "prompt_id": Field(is_id),
+    "rollout_id": Field(is_id),
+    "tokens": Field(_list_of(lambda value: is_int(value) and 0 <= value < 2**31)),
+    "response_length": Field(is_int),
+    "loss_mask": Field(_numbers, is_per_token=True),
+    "old_logprobs": Field(_numbers, is_per_token=True, is_logprob=True),
+    "reward": Field(is_number),
+    "advantage": Field(lambda value: is_number(value) or _numbers(value)),
+    "rollout_logprobs": Field(_numbers, is_required=False, is_per_token=True, is_logprob=True),
+    "ref_logprobs": Field(_numbers, is_required=False, is_per_token=True, is_logprob=True),
+}
+REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
+OPTIONAL = tuple(name for name, each in FIELDS.items() if not each.is_required)
+LOGPROBS = tuple(name for name, each in FIELDS.items() if each.is_logprob)

@@ -1,0 +1,43 @@
+"""What a step raises, and the name that a lost rank is given."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StepPlanError(ValueError):
+    """The step cannot be planned; the same message is raised on every data-parallel rank."""
+
+
+class NonFiniteLossError(ValueError):
+    """A trained token's loss is NaN or inf; raised on every rank, in training before the optimizer moves."""
+
+
+class ContractError(ValueError):
+    """Megatron's settings or counts are not what the plan relies on."""
+
+
+class LostPeerError(RuntimeError):
+    """Another rank was killed, failed or hangs, so a collective or transfer of the step broke off on this one."""
+
+
+@contextmanager
+def lost_peer_named(call: int) -> Iterator[None]:
+    """Give the backend's error about a closed connection or a timeout a name and a way on."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not (isinstance(error, torch.distributed.DistError) or "gloo" in text):
+            raise
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        raise LostPeerError(
+            f"rank {rank} of {size} lost another rank in its step {call}, which therefore cannot finish; the optimizer has not moved. "
+            "Another rank was killed, failed with an error of its own, or hangs: see the end of its log. Resume from the last "
+            f"checkpoint; --distributed-timeout-minutes sets how long a silent rank is waited for. ({_first_line(text)})"
+        ) from error
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:300]

@@ -1,0 +1,128 @@
+"""What the validated arguments say about the loss."""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+
+from megatron_pg.declarations.aggregations import STEP_MEANS
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
+from megatron_pg.kernels import LossTerms
+from megatron_pg.metrics import Reduction
+from megatron_pg.objectives import Objective, objective_of
+from megatron_pg.objectives.corrections import NONE as NO_CORRECTION
+from megatron_pg.objectives.corrections import Correction
+from megatron_pg.objectives.custom import custom_objective_of
+from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What the validated arguments say about the loss. The same on every rank."""
+
+    aggregation: str
+    divisor: float | None
+    reducer: CustomReducer | None  # replaces the aggregation for pg_loss
+    per_token: bool  # Megatron's calculate_per_token_loss: which contract
+    terms: LossTerms
+    correction: Correction = NO_CORRECTION
+    denominator: str = "scheduled"  # what the policy term's denominators count
+    aux_aggregation: str = "default"  # or "policy": the KL and entropy terms take the policy term's
+    temperature: float
+    vocab_size: int | None = None  # columns beyond it are padding
+    impl: str  # of log-probabilities and loss
+    float32_logits: bool = False
+    head_mode: str | None = None  # of the fused head; None: the model makes its logits
+    head_backward: str = "bf16"
+    metrics: Reduction
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "LossSettings":
+        """Settings from arguments that `validate_args` has accepted; loads and probes the user's functions (rule E16)."""
+        path = args.custom_pg_loss_reducer_function_path
+        per_token = vars(args).get("calculate_per_token_loss", False)
+        correction = Correction(
+            name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in correction_numbers(args).items()}
+        )
+        terms = _terms(args, correction)
+        return cls(
+            aggregation=args.loss_aggregation,
+            divisor=args.loss_aggregation_divisor,
+            reducer=load_custom_reducer(path, calculate_per_token_loss=per_token) if path else None,
+            per_token=per_token,
+            terms=terms,
+            correction=correction,
+            denominator=args.pg_denominator,
+            aux_aggregation=args.pg_aux_aggregation,
+            temperature=args.pg_temperature,
+            vocab_size=args.pg_vocab_size,
+            float32_logits=args.fp32_lm_head,
+            head_mode=args.pg_fused_head,
+            head_backward=args.fp32_lm_head_backward or "bf16",
+            impl=_available(args.pg_kernel),
+            metrics=Reduction(args.pg_metrics, features_of(terms, correction)),
+        )
+
+    @property
+    def plan_aggregation(self) -> str:
+        """The aggregation that the step is planned with: a custom reducer needs only N_r and T."""
+        return self.aggregation if self.reducer is None else self.step_mean
+
+    @property
+    def step_mean(self) -> str:
+        """What the per-token flag by itself means: the aggregation of the KL and entropy terms."""
+        return STEP_MEANS[self.per_token]
+
+    @property
+    def plan_auxiliary_aggregation(self) -> str | None:
+        """The aggregation of the KL and entropy terms; None where there are none, or their weights are the policy term's."""
+        if not (self.terms.kl_coef or self.terms.entropy_coef) or self.aux_aggregation == "policy":
+            return None
+        same = self.reducer is None and self.denominator != "kept" and self.aggregation == self.step_mean
+        return None if same else self.step_mean
+
+
+def features_of(terms: LossTerms, correction: Correction) -> frozenset[str]:
+    """What the loss has, by the names under which metrics ask for it."""
+    features = {
+        "clip": terms.objective.outside is not None,
+        "sequence": terms.objective.reads_sequences,
+        "correction": correction.name != "none",
+        "kl": terms.kl_coef != 0,
+        "entropy": terms.entropy_coef != 0,
+        "auxiliary": terms.kl_coef != 0 or terms.entropy_coef != 0,
+    }
+    return frozenset(name for name, present in features.items() if present)
+
+
+def _terms(args: Namespace, correction: Correction) -> LossTerms:
+    anchor = CORRECTIONS[correction.name].anchor
+    return LossTerms(
+        objective=_objective(args),
+        opsm_anchor=anchor,
+        opsm_threshold=correction.high if anchor else None,
+        kl_coef=args.pg_kl_coef,
+        kl_estimator=args.pg_kl_estimator,
+        entropy_coef=args.pg_entropy_coef,
+        grad_divisor=args.pg_grad_divisor,
+    )
+
+
+def _objective(args: Namespace) -> Objective:
+    if args.pg_custom_objective_path is not None:
+        return custom_objective_of(args)
+    return objective_of(args.pg_objective, **objective_numbers(args))
+
+
+def _available(asked: str | None) -> str:
+    cuda = torch.version.cuda is not None and torch.cuda.is_available()
+    if asked is None:
+        return "triton" if cuda else "torch"
+    if asked == "triton" and not cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "--pg-kernel triton cannot run here: no CUDA device is visible (TRITON_INTERPRET=1 runs it on a CPU, to test). Use "
+            "--pg-kernel torch or leave the flag out"
+        )
+    return asked
