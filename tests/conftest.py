@@ -1,16 +1,20 @@
+import gc
 import os
 import time
 from pathlib import Path
 
+import launches
 import proof
 import pytest
 import torch
+from namespaces import rank_zero, user_code  # noqa: F401, fixtures
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any test imports one
 
 EVIDENCE = pytest.StashKey[proof.Evidence]()
 START = pytest.StashKey[float]()
+BACKGROUND = pytest.StashKey[launches.Background]()
 
 
 def pytest_addoption(parser):
@@ -38,12 +42,35 @@ def evidence(request):
     return lambda **figures: request.config.stash[EVIDENCE].add(row, **figures)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def background(request, tmp_path_factory, full):
+    """Launches of real ranks, begun before the first test that runs."""
+    background = request.config.stash[BACKGROUND] = launches.Background(tmp_path_factory.mktemp, full)
+    for item in request.session.items:
+        for job in launches.jobs_of(item):
+            background.begin(job)
+    yield background
+    background.end()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: bool(launches.jobs_of(item)))  # what is waited for comes last
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # torch and Megatron are a million objects, which every collection would go over
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
     marker = item.get_closest_marker("proof")
     if marker:  # setup too: launches of real ranks are fixtures
-        item.config.stash[EVIDENCE].finish(marker.args[0], passed=report.passed, seconds=report.duration)
+        background = item.config.stash.get(BACKGROUND, None)
+        behind, background.seconds = background.seconds, 0.0
+        item.config.stash[EVIDENCE].finish(marker.args[0], passed=report.passed, seconds=report.duration + behind)
     return report
 
 

@@ -11,8 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from test_rollouts import HEADER, RECORD
-from test_untrusted_input import damaged, malformed_lines
+from rollout_files import HEADER, RECORD, damaged, malformed_lines
 
 from megatron_pg import read_rollouts
 from megatron_pg.cli import digest as digest_room

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_convert import NEMO, SLIME
+from dumps_of_others import NEMO, SLIME
 
 from megatron_pg.cli import SUBCOMMANDS, main
 from megatron_pg.metrics.reporting import MetricsFile

@@ -8,8 +8,8 @@ from importlib import metadata
 
 import flag_oracle
 import pytest
+from namespaces import REDUCER, arguments, ids
 from packaging.version import Version
-from test_args import REDUCER, arguments, ids, user_code  # noqa: F401, a fixture
 
 from megatron_pg.args import ArgumentError, validate_args
 

@@ -111,7 +111,7 @@ def layout(request):
 
 def number_of_cases(layout: Layout, full: bool) -> int:
     """Of each precision; large worlds cost more."""
-    return 830 // layout.world_size if full else max(120 // layout.world_size, 30)
+    return 830 // layout.world_size if full else max(60 // layout.world_size, 20)
 
 
 @pytest.mark.proof("partitions, float64: losses within 1e-12")

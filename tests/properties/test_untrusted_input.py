@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rollouts import HEADER, RECORD
+from rollout_files import CONTROL, HEADER, RECORD, damaged, malformed_lines
 
 from megatron_pg import RolloutFileError, Sample, StepPlanError, plan_step, read_rollouts
 from megatron_pg.declarations.choices import REDUCER_PARAMETERS
@@ -140,38 +140,6 @@ def test_the_canary_is_imported_by_its_own_path(canary):
     assert not canary()
 
 
-# --- rollout files ---
-
-CONTROL = ["a\nb", "\x1b[31mred", "a\0b", "\x7f", "\u202eabc", "a\u2028b", "\ud800", "tab\t"]
-BAD_ANYWHERE = [
-    None,
-    True,
-    {},
-    {"a": 1},
-    [[]],
-    [None],
-    ["1"],
-    [True],
-    [1, [2]],
-    10**400,
-    [10**400],
-    "\x1b[2J",
-    "\ud800",
-]
-BAD_IN = {
-    "step": [-1, 1.5, "x", [0]],
-    "prompt_id": [1.5, 2**63, -(10**30), [0]],
-    "rollout_id": [1.5, 2**63, -(10**30), [0]],
-    "tokens": [-1, "5678", [], [5], [1.5] * 4, [-1] * 4, [2**31] * 4, [10**30] * 4, ["a" * 100_000]],
-    "response_length": [0, -1, 3, 4, 1.5, "2", 10**30, [2]],
-    "loss_mask": [1, "11", [], [1], [1, 2], [0.5, 1], [1, -1], [1, 10**30], [1] * 100_000],
-    "old_logprobs": [-1.0, "x", [], [-1.0], [0.7, -1.0], [10**30, -1.0], [-1.0] * 100_000],
-    "reward": ["x", "a" * 100_000, [1.0]],
-    "advantage": ["x", [], [1.0], [1.0] * 3, ["1", "2"]],
-}
-DEEP = ["[" * 100_000, '{"x_a":' * 100_000, '{"step": ' + "[" * 5000 + "]" * 5000 + "}"]
-
-
 class Loud:
     """Leaves a file when it is unpickled."""
 
@@ -188,36 +156,6 @@ def refuses(path: Path) -> bool:
     return is_clean(error.value)
 
 
-def malformed_lines() -> list[bytes]:
-    """Second lines of a file, each bad in one way."""
-    text = json.dumps(RECORD)
-    fields = [RECORD | {name: bad} for name, own in BAD_IN.items() for bad in [*BAD_ANYWHERE, *own]]
-    missing = [{k: v for k, v in RECORD.items() if k != name} for name in RECORD]
-    ids = [RECORD | {name: value} for name in ("prompt_id", "rollout_id") for value in CONTROL]
-    names = [RECORD | {name: 1} for name in [*CONTROL, "y" * 100_000, "__class__", "advantages"]]
-    constants = [text.replace("-1.5", word) for word in ("NaN", "Infinity", "-Infinity", "-1e999", "nan", "0x1", "1_0")]
-    repeated = [text[:-1] + f', "{name}": 0}}' for name in [*RECORD, "x" * 100_000] for _ in range(2)]
-    repeated = [line.replace('"' + "x" * 100_000 + '": 0}', '"xx": 0, "xx": 1}') for line in repeated]
-    cut = [text[:i] for i in range(0, len(text), 7)]
-    other = [
-        "",
-        "null",
-        "1",
-        '"a"',
-        "[]",
-        "{}",
-        text + text,
-        "// no",
-        "'" + text + "'",
-        "\ufeff" + text,
-        "9" * 5000,
-        *DEEP,
-    ]
-    lines = [json.dumps(record) for record in [*fields, *missing, *ids, *names]]
-    lines += [*constants, *repeated, *cut, *other]
-    return [line.encode() for line in lines] + [b"\xff\xfe", b"\x80\x04\x95", b"\0" * 100, b"PK\x03\x04", b"\x93NUMPY"]
-
-
 @pytest.mark.proof("untrusted rollout files refused by name")
 def test_a_malformed_line_is_refused_with_a_message_that_can_be_shown(tmp_path, evidence):
     lines, path = malformed_lines(), tmp_path / "rollouts.jsonl"
@@ -228,15 +166,6 @@ def test_a_malformed_line_is_refused_with_a_message_that_can_be_shown(tmp_path, 
         path.write_bytes(line + b"\n" + head)  # as a header
         assert refuses(path), line[:200]
     evidence(cases=2 * len(lines))
-
-
-def damaged(content: bytes, rng: random.Random) -> bytes:
-    """The content with a few bytes replaced, inserted or removed."""
-    found = bytearray(content)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(found))
-        found[at : at + rng.choice([0, 1, 1, 5])] = rng.randbytes(rng.choice([0, 1, 1, 3]))
-    return bytes(found)
 
 
 @pytest.mark.proof("untrusted rollout files refused by name")

@@ -4,7 +4,7 @@
 
 A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`. This process imports everything once and forks two
 ranks per case, because a lost rank cannot be used again; cases wait for timeouts beside each other. WRITERS processes
-are killed while they write files.
+are killed while they write files. Nothing but a stopped rank is waited for by the clock: its peer cannot see it otherwise.
 """
 
 import itertools
@@ -24,13 +24,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rank_model import WIDTH, Layout
+from torch.distributed import distributed_c10d
 
 from megatron_pg import RolloutWriter
 from megatron_pg.metrics.reporting import MetricsFile
 from megatron_pg.step.forward_step import PolicyGradientStep
 
-TIMEOUT = 8.0  # seconds that a silent rank is waited for: --distributed-timeout-minutes of a real job
-GIVE_UP = 60.0
+SILENCE = timedelta(seconds=8)  # that a stopped rank is waited for: --distributed-timeout-minutes of a real job
+PATIENCE = timedelta(minutes=15)  # for every other wait, and before the fault: a loaded machine is slow
 LOST_STEP, STEPS = 2, 4  # the fault is in the second step
 BESIDE = 4  # cases at a time
 
@@ -68,10 +69,9 @@ def train(case: str, rank: int) -> None:
     """Steps of one tiny model with both files of a run, written by rank 0, in the current folder."""
     layout_name, kind, point, victim = case.split("-")
     layout, calls = Layout(layout_name), []
-    timeout = timedelta(seconds=TIMEOUT)
     store = f"file://{Path('store').absolute()}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
-    rank_model.initialize(layout, timeout_minutes=TIMEOUT / 60)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=PATIENCE)
+    rank_model.initialize(layout, timeout_minutes=PATIENCE.total_seconds() / 60)
     model_parallel_cuda_manual_seed(1)
     metrics, rollouts = (MetricsFile("metrics.jsonl"), RolloutWriter("rollouts.jsonl")) if rank == 0 else (None, None)
 
@@ -88,6 +88,8 @@ def train(case: str, rank: int) -> None:
         seed_fault(point, lambda: lose(kind), chunk, calls)
     for number in range(1, STEPS + 1):
         calls.append(number)
+        if number == LOST_STEP and kind == "stop":
+            wait_no_longer_than(SILENCE)
         wrapped.zero_grad_buffer()
         if rollouts is not None:
             rollouts.write([s for s in ranks.samples() if s.num_trained])
@@ -103,6 +105,18 @@ def train(case: str, rank: int) -> None:
             seq_length=WIDTH,
             micro_batch_size=len(ranks.samples()) // 2 + 1,
         )
+
+
+def wait_no_longer_than(silence: timedelta) -> None:
+    """In every group. A peer that is only slow is then taken for a stopped one, which is the same error.
+
+    Between stages a group's first timeout holds for ever, so that it is given to every wait, and is longer: the other
+    collectives end by their group's.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(silence, group)
+    wait = distributed_c10d.Work.wait
+    distributed_c10d.Work.wait = lambda work: wait(work, 1.5 * silence)
 
 
 def run_child(case: str, rank: int, folder: Path) -> None:
@@ -143,23 +157,24 @@ def end_the_rest(running: dict, ended: dict) -> None:
     """Kill a victim whose peer has ended, and both where nothing happens."""
     for pid, (case, rank, started) in running.items():
         is_victim = rank == int(case.split("-")[3])
-        if (is_victim and 1 - rank in ended[case]) or time.time() - started > GIVE_UP:
+        if (is_victim and 1 - rank in ended[case]) or time.time() - started > 2 * PATIENCE.total_seconds():
             os.kill(pid, signal.SIGKILL)
 
 
 def save_result(folder: Path, ended: dict[int, dict]) -> None:
     survivor = 1 - int(folder.name.split("-")[3])
-    error = folder / f"{survivor}.error"
+    error, lost_at = folder / f"{survivor}.error", folder / "lost_at"
+    lost = float(lost_at.read_text(encoding="utf-8")) if lost_at.exists() else ended[survivor]["time"]
     result = {
         "exit code": ended[survivor]["status"],
-        "seconds": ended[survivor]["time"] - float((folder / "lost_at").read_text(encoding="utf-8")),
+        "seconds": ended[survivor]["time"] - lost,
         "message": error.read_text(encoding="utf-8") if error.exists() else "",
     }
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def kill_writers(count: int, out: Path) -> None:
-    """Processes that write the two files of a run as fast as they can, killed at random times."""
+    """Processes that write the two files of a run as fast as they can, killed when a random number of bytes is there."""
     rng, samples = random.Random(2), [s for s in ranks.samples() if s.num_trained]
     for number in range(count):
         folder = out / f"writer-{number}"
@@ -170,9 +185,17 @@ def kill_writers(count: int, out: Path) -> None:
             for iteration in itertools.count(1):
                 metrics.write({"iteration": iteration, **{f"metric_{k}": 1.0 / iteration for k in range(200)}})
                 rollouts.write(samples)
-        time.sleep(rng.uniform(0.02, 0.15))
+        wait_for_bytes(folder / "rollouts.jsonl", rng.randrange(200_000), pid)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def wait_for_bytes(path: Path, count: int, writer: int) -> None:
+    """Until the file has a whole line of samples and at least so many bytes."""
+    while not path.exists() or path.stat().st_size < count or path.read_bytes().count(b"\n") < 2:
+        if os.waitpid(writer, os.WNOHANG)[0]:
+            raise RuntimeError(f"the writer of {path} has failed")
+        time.sleep(0.001)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,7 @@ def free_groups() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # free_groups then goes over the groups, not over all of torch and Megatron
     torch.distributed.init_process_group("gloo")
     out, previous = Path(sys.argv[1]), None
     for name in sys.argv[2:]:

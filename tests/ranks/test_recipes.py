@@ -2,56 +2,47 @@
 
 import difflib
 import importlib
-import json
-import re
-import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import launches
 import pytest
 import recipe_files
 import torch
-from processes import ROOT, environment
 from recipe_files import PAGE, block_of
+from recipe_runs import (
+    CONSTANT,
+    RECIPES,
+    errors_in_ours,
+    errors_in_their_trainer,
+    errors_in_train_rl,
+    launch,
+    launch_ranks,
+    numbers_of,
+    steps_of,
+)
 
 from megatron_pg.cp_utils import response_index
 
-RECIPES = ROOT / "examples" / "recipes"
-LIMIT = 2e-6  # of gradients in float32 against float64
 
-
-# --- into a plain pretrain script ---
-
-
-def launch(*arguments: str, processes: int = 1, first: Sequence[Path] = ()) -> str:
-    done = subprocess.run(
-        ["bash", str(RECIPES / "launch_plain.sh"), *arguments],
-        env=environment(*first) | {"PYTHON": sys.executable, "PROCESSES": str(processes)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout
-
-
-def steps_of(output: str) -> list[str]:
-    return re.findall(r"^pg +\d+ \| .*$", output, re.MULTILINE)
-
-
-def numbers_of(steps: list[str]) -> int:
-    return sum(line.count(" | ") for line in steps)
-
-
-CONSTANT = ("plain_after.py", "--loss-aggregation", "constant", "--loss-aggregation-divisor", "1000")
-
-
-@pytest.fixture(scope="module")
-def constant():
+@launches.launch
+def constant(folder, full):
     """What the script on our loss prints, with Dr. GRPO's constant."""
     return launch(*CONSTANT)
+
+
+@launches.launch
+def before(folder, full):
+    """What the script prints on Megatron's loss."""
+    return launch("plain_before.py", processes=2)
+
+
+@launches.launch
+def theirs(folder, full):
+    """What the script on our loss prints, with a reducer file of slime's and miles's form."""
+    recipe_files.write(folder)
+    flag = "--custom-pg-loss-reducer-function-path"
+    return launch("plain_after.py", flag, "their_reducer.reducer", first=[folder])
 
 
 def test_the_plain_script_takes_five_new_lines_which_the_page_shows():
@@ -65,8 +56,8 @@ def test_the_plain_script_takes_five_new_lines_which_the_page_shows():
     assert {line[1:] for line in shown if line.startswith("-")} <= gone
 
 
-def test_the_plain_script_trains_before_and_after(constant):
-    assert "lm loss: 2." in launch("plain_before.py", processes=2)
+def test_the_plain_script_trains_before_and_after(before, constant):
+    assert "lm loss: 2." in before
     assert "(Σ m·ℓ)/(N_r·L)  (--loss-aggregation constant --loss-aggregation-divisor 1000)" in constant
     assert [line.split(" | ")[1][:10] for line in steps_of(constant)] == ["pg_loss -0"] * 2
 
@@ -88,10 +79,7 @@ def test_a_forward_step_that_would_never_be_called_is_refused():
 
 
 @pytest.mark.proof("Recipes: a reducer file of slime's and miles's form prints what `constant` prints (numbers)")
-def test_a_reducer_file_of_slime_or_miles_trains_as_ours_and_is_constant_with_its_divisor(constant, tmp_path, evidence):
-    recipe_files.write(tmp_path)
-    flag = "--custom-pg-loss-reducer-function-path"
-    theirs = launch("plain_after.py", flag, "their_reducer.reducer", first=[tmp_path])
+def test_a_reducer_file_of_slime_or_miles_trains_as_ours_and_is_constant_with_its_divisor(constant, theirs, evidence):
     assert len(steps_of(theirs)) == 2
     assert steps_of(theirs) == steps_of(constant)
     evidence(cases=numbers_of(steps_of(theirs)))
@@ -181,58 +169,10 @@ def test_the_flag_gives_their_token_sum_and_no_second_normaliser(my_reducers, ev
         called_like_slime("my_reducers.dr_grpo", x, per_token=True)
 
 
-# --- on real ranks ---
-
-
-def launch_ranks(out: Path, *first: Path) -> dict[str, dict]:
-    """What `recipe_ranks` finds on two processes; `first` are folders that come before all others."""
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = environment(*first, RECIPES)
-    for checkout in ("MEGATRON_LM", "SLIME", "MILES"):
-        env.pop(checkout, None)
-    names = ["rl_recipe", "slime_recipe"]
-    script = [str(ROOT / "tests" / "ranks" / "recipe_ranks.py"), str(out), *names]
-    done = subprocess.run([*runner, *script], env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory):
-    return launch_ranks(tmp_path_factory.mktemp("ranks"))
-
-
-def errors_in_train_rl(found: dict) -> list[float]:
-    """Of our weights, after the error that the script has without them."""
-    errors = {name: figure for name, figure in found.items() if name != "release"}
-    assert errors.pop("as it is") > 0.1  # mean of micro-batch means, against the token mean of the step
-    assert len(errors) == 6
-    assert max(errors.values()) < LIMIT
-    return list(errors.values())
-
-
-def errors_in_their_trainer(found: dict) -> list[float]:
-    """Of our reducers in a trainer that divides like slime and miles, two layouts."""
-    errors = []
-    for layout in ("dp2", "cp2"):
-        of_layout = dict(found[layout])
-        assert of_layout.pop("token_mean, a masked sample") > 0.02  # 1 / 38: their count takes it for one token
-        errors += of_layout.values()
-    assert len(errors) == 12
-    assert max(errors) < LIMIT
-    return errors
-
-
-def errors_in_ours(found: dict) -> list[float]:
-    """Of a reducer of their form in our flag; it asks Megatron for no context parallelism, and is told where it fails."""
-    errors = list(found["theirs in ours"].values())
-    assert len(errors) == 2
-    assert max(errors) < LIMIT
-    assert (
-        "custom reducer 'their_reducer.reducer' fails on a tiny step of whole samples: AssertionError"
-        in found["refused"]
-    )
-    return errors
+@launches.launch
+def on_ranks(folder, full):
+    """What two processes found."""
+    return launch_ranks(folder)
 
 
 @pytest.mark.proof("Recipes: train_rl.py's form on exact weights, gradients on 2 real ranks equal plain loops")

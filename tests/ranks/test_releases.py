@@ -12,9 +12,9 @@ from pathlib import Path
 
 import processes
 import pytest
-import test_recipes
+import recipe_runs
 from packaging.version import Version
-from test_forward_step import FAST, FAULTS, REFERENCES, compare
+from rank_cases import FAST, FAULTS, REFERENCES, compare
 
 INSTALLED = metadata.version("megatron-core")
 BESIDE = {path.name.removeprefix("megatron-core-") for path in (processes.ROOT / ".venv").glob("megatron-core-*")}
@@ -47,7 +47,7 @@ def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
         env=processes.environment(*first),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=processes.HANG,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])
@@ -79,7 +79,7 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
         for names in (FAST, REFERENCES)
     )
     launches = [processes.start(2, two, [*cases, *SOME_FAULTS], folder), processes.start(1, one, references, folder)]
-    with processes.finished(launches, timeout=300):
+    with processes.finished(launches):
         for case in SOME_FAULTS:
             assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case
         found = {processes.report(two, case, rank)["release"] for case in cases for rank in (0, 1)}
@@ -89,19 +89,19 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
 
 @pytest.mark.parametrize("folder", named("recipes, gradients on 2 real ranks equal plain loops"), indirect=True)
 def test_recipes_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
-    found = test_recipes.launch_ranks(tmp_path, folder)
+    found = recipe_runs.launch_ranks(tmp_path, folder)
     assert {f"megatron-core-{figures['release']}" for figures in found.values()} == {folder.name}
     reducers = found["slime_recipe"]
-    errors = test_recipes.errors_in_train_rl(found["rl_recipe"])
-    errors += test_recipes.errors_in_their_trainer(reducers) + test_recipes.errors_in_ours(reducers)
+    errors = recipe_runs.errors_in_train_rl(found["rl_recipe"])
+    errors += recipe_runs.errors_in_their_trainer(reducers) + recipe_runs.errors_in_ours(reducers)
     evidence(cases=len(errors), worst=max(errors))
 
 
 @pytest.mark.parametrize("folder", named(f"the plain script prints what {INSTALLED} prints", TRAINING), indirect=True)
 def test_the_plain_script_in_other_releases(folder, evidence):
     here, there = (
-        test_recipes.steps_of(test_recipes.launch(*test_recipes.CONSTANT, first=first)) for first in ([], [folder])
+        recipe_runs.steps_of(recipe_runs.launch(*recipe_runs.CONSTANT, first=first)) for first in ([], [folder])
     )
     assert here
     assert there == here
-    evidence(cases=test_recipes.numbers_of(there))
+    evidence(cases=recipe_runs.numbers_of(there))

@@ -1,48 +1,27 @@
 """The example is deterministic, and a resumed run is the run that was not stopped: weights, metrics and samples, bit for bit."""
 
-import hashlib
 import shutil
 import subprocess
-import sys
-import zipfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import example_runs
+import launches
 import processes
 import pytest
+from example_runs import FLAGS, state
 
-# Warm-up to step 5, then rollout batches of 4 steps: the checkpoint of step 7 lies inside a batch, that of 9 between two.
-STEPS = 14
-FLAGS = {
-    "warm-up-iters": 5,
-    "train-iters": STEPS,
-    "prompts-per-rollout": 8,
-    "exact-match-interval": 4,
-    "exact-match-prompts": 16,
-    "progress-interval": 1,
-    "lr-warmup-iters": 1,
-    "lr": 0.01,  # so that warm-up of 5 steps is enough for rewards
-    "global-batch-size": 16,
-    "micro-batch-size": 8,
-    "ckpt-format": "torch",  # Megatron's default format needs a further package on a CPU
-    "save-interval": 1,
-}
-STOP = 7
+STEPS, STOP = FLAGS["train-iters"], 7  # the checkpoint of step 7 lies inside a rollout batch, that of 9 between two
 
 
-def launch(run: Path, *flags: str, ranks: int = 1) -> subprocess.CompletedProcess:
-    """One run of the launch script, which saves to the run's folder."""
-    environment = processes.environment() | {"PYTHON": sys.executable, "RUN_DIR": str(run), "PROCESSES": str(ranks)}
-    words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
-    command = ["bash", str(processes.ROOT / "examples" / "launch_cpu.sh"), *words, "--save", str(run / "saved"), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def launch(run: Path, *flags: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+    """One run, which saves to its folder."""
+    saving = ["--save", str(run / "saved")]
+    return example_runs.launch(run, *example_runs.words_of(FLAGS), *saving, *flags, ranks=ranks, check=check)
 
 
 def trained(run: Path, *flags: str, ranks: int = 1) -> Path:
-    done = launch(run, *flags, ranks=ranks)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    launch(run, *flags, ranks=ranks)
     return run
 
 
@@ -62,29 +41,9 @@ def rewound(source: Path, run: Path, step: int) -> Path:
     return run
 
 
-def state(run: Path, step: int = STEPS) -> dict[str, str]:
-    """sha256 of every tensor in a checkpoint: weights, optimizer and random states; read from the archive, not unpickled."""
-    found = {}
-    for path in sorted((run / "saved" / f"iter_{step:07d}").rglob("*.pt")):
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                if "/data/" in name:
-                    found[f"{path.parent.name}/{name}"] = hashlib.sha256(archive.read(name)).hexdigest()
-    return found
-
-
 def assert_same(found: Path, expected: Path) -> int:
     """Number of tensors that were compared."""
-    assert len(state(expected)) > 30
-    assert state(found) == state(expected)
-    for file in ("metrics.jsonl", "rollouts.jsonl"):
-        assert (found / file).read_bytes() == (expected / file).read_bytes(), file
-    return len(state(expected))
-
-
-def beside_each_other(*jobs: Callable) -> list:
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return [future.result() for future in [pool.submit(job) for job in jobs]]
+    return example_runs.assert_same(found, expected, STEPS, "metrics.jsonl", "rollouts.jsonl")
 
 
 def stopped_and_resumed(run: Path, step: int = STOP) -> Path:
@@ -92,18 +51,22 @@ def stopped_and_resumed(run: Path, step: int = STOP) -> Path:
     return resumed(run)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """An uninterrupted run, and one that stopped at a checkpoint inside a rollout batch and was resumed."""
-    whole, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
-    return beside_each_other(lambda: trained(whole), lambda: stopped_and_resumed(cut))
+@launches.launch
+def whole(folder, full):
+    """An uninterrupted run."""
+    return trained(folder)
+
+
+@launches.launch
+def cut(folder, full):
+    """A run that stopped at a checkpoint inside a rollout batch and was resumed."""
+    return stopped_and_resumed(folder)
 
 
 @pytest.mark.proof(
     "Determinism: two processes with one seed save the same weights, optimizer and random states (tensors)"
 )
-def test_two_processes_with_one_seed_save_the_same_state(runs, evidence):
-    whole, cut = runs
+def test_two_processes_with_one_seed_save_the_same_state(whole, cut, evidence):
     steps = [1, 5, STOP]  # the second run was not stopped yet
     for step in steps:
         assert state(whole, step) == state(cut, step)
@@ -112,8 +75,7 @@ def test_two_processes_with_one_seed_save_the_same_state(runs, evidence):
 
 
 @pytest.mark.proof("Resume: stopped at a checkpoint inside a rollout batch and resumed, equal bit for bit (tensors)")
-def test_a_resumed_run_is_the_run_that_was_not_stopped(runs, evidence):
-    whole, cut = runs
+def test_a_resumed_run_is_the_run_that_was_not_stopped(whole, cut, evidence):
     assert {r["phase"] for r in processes.records(whole / "metrics.jsonl")} == {"warm-up", "grpo"}
     assert any(r["grad_norm"] > 0 for r in processes.records(whole / "metrics.jsonl")[STOP:])
     evidence(cases=assert_same(cut, whole))
@@ -122,11 +84,11 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(runs, evidence):
 @pytest.mark.proof(
     "Resume: from every kind of checkpoint after a crash that went on behind it, 1 and 2 ranks (tensors)"
 )
-def test_a_run_resumed_after_a_crash_is_the_run_that_did_not_crash(runs, tmp_path, full, evidence):
+def test_a_run_resumed_after_a_crash_is_the_run_that_did_not_crash(whole, tmp_path, full, evidence):
     if not full:
         pytest.skip("further resumed runs belong to `make prove`")
-    whole, two = runs[0], tmp_path / "two"
-    crashed = beside_each_other(
+    two = tmp_path / "two"
+    crashed = processes.beside_each_other(
         lambda: assert_same(resumed(rewound(trained(two, ranks=2), tmp_path / "two-7", 7), ranks=2), two),
         lambda: assert_same(stopped_and_resumed(tmp_path / "warm-up", 3), whole),  # no sample was written yet
         *(partial(resumes_exactly, whole, tmp_path / str(step), step) for step in (6, 8, 9)),
@@ -139,18 +101,16 @@ def resumes_exactly(source: Path, run: Path, step: int) -> int:
 
 
 @pytest.mark.proof("Resume: rollout files that would be missed or overwritten are named errors")
-def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(runs, tmp_path, full, evidence):
+def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(whole, tmp_path, full, evidence):
     if not full:
         pytest.skip("further resumed runs belong to `make prove`")
-    run = rewound(runs[0], tmp_path / "run", STOP)
+    run = rewound(whole, tmp_path / "run", STOP)
     (run / "rollouts.jsonl").unlink()
-    done = launch(run, "--load", str(run / "saved"))
-    assert done.returncode != 0
+    done = launch(run, "--load", str(run / "saved"), check=False)
     assert f"rollouts.jsonl holds 0 of the 16 samples of step {STOP}, whose rollout batch was open" in done.stderr
-    run = rewound(runs[0], tmp_path / "again", STOP)
+    run = rewound(whole, tmp_path / "again", STOP)
     before = (run / "rollouts.jsonl").read_bytes()
-    done = launch(run, "--rollouts", str(run / "rollouts.jsonl"))
-    assert done.returncode != 0
+    done = launch(run, "--rollouts", str(run / "rollouts.jsonl"), check=False)
     assert "is the file that this run would write anew" in done.stderr
     assert (run / "rollouts.jsonl").read_bytes() == before
     evidence(cases=2)

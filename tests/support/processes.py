@@ -5,7 +5,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
 def environment(*first: Path) -> dict[str, str]:
@@ -27,31 +29,68 @@ def environment(*first: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def start(processes: int, out: Path, cases: list[str], *first: Path) -> subprocess.Popen:
+RUNNING: set[subprocess.Popen] = set()
+
+
+def begin(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
+    """A process with its output as text, which ends with the session at the latest."""
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    RUNNING.add(process)
+    return process
+
+
+def end(process: subprocess.Popen) -> None:
+    """Nothing is left behind, of a launcher neither: it ends its ranks, which it could not if it were killed."""
+    if process in RUNNING:
+        RUNNING.discard(process)
+        process.terminate()
+        process.communicate(timeout=HANG)
+
+
+def end_all() -> None:
+    """For a session that is broken off: whoever began a process waits for it."""
+    for process in list(RUNNING):
+        process.terminate()
+
+
+def wait_for(process: subprocess.Popen, *, check: bool = True, timeout: float = HANG) -> subprocess.CompletedProcess:
+    """What it printed; with `check` it must have succeeded, and else failed by itself."""
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        end(process)
+    assert (process.returncode == 0) == check, (output + errors)[-4000:]
+    assert process.returncode >= 0
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def run(command: Sequence[str], env: Mapping[str, str], *, check: bool = True) -> subprocess.CompletedProcess:
+    """A process from its begin to its end."""
+    return wait_for(begin(command, env), check=check)
+
+
+def beside_each_other(*jobs: Callable) -> list:
+    """Their results, two jobs at a time."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+def start(processes: int, out: Path, cases: Sequence[str], *first: Path) -> subprocess.Popen:
     """Run the cases on this many ranks; `first` are folders that come before all others, such as another Megatron."""
     runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.Popen(
-        [*runner, str(TESTS / "ranks" / "ranks.py"), str(out), *cases],
-        env=environment(*first),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return begin([*runner, str(TESTS / "ranks" / "ranks.py"), str(out), *cases], environment(*first))
 
 
 @contextmanager
-def finished(launches: list[subprocess.Popen], *, timeout: float) -> Iterator[None]:
+def finished(launches: Sequence[subprocess.Popen], *, timeout: float = HANG) -> Iterator[None]:
     """Wait for launches that run beside each other; none is left behind."""
     try:
         for process in launches:
-            output, _ = process.communicate(timeout=timeout)
-            assert process.returncode == 0, output[-4000:]
+            wait_for(process, timeout=timeout)
         yield
     finally:
         for process in launches:
-            process.terminate()  # the launcher ends its ranks; killed, it would leave them behind
-            process.wait(timeout=60)
-            process.stdout.close()
+            end(process)
 
 
 def gradients(folder: Path, case: str) -> dict[str, list[np.ndarray]]:

@@ -7,6 +7,7 @@ import random
 import pytest
 import simulation
 import torch
+from objective_parts import build
 from samples import make_sample
 from simulation import Layout
 
@@ -136,8 +137,6 @@ def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss
 
 
 def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo():
-    from test_objectives import build
-
     batch = pack([make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(0), sample_id="s")], qkv_format="thd")
     for name, refused in (("gspo", True), ("gspo_token", False)):
         terms = dataclasses.replace(simulation.GRPO, objective=build(name))

@@ -1,28 +1,20 @@
 """Declarations, reduction, and that the page says what the code does. Values over layouts: test_partition_invariance."""
 
 import dataclasses
-import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import simulation
 import torch
-from compare import scalar_error
-from samples import make_sample
-from simulation import Layout
 
-import megatron_pg.step.forward_step
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
-from megatron_pg.metrics.reporting import MetricsFile, console_line, nonfinite_entries
 from megatron_pg.objectives import objective_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
 PLAN = SimpleNamespace(num_tokens=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None)
 
@@ -166,98 +158,3 @@ def test_masked_slots_may_hold_anything():
     poisoned = dict.fromkeys(("token_losses", "logprobs", "old_logprobs", "log_ratios", "advantages", "entropy"), bad)
     reduction = Reduction("with_entropy")
     assert torch.equal(reduction.partial(tokens([1, 0])), reduction.partial(tokens([1, 0], **poisoned)))
-
-
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_extrema_of_one_sign_are_exact_on_every_layout(sign):
-    rng = random.Random(2)
-    samples = [
-        make_sample(prompt_length=2, mask=[1, 1, 0, 1], rng=rng, prompt_id=i // 2, sample_id=str(i)) for i in range(5)
-    ]
-    for sample in samples:
-        sample.advantages.copy_(sign * sample.advantages.abs())
-    logits = [torch.randn(len(s.tokens), 12, dtype=torch.float64) for s in samples]
-    trained = torch.cat([s.advantages[s.loss_mask] for s in samples])
-    loss = simulation.settings("sample_mean", per_token=False)
-    for layout in (Layout(), Layout(data=4, microbatches=3), Layout(data=2, context=4), Layout(data=3, tensor=2)):
-        found = simulation.run_step(samples, logits, layout, loss, rng).metrics
-        assert found["max_advantage"] == float(trained.max())
-        assert found["min_advantage"] == float(trained.min())
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_entropy_is_the_same_over_a_split_vocabulary_in_float32(size):
-    rng = random.Random(size)
-    samples = [make_sample(prompt_length=2, mask=[1] * 6, rng=rng, sample_id=str(i)) for i in range(4)]
-    logits = [3 * torch.randn(len(s.tokens), 12) for s in samples]
-    loss = simulation.settings("sample_mean", per_token=False)
-    whole, split = (
-        simulation.run_step(samples, logits, Layout(tensor=n), loss, random.Random(1)).metrics["entropy"]
-        for n in (1, size)
-    )
-    assert scalar_error(split, whole, 1.0) <= 1e-6
-
-
-def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
-    """Counted where the step makes them; the number of metrics changes the length, not the count."""
-    calls = []
-    count = lambda values: calls.append(len(values)) or values[None]  # noqa: E731
-    monkeypatch.setattr(megatron_pg.step.forward_step, "all_gather_rows", count)
-    monkeypatch.setattr(megatron_pg.step.forward_step, "device_of", lambda group: torch.device("cpu"))
-    for level in LEVELS:
-        step = megatron_pg.step.forward_step.PolicyGradientStep(
-            SimpleNamespace(metrics=Reduction(level), per_token=False)
-        )
-        step._gather_and_check()
-    assert calls == [3 + Reduction(level).width for level in LEVELS]
-
-
-def test_the_metrics_file_survives_a_torn_line_and_continues_without_duplicates(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    file = MetricsFile(path)
-    for i in range(1, 6):
-        file.write({"iteration": i, "pg_loss": -float(i)})
-    file.close()
-    with path.open("a", encoding="utf-8") as torn:
-        torn.write('{"iteration": 6, "pg_lo')
-    resumed = MetricsFile(path, after=3)  # the last checkpoint was at step 3
-    for i in range(4, 7):
-        resumed.write({"iteration": i, "pg_loss": -10.0 * i})
-    resumed.close()
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5, 6]
-    assert [r["pg_loss"] for r in records] == [-1.0, -2.0, -3.0, -40.0, -50.0, -60.0]
-
-
-def test_a_new_run_starts_a_new_metrics_file(tmp_path):
-    for _ in range(2):
-        file = MetricsFile(tmp_path / "m.jsonl")
-        file.write({"iteration": 1})
-        file.close()
-    assert (tmp_path / "m.jsonl").read_text() == '{"iteration": 1}\n'
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_file_of_something_else_is_neither_continued_nor_overwritten(tmp_path, after):
-    path = tmp_path / "m.jsonl"
-    path.write_text("hello\n")
-    with pytest.raises(ValueError, match=r"m.jsonl:1 is no line of a metrics file"):
-        MetricsFile(path, after=after)
-    assert path.read_text() == "hello\n"
-
-
-def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl")
-    file.write(
-        {"iteration": 1, "entropy": math.nan, "kl_new_old": math.inf, "nonfinite": nonfinite_entries({"entropy": [2]})}
-    )
-    file.close()
-    record = json.loads((tmp_path / "m.jsonl").read_text())
-    assert record["entropy"] is None
-    assert record["kl_new_old"] is None
-    assert record["nonfinite"] == [{"metric": "entropy", "ranks": [2]}, {"metric": "kl_new_old"}]
-
-
-def test_the_console_line_shows_negative_values():
-    line = console_line(12, {"pg_loss": -0.0123, "grad_norm": 0.5, "num_tokens": 7})
-    assert line == "pg     12 | pg_loss -0.0123 | grad_norm +0.5"

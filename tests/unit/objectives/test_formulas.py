@@ -1,6 +1,5 @@
 """Objectives, KL and entropy terms: hand-worked values, gradients in float64, the papers' identities, a user's own."""
 
-import argparse
 import dataclasses
 import math
 import random
@@ -8,82 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+from objective_parts import ESTIMATORS, SIZES, build, drawn, sequences_of, with_fields
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from megatron_pg.args import ArgumentError, add_arguments
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.sequences import Sequences
-from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
-from megatron_pg.objectives import Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
-from megatron_pg.step.settings import LossSettings
-
-NUMBERS = {
-    "clip_eps_low": 0.2,
-    "clip_eps_high": 0.28,
-    "dual_clip": 3.0,
-    "delta": 2.0,
-    "cispo_cap": 1.5,
-    "sapo_tau_pos": 1.0,
-    "sapo_tau_neg": 1.05,
-    "dppo_delta_low": 0.05,
-    "dppo_delta_high": 0.1,
-}
-SIZES = [3, 1, 4]  # tokens of three sequences
-
-
-def build(name: str, **changes: float):
-    """The objective with the numbers that it reads."""
-    reads = {number.name for number in OBJECTIVES[name].numbers}
-    return objective_of(name, **{n: v for n, v in (NUMBERS | changes).items() if n in reads})
-
-
-ESTIMATORS = {name: declared.load() for name, declared in KL_ESTIMATORS.items()}
-
-
-def with_fields(loss: PolicyLoss, **changes) -> PolicyLoss:
-    return PolicyLoss(loss.terms, dataclasses.replace(loss.fields, **changes))
-
-
-def sequences_of(sizes, trained=None) -> Sequences:
-    """Sequences one after the other; `trained`: their trained tokens, all by default."""
-    slots = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return Sequences(
-        slots=slots,
-        order=slots.argsort(stable=True),
-        lengths=torch.tensor([*sizes, 0]),
-        counts=torch.tensor(trained or sizes, dtype=torch.float64).clamp(min=1),
-    )
-
-
-def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, Tensor]:
-    """A loss over three sequences with log-probabilities and entropies, off the kinks."""
-    generator = torch.Generator().manual_seed(rng.getrandbits(60))
-    normal = lambda: torch.randn(sum(SIZES), dtype=torch.float64, generator=generator)  # noqa: E731
-    old = -0.1 - normal().abs()
-    logprobs = (old + rng.choice([0.05, 0.5]) * normal()).clamp(max=-0.01)
-    fields = TokenFields(
-        targets=torch.zeros(sum(SIZES), dtype=torch.int64),
-        mask=torch.rand(sum(SIZES), generator=generator) < 0.85,
-        old_logprobs=old,
-        advantages=normal(),
-        weights=torch.repeat_interleave(torch.rand(3, generator=generator, dtype=torch.float64), torch.tensor(SIZES)),
-        ref_logprobs=-normal().abs(),
-        rollout_logprobs=old + 0.1 * normal(),
-    )
-    trained = [int(part.sum()) for part in fields.mask.split(SIZES)]
-    fields = dataclasses.replace(fields, sequences=sequences_of(SIZES, trained))
-    loss = PolicyLoss(LossTerms(objective=build(name), **terms), fields)
-    found = loss(logprobs, entropy=0 * logprobs)
-    ratios = [found.log_ratios.exp()]
-    ratios += [] if found.sequence_log_ratios is None else [found.sequence_log_ratios.exp()]
-    kinks = torch.tensor([0.8, 1.28, 2.0, 3.0], dtype=torch.float64)
-    if any((r[:, None] - kinks).abs().min() < 1e-3 for r in ratios):
-        return drawn(name, rng, **terms)
-    return loss, logprobs.requires_grad_(), normal().abs().requires_grad_()
+from megatron_pg.objectives import Tokens
 
 
 class Frozen:
@@ -270,65 +201,6 @@ def test_a_certain_token_has_a_divergence():
     assert coefficient("dppo_kl", old=-0.5, log_ratio=0.5, advantage=1.0)[1] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "distance"),
-    [("k1", 0.3080), ("k2", 0.0), ("k3", 0.0947), ("abs", 0.0869), ("k1_weighted", 0.0), ("k3_weighted", 0.0)],
-)
-def test_expected_gradient_of_kl_estimators_by_enumeration(name, distance):
-    logits = torch.tensor([1, 0, -1, 0.5], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([0, 0.5, 0, -0.5], dtype=torch.float64).log_softmax(0)
-    logprobs = logits.log_softmax(0)
-    divergence = (logprobs.exp() * (logprobs - ref)).sum()
-    reverse = (ref.exp() * (ref - logprobs)).sum()
-    p = logprobs.detach().exp()
-    estimate = (p * ESTIMATORS[name](logprobs - ref, logprobs - logprobs.detach())).sum()
-    right, found, other = (
-        torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (divergence, estimate, reverse)
-    )
-    assert float((found - right).norm()) == pytest.approx(distance, abs=5e-5)
-    flawed = KL_ESTIMATORS[name].flaw is not None
-    assert flawed == (distance > 0)
-    if name == "k3":
-        assert torch.allclose(found, other, atol=1e-15)
-
-
-def test_the_weighted_estimators_are_right_off_policy_too():
-    logits = torch.tensor([1, 0, -1, 0.5], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([0, 0.5, 0, -0.5], dtype=torch.float64).log_softmax(0)
-    old = torch.tensor([0.6, 0.2, -0.6, 0.4], dtype=torch.float64).log_softmax(0)
-    logprobs = logits.log_softmax(0)
-    divergence = (logprobs.exp() * (logprobs - ref)).sum()
-    (right,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-    for name, distance in (("k1_weighted", 0.0), ("k3_weighted", 0.0), ("k2", 0.0762)):
-        estimate = (old.exp() * ESTIMATORS[name](logprobs - ref, logprobs - old)).sum()
-        (found,) = torch.autograd.grad(estimate, logits, retain_graph=True)
-        assert float((found - right).norm()) == pytest.approx(distance, abs=5e-5)
-
-
-def test_the_penalty_acts_where_the_policy_is_far_below_the_reference():
-    for name, gradient in (("k3", 1 - math.exp(20)), ("k3_weighted", -25.0), ("k2", -25.0)):
-        x = torch.tensor([-25.0], dtype=torch.float64, requires_grad=True)
-        value = ESTIMATORS[name](x, x - x.detach())
-        value.sum().backward()
-        assert math.isfinite(value.item())
-        assert float(x.grad) == pytest.approx(gradient)
-
-
-def test_the_entropy_bonus_moves_towards_uniform_along_the_exact_gradient():
-    logits = torch.tensor([[2.0, 0.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
-    token = torch.ones(1, dtype=torch.float64)
-    terms = LossTerms(objective=build("reinforce"), entropy_coef=0.25)
-    fields = TokenFields(
-        targets=torch.tensor([1]), mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token
-    )
-    out = policy_gradient_loss(logits, PolicyLoss(terms, fields), Vocabulary.of(4), impl="torch")
-    p = logits.detach().softmax(1)
-    entropy = -(p * p.log()).sum()
-    out.loss.backward()
-    assert float(out.loss.detach()) == pytest.approx(-0.25 * float(entropy), rel=1e-14)
-    assert torch.allclose(logits.grad, 0.25 * p * (p.log() + entropy), rtol=1e-13)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_masked_tokens_may_hold_anything(name):
     terms = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.1, "opsm_anchor": "rollout_logprobs"}
@@ -393,129 +265,9 @@ def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
     assert torch.equal(*walks)
 
 
-# --- a user's own ---
-
-
-def write_module(tmp_path, monkeypatch, body: str) -> str:
-    (tmp_path / "user_objective.py").write_text(f"import torch\n\n\ndef mine(tokens, parameters):\n    {body}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "user_objective", raising=False)
-    return "user_objective:mine"
-
-
-def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
-    path = write_module(tmp_path, monkeypatch, "return -tokens.ratios.detach() * tokens.advantages * tokens.logprobs")
-    custom = load_custom_objective(path, clip_eps_low=0.2)
-    assert custom.parameters.clip_eps_low == 0.2
-    loss, logprobs, _ = drawn("cispo", random.Random(2))
-    wide = build("cispo", clip_eps_low=1.0, cispo_cap=1e9)
-    values = [
-        dataclasses.replace(loss, terms=LossTerms(objective=objective))(logprobs).loss for objective in (custom, wide)
-    ]
-    assert torch.equal(*values)
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("return (tokens.advantages * tokens.logprobs).mean()", "gives shape () and dtype torch.float64 for 6 tokens"),
-        ("return tokens.logprobs.float()", "gives shape (6,) and dtype torch.float32"),
-        ("return tokens.advantages * tokens.old_logprobs", "has no gradient"),
-        ("return tokens.logprobs.detach()", "has no gradient"),
-        (
-            "return tokens.logprobs / tokens.advantages.std()",
-            "gives a token another loss or gradient when other tokens",
-        ),
-        ("return tokens.logprobs * tokens.logprobs.mean()", "gives a token another loss or gradient when other tokens"),
-        ("return torch.log(tokens.logprobs)", "gives a loss or gradient that is not finite"),
-        ("return tokens.rewards", "fails on six tokens: AttributeError"),
-        ("return 0.0", "fails on six tokens: TypeError: it returns a float"),
-        ("return tokens.logprobs * parameters.delta", "fails on six tokens: TypeError"),
-    ],
-)
-def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monkeypatch, body, reason):
-    path = write_module(tmp_path, monkeypatch, body)
-    with pytest.raises(ArgumentError) as caught:
-        load_custom_objective(path)
-    ((rule, message),) = caught.value.violations
-    assert rule == "E16"
-    assert reason in message
-
-
-@pytest.mark.parametrize(
-    ("body", "reads"),
-    [
-        ("return -tokens.ratios * tokens.advantages", False),
-        ("return -tokens.sequence_ratios * tokens.advantages", True),
-        ("return -tokens.ratios * tokens.sequence_advantages", True),
-        ("return -tokens.ratios * (tokens.advantages if tokens.sequence_advantages is None else 1)", True),
-    ],
-)
-def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path, monkeypatch, body, reads):
-    words = ["--pg-custom-objective-path", write_module(tmp_path, monkeypatch, body)]
-    parser = add_arguments(argparse.ArgumentParser())
-    for head in ([], ["--pg-fused-head", "recompute"]):
-        settings = LossSettings.from_args(parser.parse_args([*words, *head]))
-        assert settings.terms.reads_sequences == reads
-        assert any(metric.name == "num_segments" for metric in settings.metrics.metrics) == reads
-    fused = parser.parse_args([*words, "--pg-fused-head"])
-    if not reads:
-        assert LossSettings.from_args(fused).head_mode == "forward"
-        return
-    with pytest.raises(
-        ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences"
-    ) as caught:
-        LossSettings.from_args(fused)
-    assert [rule for rule, _ in caught.value.violations] == ["E55"]
-
-
-def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, monkeypatch):
-    path = write_module(tmp_path, monkeypatch, "return tokens.logprobs + 1.0 / tokens.advantages")
-    loss, logprobs, _ = drawn("grpo", random.Random(4))
-    out = dataclasses.replace(loss, terms=LossTerms(objective=load_custom_objective(path)))(logprobs)
-    (gradient,) = torch.autograd.grad(out.loss, logprobs)
-    assert torch.isfinite(out.loss)
-    assert not out.token_losses[~loss.fields.mask].any()
-    assert not gradient[~loss.fields.mask].any()
-
-
 # --- tables and fields ---
 
 
 def test_every_declared_function_is_there():
     for declared in OBJECTIVES.values():
         assert all(map(callable, filter(None, declared.load())))
-
-
-@pytest.mark.parametrize(
-    ("terms", "missing"),
-    [
-        ({"kl_coef": 0.1, "kl_estimator": "k3"}, "ref_logprobs"),
-        ({"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0}, "rollout_logprobs"),
-        ({"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0}, "sequences"),
-    ],
-)
-def test_a_missing_field_is_named(terms, missing):
-    loss, _, _ = drawn("grpo", random.Random(1), **terms)
-    loss = with_fields(loss, **{missing: None})
-    logits = torch.randn(sum(SIZES), 5, dtype=torch.float64)
-    with pytest.raises(ValueError, match=f"{missing} is missing"):
-        policy_gradient_loss(logits, loss, Vocabulary.of(5), impl="torch")
-
-
-def test_averages_are_over_trained_tokens_and_padding_is_no_sequence():
-    slots = torch.tensor([0, 0, 2, 2, 2, 1])  # the last but one slot is a sequence, 2 is padding; 1 has one token here
-    sequences = Sequences(
-        slots=slots,
-        order=slots.argsort(stable=True),
-        lengths=torch.bincount(slots, minlength=3),
-        counts=torch.tensor([1.0, 4.0], dtype=torch.float64),
-    )
-    values = torch.tensor([[3.0, 0.0, 99.0, 99.0, 99.0, 8.0]], dtype=torch.float64)
-    assert sequences.averages(values).tolist() == [[3.0, 3.0, 0.0, 0.0, 0.0, 2.0]]
-
-
-def test_a_micro_batch_of_padding_alone_has_no_sequence():
-    slots = torch.zeros(4, dtype=torch.int64)
-    sequences = Sequences(slots=slots, order=torch.arange(4), lengths=torch.tensor([4]), counts=torch.zeros(0).double())
-    assert sequences.averages(torch.full((2, 4), math.nan)).tolist() == [[0.0] * 4] * 2

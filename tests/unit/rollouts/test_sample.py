@@ -3,24 +3,11 @@ import random
 
 import pytest
 import torch
+from rollout_files import HEADER, RECORD
 from samples import random_step
 
 from megatron_pg import RolloutFileError, RolloutWriter, Sample, read_rollouts
 from megatron_pg.rollouts.fields import FIELDS
-from megatron_pg.rollouts.lines import FORMAT
-
-HEADER = {"format": FORMAT, "version": 1}
-RECORD = {
-    "step": 0,
-    "prompt_id": "p0",
-    "rollout_id": 0,
-    "tokens": [5, 6, 7, 8],
-    "response_length": 2,
-    "loss_mask": [1, 0],
-    "old_logprobs": [-1.5, -2.0],
-    "reward": 1.0,
-    "advantage": 0.5,
-}
 
 
 @pytest.fixture
@@ -201,6 +188,6 @@ def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
 def test_the_file_format_page_names_every_field():
     from pathlib import Path
 
-    page = (Path(__file__).parents[2] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
     for name in FIELDS:
         assert f"`{name}`" in page, name

@@ -267,7 +267,7 @@ def few_programs(monkeypatch):
 @pytest.mark.parametrize("block", range(8))
 def test_random_cases_equal_the_oracle(block, full, evidence, poisoned_memory, few_programs):
     rng = random.Random(f"kernel{block}")
-    cases = (625 if full else 100) if CUDA else (51 if full else 6)
+    cases = (625 if full else 100) if CUDA else (51 if full else 4)
     found = []
     for _ in range(cases):
         vocabularies = SMALL + LARGE * 2 if CUDA else SMALL
@@ -531,9 +531,9 @@ class FakeGroup:
 def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bits(shards, full, evidence, monkeypatch):
     from megatron_pg.kernels import vocab_parallel
 
-    rng, cases = random.Random(f"shards{shards}"), 15 if full else 3
+    rng, cases = random.Random(f"shards{shards}"), 15 if full else 2
     for _ in range(cases):
-        columns = rng.choice([1, 5, 16, 250, 1024])
+        columns = rng.choice([1, 5, 16, 250, *[1024] * full])  # an interpreter takes a second for the last one
         case = base(
             columns=columns * shards,
             dtype=rng.choice([torch.float32, torch.bfloat16]),

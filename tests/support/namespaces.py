@@ -1,0 +1,269 @@
+"""Namespaces as Megatron and a launch script make them, a user's modules, and what validation says of both."""
+
+import argparse
+import copy
+import enum
+import sys
+import warnings
+
+import pytest
+
+from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, add_arguments, validate_args
+
+# What a dense bf16 run on two data-parallel ranks has after Megatron's own validation.
+MEGATRON_DEFAULTS = {
+    "calculate_per_token_loss": False,
+    "context_parallel_size": 1,
+    "cross_entropy_loss_fusion": False,
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": [],
+    "cuda_graph_scope": [],
+    "data_parallel_size": 2,
+    "dataloader_type": "external",
+    "ddp_average_in_collective": False,
+    "defer_embedding_wgrad_compute": False,
+    "decrease_batch_size_if_needed": False,
+    "fp16": False,
+    "fp8_output_proj": False,
+    "global_batch_size": 64,
+    "gtp_weight_remat_size": 1,
+    "hybrid_context_parallel": False,
+    "iterations_to_skip": [],
+    "loss_scale": None,
+    "lr": 1e-6,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "mtp_num_layers": None,
+    "num_experts": None,
+    "output_logit_dtype": None,
+    "overlap_moe_expert_parallel_comm": False,
+    "padded_vocab_size": 151936,
+    "params_dtype": "torch.bfloat16",  # Megatron has the dtype itself; this module needs no torch
+    "perform_rl_step": False,
+    "pipeline_model_parallel_size": 1,
+    "rampup_batch_size": None,
+    "sft": False,
+    "tensor_model_parallel_size": 1,
+    "train_samples": None,
+    "use_megatron_fsdp": False,
+    "use_mup": False,
+    "use_torch_fsdp2": False,
+}
+
+REDUCER = "user_reducers:turn_mean"
+USER_FILES = {
+    "user_reducers.py": """\
+def turn_mean(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    return sum
+""",
+    "user_package/__init__.py": "",
+    "user_package/turns.py": """\
+import functools
+
+
+def turn_mean(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    return sum
+
+
+def other_names(a, b, c, d):
+    return sum
+
+
+def anything(*args, **kwargs):
+    return sum
+
+
+def one_more_with_default(total_lengths, response_lengths, loss_masks, flag=False, temperature=1.0):
+    return sum
+
+
+def three(total_lengths, response_lengths, loss_masks):
+    return sum
+
+
+def five(a, b, c, d, e):
+    return sum
+
+
+def needs_keyword(a, b, c, d, *, scale):
+    return sum
+
+
+async def coroutine(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    return sum
+
+
+def generator(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    yield sum
+
+
+async def async_generator(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+    yield sum
+
+
+class Reducer:
+    def __init__(self, a=0, b=0, c=0, d=0):
+        pass
+
+    def __call__(self, total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+        return sum
+
+
+def two(tokens, parameters):
+    return -tokens.advantages * tokens.logprobs
+
+
+short = lambda total_lengths, response_lengths, loss_masks, flag: sum
+instance = Reducer()
+partial = functools.partial(one_more_with_default, temperature=0.5)
+LIMIT = 3
+""",
+    "user_raises.py": "1 / 0\n",
+    "user_imports.py": "import no_such_dependency\n",
+    "user_syntax.py": "def f(:\n",
+    "user_exits.py": "raise SystemExit('usage: user_exits.py --data FILE')\n",
+    "user_side_effect.py": "raise RuntimeError('imported')\n",
+    "user_lazy.py": "def __getattr__(name):\n    raise ImportError('turn_mean needs no_such_dependency')\n",
+}
+
+
+class CudaGraphScope(enum.Enum):
+    """Stands for Megatron's enumeration of the same name, whose members the parsed arguments hold."""
+
+    full_iteration = 1
+    attn = 2
+    full_iteration_inference = 8
+
+
+def arguments(**overrides: object) -> argparse.Namespace:
+    """megatron_pg's defaults and Megatron's attributes, with some of them replaced."""
+    args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    for name, value in MEGATRON_DEFAULTS.items():
+        setattr(args, name, copy.copy(value))
+    if unknown := overrides.keys() - vars(args).keys():
+        raise TypeError(f"no such arguments: {unknown}")
+    vars(args).update(overrides)
+    return args
+
+
+def parse(*words: str) -> argparse.Namespace:
+    """What a launch script's command line gives, without Megatron's attributes."""
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+
+
+def refused(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The violations for which `args` are refused."""
+    with pytest.raises(ArgumentError) as caught:
+        validate_args(args)
+    return caught.value.violations
+
+
+def said(args: argparse.Namespace) -> list[tuple[type[Warning], str]]:
+    """Category and text of what `validate_args` says while it accepts `args`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert validate_args(args) is args
+    return [(warning.category, str(warning.message)) for warning in caught]
+
+
+@pytest.fixture
+def user_code(tmp_path, monkeypatch):
+    """The modules of `USER_FILES`, importable during the test and forgotten after it."""
+    for name, text in USER_FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    ours = {name.partition("/")[0].removesuffix(".py") for name in USER_FILES}
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+        del sys.modules[name]
+
+
+def constant(divisor: object) -> dict[str, object]:
+    return {"loss_aggregation": "constant", "loss_aggregation_divisor": divisor}
+
+
+def mode(name: object, **more: object) -> dict[str, object]:
+    return {"loss_aggregation": name, **more}
+
+
+def path(name: object, **more: object) -> dict[str, object]:
+    return {"custom_pg_loss_reducer_function_path": name, **more}
+
+
+def pg(objective: object, **more: object) -> dict[str, object]:
+    return {"pg_objective": objective, **{f"pg_{name}": value for name, value in more.items()}}
+
+
+def correction(name: object, *, low: object = None, high: object = None, **more: object) -> dict[str, object]:
+    bounds = {"pg_correction_low": low, "pg_correction_high": high}
+    return {"pg_correction": name, **bounds, **{f"pg_{key}": value for key, value in more.items()}}
+
+
+def head(**more: object) -> dict[str, object]:
+    return {"pg_fused_head": "forward", **more}
+
+
+def docs(number: object, **more: object) -> dict[str, object]:
+    return {"docs_per_step": number, **more}
+
+
+def row(rule: str, case: str, overrides: dict[str, object], *fragments: str):
+    return pytest.param(overrides, rule, fragments, id=f"{rule} {case}")
+
+
+# What is said, by its id; the fragments are disjoint.
+SAID = {
+    "R1": "token_mean: --calculate-per-token-loss switched on",
+    "R2": "--calculate-per-token-loss: --loss-aggregation is token_mean, not sample_mean",
+    "W1": "--custom-pg-loss-reducer-function-path takes precedence",
+    "W2": "Σ reducer(ℓ)",
+    "W4": "until finalize; the loss scale must absorb it",
+    "W5": "this Megatron mis-scales MoE auxiliary losses",
+    "W6": "MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation",
+    "W3": "is published with equal sequence weights",
+    "W7": "--pg-kl-estimator",
+    "W8": "clips the geometric mean",
+    "W9": "ℓ is the objective",
+    "W10": "has no effect here: without --bf16 and --fp16",
+}
+
+
+def ids(messages: list[tuple[type[Warning], str]]) -> list[str]:
+    """The id of each message, checked against its category."""
+    found = [(next(rule for rule, part in SAID.items() if part in text), category) for category, text in messages]
+    assert all(category is (ArgumentNotice if rule[0] == "R" else ArgumentWarning) for rule, category in found)
+    return [rule for rule, _ in found]
+
+
+MODES = "sample_mean, prompt_mean, token_mean, constant"
+PATH_FLAG = "--custom-pg-loss-reducer-function-path"
+DIVISOR_FLAG = "--loss-aggregation-divisor"
+PATH_FORM = "must be package.module.function (or package.module:function), got "
+REDUCER_FORM = "(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False)"
+PER_TOKEN = "calculate_per_token_loss"
+
+
+@pytest.fixture
+def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a launch, if the tests run in one."""
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def breaks(args: argparse.Namespace, rule: str, *fragments: str) -> None:
+    """Exactly this rule is named, with the fragments, and nothing is changed."""
+    before = copy.deepcopy(vars(args))
+    violations = refused(args)
+    assert [found for found, _ in violations] == [rule]
+    for fragment in fragments:
+        assert fragment in violations[0][1]
+    assert repr(vars(args)) == repr(before)
+
+
+def accepts(args: argparse.Namespace) -> None:
+    """No rule is broken, whatever is said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ArgumentNotice)
+        warnings.simplefilter("ignore", ArgumentWarning)
+        assert validate_args(args) is args

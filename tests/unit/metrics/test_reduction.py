@@ -1,0 +1,59 @@
+"""Values of ranks and micro-batches come together, in one collective."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import simulation
+import torch
+from compare import scalar_error
+from samples import make_sample
+from simulation import Layout
+
+import megatron_pg.step.forward_step
+from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
+from megatron_pg.metrics import Reduction
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extrema_of_one_sign_are_exact_on_every_layout(sign):
+    rng = random.Random(2)
+    samples = [
+        make_sample(prompt_length=2, mask=[1, 1, 0, 1], rng=rng, prompt_id=i // 2, sample_id=str(i)) for i in range(5)
+    ]
+    for sample in samples:
+        sample.advantages.copy_(sign * sample.advantages.abs())
+    logits = [torch.randn(len(s.tokens), 12, dtype=torch.float64) for s in samples]
+    trained = torch.cat([s.advantages[s.loss_mask] for s in samples])
+    loss = simulation.settings("sample_mean", per_token=False)
+    for layout in (Layout(), Layout(data=4, microbatches=3), Layout(data=2, context=4), Layout(data=3, tensor=2)):
+        found = simulation.run_step(samples, logits, layout, loss, rng).metrics
+        assert found["max_advantage"] == float(trained.max())
+        assert found["min_advantage"] == float(trained.min())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_entropy_is_the_same_over_a_split_vocabulary_in_float32(size):
+    rng = random.Random(size)
+    samples = [make_sample(prompt_length=2, mask=[1] * 6, rng=rng, sample_id=str(i)) for i in range(4)]
+    logits = [3 * torch.randn(len(s.tokens), 12) for s in samples]
+    loss = simulation.settings("sample_mean", per_token=False)
+    whole, split = (
+        simulation.run_step(samples, logits, Layout(tensor=n), loss, random.Random(1)).metrics["entropy"]
+        for n in (1, size)
+    )
+    assert scalar_error(split, whole, 1.0) <= 1e-6
+
+
+def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
+    """Counted where the step makes them; the number of metrics changes the length, not the count."""
+    calls = []
+    count = lambda values: calls.append(len(values)) or values[None]  # noqa: E731
+    monkeypatch.setattr(megatron_pg.step.forward_step, "all_gather_rows", count)
+    monkeypatch.setattr(megatron_pg.step.forward_step, "device_of", lambda group: torch.device("cpu"))
+    for level in LEVELS:
+        step = megatron_pg.step.forward_step.PolicyGradientStep(
+            SimpleNamespace(metrics=Reduction(level), per_token=False)
+        )
+        step._gather_and_check()
+    assert calls == [3 + Reduction(level).width for level in LEVELS]

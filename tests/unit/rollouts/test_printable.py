@@ -1,0 +1,41 @@
+"""What text from outside looks like in a message: it can neither drive a terminal nor forge a line."""
+
+import sys
+
+import pytest
+
+from megatron_pg.rollouts.printable import printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("p0", "p0"),
+        ("größe Σ 漢", "größe Σ 漢"),
+        ("a\nb", "a\\nb"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("\u202eabc", "\\u202eabc"),  # would turn the line round
+        ("\ud800", "\\ud800"),  # could not be written as UTF-8
+        ("", ""),
+    ],
+)
+def test_only_what_cannot_be_shown_is_escaped(text, shown):
+    assert printable(text) == shown
+
+
+def test_no_character_gets_through_that_a_line_cannot_hold():
+    for code in range(sys.maxunicode + 1):
+        shown = printable(chr(code))
+        assert shown.isprintable()
+        assert shown == chr(code) or shown.isascii()
+
+
+def test_a_long_text_is_cut_before_it_is_escaped():
+    assert printable("x" * 120) == "x" * 120
+    assert printable("x" * 121) == "x" * 117 + "..."
+    assert printable("x" * 10, limit=5) == "xx..."
+    assert printable("\n" * 10, limit=5) == "\\n\\n..."
+
+
+def test_a_path_is_shown_whole_where_it_is_asked_for():
+    assert printable("x" * 10_000, limit=None) == "x" * 10_000
