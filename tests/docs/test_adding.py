@@ -1,8 +1,10 @@
-"""docs/adding.md, executed: its objective is loaded as a user's, refused nowhere, and trains in every layout alike."""
+"""docs/adding.md, executed: a user's objective, and an objective and an aggregation that are declared while the test runs."""
 
 import argparse
+import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import cases
@@ -13,37 +15,63 @@ from compare import gradient_error
 from samples import random_step
 from simulation import Layout
 
-from megatron_pg.args import add_arguments, validate_args
+from megatron_pg import plan_step
+from megatron_pg.args import ArgumentError, add_arguments, validate_args
+from megatron_pg.cli import main
+from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
+from megatron_pg.declarations.declaration import load
 from megatron_pg.declarations.objectives import OBJECTIVES, numbers
 from megatron_pg.flags.banner import banner
 from megatron_pg.kernels import LossTerms
+from megatron_pg.objectives import Tokens, objective_of
 from megatron_pg.step.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+def blocks() -> dict[str, str]:
+    """The page's python blocks by the file name in their first line."""
+    found = re.findall(r"```python\n(# (\S+)\n.*?)```", (DOCS / "adding.md").read_text(encoding="utf-8"), re.DOTALL)
+    return {name: source for source, name in found}
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+
+
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    """What the page's file and flags come to."""
-    page = (DOCS / "adding.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (flags,) = re.findall(r"```bash\nGRPO_ARGS=\((.*?)\)\n```", page, re.DOTALL)
+    """What the page's user's file and its flags come to."""
+    (flags,) = re.findall(r"```bash\nGRPO_ARGS=\((.*?)\)\n```", (DOCS / "adding.md").read_text("utf-8"), re.DOTALL)
     (tmp_path / "my_rl").mkdir()
-    (tmp_path / "my_rl" / "objectives.py").write_text(source, encoding="utf-8")
+    (tmp_path / "my_rl" / "objectives.py").write_text(blocks()["my_rl/objectives.py"], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags.split())
+    args = parse(*flags.split())
     with pytest.warns(match=r"ℓ is the objective my_rl.objectives:soft_clip \(objectives.py, sha256"):
         validate_args(args)
     assert "--pg-custom-objective-path my_rl.objectives:soft_clip" in banner(args)
     return LossSettings.from_args(args)
 
 
-def test_the_pages_objective_is_what_it_says(settings):
-    objective = settings.terms.objective
-    from megatron_pg.objectives import Tokens
+@pytest.fixture
+def declared(tmp_path, monkeypatch):
+    """The page's objective and aggregation, in the tables while the test runs."""
+    for name in ("root_clip.py", "root_mean.py"):
+        (tmp_path / name).write_text(blocks()[name], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(blocks()["objectives.py"], {})
+    exec(blocks()["aggregations.py"], {})
+    yield
+    del OBJECTIVES["root_clip"], AGGREGATIONS["root_mean"]
+    for name in ("root_clip", "root_mean"):
+        sys.modules.pop(name, None)
+    load.cache_clear()
 
+
+def test_the_users_objective_is_what_the_page_says(settings):
+    objective = settings.terms.objective
     log_ratios = torch.tensor([0.0, 0.2, 0.7, -0.5], dtype=torch.float64, requires_grad=True)
     ones = torch.ones(4, dtype=torch.float64)
     tokens = Tokens(logprobs=log_ratios - 1, old_logprobs=-ones, advantages=ones, log_ratios=log_ratios)
@@ -53,19 +81,80 @@ def test_the_pages_objective_is_what_it_says(settings):
     assert torch.allclose(found, wanted, rtol=1e-14)
 
 
-def test_the_pages_objective_does_not_depend_on_the_layout(settings):
+def trains_alike_in_every_layout(loss: LossSettings) -> simulation.Outcome:
     rng = random.Random(5)
     samples = random_step(rng, vocabulary=cases.VOCABULARY)
     logits = cases.poisoned_logits(samples, rng)
-    loss = simulation.settings(
-        "sample_mean", per_token=False, terms=LossTerms(objective=settings.terms.objective, entropy_coef=0.1)
-    )
-    whole, cut = (
-        simulation.run_step(samples, logits, layout, loss, rng)
-        for layout in (Layout(), Layout(data=2, context=2, tensor=2, microbatches=2))
-    )
+    layouts = (Layout(), Layout(data=2, context=2, tensor=2, microbatches=2))
+    whole, cut = (simulation.run_step(samples, logits, layout, loss, rng) for layout in layouts)
     assert gradient_error(cut.gradients, whole.gradients) <= 1e-12
     assert cut.reported == pytest.approx(whole.reported, rel=1e-12)
+    assert any(table.any() for table in whole.gradients)
+    return whole
+
+
+def test_the_users_objective_does_not_depend_on_the_layout(settings):
+    terms = LossTerms(objective=settings.terms.objective, entropy_coef=0.1)
+    trains_alike_in_every_layout(simulation.settings("sample_mean", per_token=False, terms=terms))
+
+
+@pytest.mark.usefixtures("declared")
+def test_a_declared_objective_is_in_flags_checks_banner_and_help():
+    text = add_arguments(argparse.ArgumentParser()).format_help()
+    assert "root_clip" in text
+    assert "--pg-knee" in text
+    args = validate_args(parse("--pg-objective", "root_clip", "--pg-knee", "0.5"))
+    assert "s = √(r·(1 + knee))" in banner(args)
+    assert "s = r up to 1 + 0.5  (--pg-knee)" in banner(args)
+    refused = {
+        ("--pg-objective", "root_clip", "--pg-knee", "11"): "--pg-knee must be between 0 and 10, got 11.0",
+        ("--pg-knee", "0.5"): "--pg-knee has no effect with --pg-objective grpo; remove it",
+        ("--pg-objective", "root_clip", "--pg-delta", "2"): "--pg-delta has no effect with --pg-objective root_clip",
+    }
+    for words, message in refused.items():
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            validate_args(parse(*words))
+
+
+@pytest.mark.usefixtures("declared")
+def test_a_declared_aggregation_is_in_flags_checks_and_banner():
+    args = validate_args(parse("--loss-aggregation", "root_mean"))
+    assert "(1/N_r) Σ_rollouts (Σ m·ℓ)/√M_rollout  (--loss-aggregation root_mean)" in banner(args)
+    args.loss_aggregation = "sqrt_mean"  # from a YAML file
+    del args.megatron_pg_validated
+    with pytest.raises(ArgumentError, match="did you mean root_mean"):
+        validate_args(args)
+    with pytest.raises(ArgumentError, match="has no effect with --loss-aggregation root_mean"):
+        validate_args(parse("--loss-aggregation", "root_mean", "--loss-aggregation-divisor", "4"))
+
+
+@pytest.mark.usefixtures("declared")
+def test_the_console_explains_and_validates_what_is_declared(capsys):
+    words = ["--loss-aggregation", "root_mean", "--pg-objective", "root_clip", "--pg-knee", "0.5"]
+    assert main(["validate", *words]) == 0
+    capsys.readouterr()
+    assert main(["explain", *words, "--lengths", "4,100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["objective"]["knee"] == "s = r up to 1 + 0.5  (--pg-knee)"
+    assert found["elsewhere"] == "no flag of other frameworks"
+    assert [row["answer"] for row in found["weights"]] == [2.0, 10.0]  # √M, in units of 1/N_r
+    assert main(["validate", "--loss-aggregation", "sqrt_mean"]) == 2
+    assert "did you mean root_mean?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("declared")
+def test_what_is_declared_trains_and_has_metrics():
+    assert plan_step([4, 9, 0], aggregation="root_mean").denominators.tolist() == [6.0, 9.0, 3.0]
+    args = validate_args(parse("--loss-aggregation", "root_mean", "--pg-objective", "root_clip", "--pg-knee", "0.05"))
+    settings = LossSettings.from_args(args)
+    assert settings.terms.objective.parameters.knee == 0.05
+    assert "clipped_high_fraction" in [metric.name for metric in settings.metrics.metrics]
+    terms = LossTerms(objective=objective_of("root_clip", knee=0.05))
+    found = trains_alike_in_every_layout(simulation.settings("root_mean", per_token=False, terms=terms))
+    plain = trains_alike_in_every_layout(simulation.settings("sample_mean", per_token=False))
+    assert found.metrics["clipped_low_fraction"] == 0.0
+    assert found.metrics["clipped_ratio_fraction"] > 0
+    assert found.reported != plain.reported
 
 
 @pytest.mark.parametrize("names", [OBJECTIVES, KL_ESTIMATORS, DENOMINATORS])

@@ -128,11 +128,14 @@ def test_the_index_names_every_page():
 
 
 def test_every_message_of_the_code_is_on_its_page():
-    found, page = faq_messages.collect(), faq_messages.PAGE.read_text(encoding="utf-8")
+    found, page = faq_messages.messages(), faq_messages.PAGE.read_text(encoding="utf-8")
     listed = faq_messages.on_page(page)
     missing = [f"- `{pattern}`" for pattern in found if pattern not in listed]
     stale = [f"- `{pattern}`" for pattern in listed if pattern not in found]
-    wanted = ["Paste into a group of docs/faq.md that explains it, or run python tests/faq_messages.py:", *missing]
+    wanted = [
+        "Paste into a group of docs/faq.md that explains it, or run python tests/support/faq_messages.py:",
+        *missing,
+    ]
     assert not missing + stale, "\n".join([*wanted, "Delete there:", *stale])
     assert len(listed) == len(set(listed))
 

@@ -40,15 +40,15 @@ def collect() -> dict[str, str]:
             module = _Module(_tables(tree.body) | _tables(function.body), answers | here)
             for pattern in _Reader(function, module).messages():
                 found.setdefault(pattern, room)
-    return found | _declared()
+    return found
 
 
-def _declared() -> dict[str, str]:
-    """The messages that stand in tables."""
+def messages() -> dict[str, str]:
+    """All of the package's: those of its source, and those that stand in tables."""
     refused = [(name, text) for _, texts in REFUSED for name, text in texts.items()]
     found = [text.partition(" ")[2].format(flag=f"--{name.replace('_', '-')}", value="…") for name, text in refused]
     found += [f"--pg-kl-estimator …: {each.flaw}" for each in KL_ESTIMATORS.values() if each.flaw]
-    return dict.fromkeys(found, "flags")
+    return collect() | dict.fromkeys(found, "flags")
 
 
 def on_page(text: str) -> list[str]:
@@ -255,4 +255,4 @@ class _Reader:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collect()), encoding="utf-8")
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), messages()), encoding="utf-8")
