@@ -57,7 +57,7 @@ fix: .venv/ready
 	$(PIP) --no-deps --ignore-requires-python --target $@ megatron-core==$*
 
 docs: .venv/ready
-	$(BIN)/python -m megatron_pg.metrics docs/metrics.md
+	$(BIN)/python docs/tables.py
 	@for name in $(PICTURES); do PYTHONPATH=papers $(BIN)/python docs/pictures/$$name.py || exit 1; done
 
 clean:

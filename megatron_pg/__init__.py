@@ -8,24 +8,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, add_arguments, validate_args
-    from megatron_pg.batch import PackedBatch, cut_steps, pack
-    from megatron_pg.rollouts.file import RolloutWriter, read_rollouts
-    from megatron_pg.rollouts.lines import RolloutFileError
-    from megatron_pg.rollouts.sample import Sample
-    from megatron_pg.step.contract import Contract
-    from megatron_pg.step.documents import (
-        DocumentAccumulator,
-        Documents,
-        EndOfDocuments,
-        Packing,
-        Position,
-        StepRule,
-    )
-    from megatron_pg.step.errors import StepPlanError
-    from megatron_pg.step.forward_step import PolicyGradientStep
-    from megatron_pg.step.plan import StepPlan, plan_step
-    from megatron_pg.step.settings import LossSettings
+    from megatron_pg.args import ArgumentError as ArgumentError
+    from megatron_pg.args import ArgumentNotice as ArgumentNotice
+    from megatron_pg.args import ArgumentWarning as ArgumentWarning
+    from megatron_pg.args import add_arguments as add_arguments
+    from megatron_pg.args import validate_args as validate_args
+    from megatron_pg.batch import PackedBatch as PackedBatch
+    from megatron_pg.batch import cut_steps as cut_steps
+    from megatron_pg.batch import pack as pack
+    from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
+    from megatron_pg.rollouts.file import read_rollouts as read_rollouts
+    from megatron_pg.rollouts.lines import RolloutFileError as RolloutFileError
+    from megatron_pg.rollouts.sample import Sample as Sample
+    from megatron_pg.step.contract import Contract as Contract
+    from megatron_pg.step.documents import DocumentAccumulator as DocumentAccumulator
+    from megatron_pg.step.documents import Documents as Documents
+    from megatron_pg.step.documents import EndOfDocuments as EndOfDocuments
+    from megatron_pg.step.documents import Packing as Packing
+    from megatron_pg.step.documents import Position as Position
+    from megatron_pg.step.documents import StepRule as StepRule
+    from megatron_pg.step.errors import StepPlanError as StepPlanError
+    from megatron_pg.step.forward_step import PolicyGradientStep as PolicyGradientStep
+    from megatron_pg.step.plan import StepPlan as StepPlan
+    from megatron_pg.step.plan import plan_step as plan_step
+    from megatron_pg.step.settings import LossSettings as LossSettings
 
 __version__ = "0.1.0"
 
@@ -56,33 +62,7 @@ _HOMES = {
     "validate_args": "args",
 }
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentNotice",
-    "ArgumentWarning",
-    "Contract",
-    "DocumentAccumulator",
-    "Documents",
-    "EndOfDocuments",
-    "LossSettings",
-    "PackedBatch",
-    "Packing",
-    "PolicyGradientStep",
-    "Position",
-    "RolloutFileError",
-    "RolloutWriter",
-    "Sample",
-    "StepPlan",
-    "StepPlanError",
-    "StepRule",
-    "__version__",
-    "add_arguments",
-    "cut_steps",
-    "pack",
-    "plan_step",
-    "read_rollouts",
-    "validate_args",
-]
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> object:

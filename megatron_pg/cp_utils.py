@@ -179,13 +179,7 @@ def get_sum_of_sample_mean(
     """
     denominators = _denominators(loss_masks, calculate_per_token_loss, sample_denoms, constant_divisor)
     masks = slice_loss_masks_for_local_cp(
-        loss_masks,
-        total_lengths,
-        response_lengths,
-        qkv_format,
-        max_seq_lens,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
+        loss_masks, total_lengths, response_lengths, qkv_format, max_seq_lens, cp_rank=cp_rank, cp_size=cp_size
     )
     lengths = [len(mask) for mask in masks]
 
@@ -198,8 +192,7 @@ def get_sum_of_sample_mean(
         parts = zip(x.split(lengths), masks, denominators, strict=True)
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
         return sum(
-            (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts),
-            start=zero,
+            (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts), start=zero
         )
 
     return reduce

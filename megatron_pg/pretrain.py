@@ -348,10 +348,7 @@ def _print(text: str) -> None:
 
 
 def _start(
-    args: Namespace,
-    keep: Callable[[StepReport], None],
-    say: Callable[[str], None],
-    metrics_file: str | Path | None,
+    args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], metrics_file: str | Path | None
 ) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, say what is in force, and end a dry run."""
     given = rank_snapshot(args) | {

@@ -182,3 +182,43 @@ def test_importing_the_package_needs_neither_megatron_nor_cuda():
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+UNIT = Path(__file__).parent / "unit"
+# The file of the modules that have none of their own: tests of a whole room, or of what only a whole step shows.
+TOGETHER = {
+    "declarations/*": "tests/unit/declarations/test_declarations.py",
+    "flags/errors.py": "tests/unit/test_args.py",
+    "flags/facts.py": "tests/unit/test_args.py",
+    "flags/megatron.py": "tests/unit/flags/test_compatibility.py",
+    "rollouts/fields.py": "tests/unit/rollouts/test_sample.py",
+    "rollouts/file.py": "tests/unit/rollouts/test_sample.py",
+    "batch/fields.py": "tests/unit/batch/test_pack.py",
+    "batch/slicing.py": "tests/unit/batch/test_pack.py",
+    "batch/zigzag.py": "tests/unit/test_cp_utils.py",
+    "reducers/*": "tests/unit/reducers/test_reducers.py",
+    "objectives/*": "tests/unit/objectives/test_formulas.py",
+    "kernels/api.py": "tests/unit/kernels/test_reference.py",
+    "kernels/checks.py": "tests/unit/kernels/test_reference.py",
+    "kernels/vocabulary.py": "tests/unit/kernels/test_logprobs.py",
+    "kernels/*": "tests/unit/kernels/test_triton_loss.py",
+    "lm_head/*": "tests/unit/lm_head/test_lm_head.py",
+    "metrics/*": "tests/unit/metrics/test_table.py",
+    "step/*": "tests/properties/test_partition_invariance.py",
+    "cli/*": "tests/cli",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_module_has_its_unit_file(path):
+    module = path.relative_to(PACKAGE)
+    if path.stem in ("__init__", "__main__"):
+        return
+    shared = [file for pattern, file in TOGETHER.items() if module.match(pattern)]
+    own = UNIT / module.parent / f"test_{module.name}"
+    assert own.exists() or (shared and (UNIT.parents[1] / shared[0]).exists()), f"{own.relative_to(UNIT)} is missing"
+
+
+def test_no_test_file_imports_another():
+    for path in Path(__file__).parent.rglob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith("test_")], path.name

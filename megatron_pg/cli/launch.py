@@ -70,13 +70,7 @@ ONE_VALUE = {
         "--pretrained-checkpoint",
         "--save",
     ),
-    *(
-        "--seed",
-        "--seq-length",
-        "--tensorboard-dir",
-        "--tokenizer-model",
-        "--train-iters",
-    ),
+    *("--seed", "--seq-length", "--tensorboard-dir", "--tokenizer-model", "--train-iters"),
     *("--vocab-file", "--wandb-entity", "--wandb-exp-name", "--wandb-project", "--wandb-save-dir"),
 }
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")

@@ -85,9 +85,4 @@ def _tell(**facts: object) -> None:
 
 
 if __name__ == "__main__":
-    {
-        "torch": torch_facts,
-        "triton": triton_facts,
-        "megatron": megatron_facts,
-        "gloo": gloo_sum,
-    }[sys.argv[1]]()
+    {"torch": torch_facts, "triton": triton_facts, "megatron": megatron_facts, "gloo": gloo_sum}[sys.argv[1]]()

@@ -1,12 +1,10 @@
 """The objectives: the loss of one token, and the numbers that it reads."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, Numbers, Reads, load
-
-Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,15 +13,22 @@ class ObjectiveDeclaration:
 
     formula: str
     numbers: Reads = field(default_factory=dict)
-    bounds: Callable[[Numbers], Rows] = lambda numbers: []  # what its numbers come to: rows of the banner
+    bounds: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what its numbers come to: rows of the banner, to be formatted
     contradiction: Callable[[Numbers], str | None] = lambda numbers: None  # numbers that do not go together
-    advice: Callable[[Numbers], str | None] = lambda numbers: None  # numbers that work and hardly can be meant
+    advice: Callable[[Numbers], str | None] = lambda numbers: None  # what numbers do that work and can hardly be meant
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence
     has_one_loss_per_sequence: bool = False  # so that its tokens must have one weight
     loss: str  # `package.module:function` from Tokens and Parameters to [T]
     outside: str | None = None  # to [T] bool each, above and below its bounds; None: it has none
     row: str | None = None  # what the kernels call it, where they compute it themselves
+
+    def bound_rows(self, numbers: Numbers) -> list[tuple[str, str]]:
+        """Rows of the banner, from its numbers by name; `lower` and `upper` are the clip bounds."""
+        clip = {"lower": 1 - numbers.get("clip_eps_low", 0.0), "upper": 1 + numbers.get("clip_eps_high", 0.0)}
+        return [(name, text.format(**numbers, **clip)) for name, text in self.bounds.items()]
 
     def load(self) -> tuple[Callable, Callable | None]:
         """The loss, and what says which tokens are outside of its bounds."""
@@ -78,20 +83,11 @@ _R = "r = exp(log π - log π_old)"
 _SEQUENCE_R = "R = exp(mean of log r over the sequence)"
 
 
-def _clip(variable: str) -> Callable[[Numbers], Rows]:
-    def rows(numbers: Numbers) -> Rows:
-        interval = f"[{1 - numbers['clip_eps_low']:g}, {1 + numbers['clip_eps_high']:g}]"
-        return [("clip", f"{variable} in {interval}  (--pg-clip-eps-low/-high)")]
-
-    return rows
+_TRUST_REGION = "{dppo_delta_high:g} where A > 0, {dppo_delta_low:g} where A < 0, UNIT  (--pg-dppo-delta-high/-low)"
 
 
-def _trust_region(unit: str) -> Callable[[Numbers], Rows]:
-    def rows(numbers: Numbers) -> Rows:
-        high, low = f"{numbers['dppo_delta_high']:g} where A > 0", f"{numbers['dppo_delta_low']:g} where A < 0"
-        return [("trust region", f"{high}, {low}, {unit}  (--pg-dppo-delta-high/-low)")]
-
-    return rows
+def _clipped(variable: str) -> str:
+    return f"{variable} in [{{lower:g}}, {{upper:g}}]  (--pg-clip-eps-low/-high)"
 
 
 def _delta_above_clip(numbers: Numbers) -> str | None:
@@ -104,24 +100,21 @@ def _delta_above_clip(numbers: Numbers) -> str | None:
     )
 
 
-def _geometric_mean(name: str) -> Callable[[Numbers], str | None]:
-    def advice(numbers: Numbers) -> str | None:
-        widest = max(numbers.values())
-        if widest <= 0.05:
-            return None
-        return (
-            f"{name} clips the geometric mean of a sequence's ratios, which an eps of {widest:g} hardly ever reaches "
-            "(the paper: 3e-4 and 4e-4)"
-        )
-
-    return advice
+def _wide_for_a_mean(numbers: Numbers) -> str | None:
+    widest = max(numbers.values())
+    if widest <= 0.05:
+        return None
+    return (
+        f"clips the geometric mean of a sequence's ratios, which an eps of {widest:g} hardly ever reaches "
+        "(the paper: 3e-4 and 4e-4)"
+    )
 
 
 def _gspo(name: str, **rest: object) -> ObjectiveDeclaration:
     """What the two objectives of sequence ratios share."""
     return ObjectiveDeclaration(
         numbers={CLIP_EPS_LOW: 3e-4, CLIP_EPS_HIGH: 4e-4},
-        advice=_geometric_mean(name),
+        advice=_wide_for_a_mean,
         published_with="sample_mean",
         reads_sequences=True,
         loss=f"megatron_pg.objectives.{name}:{name}",
@@ -135,7 +128,7 @@ OBJECTIVES = {
     "grpo": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), {_R}",
         numbers=_CLIP,
-        bounds=_clip("r"),
+        bounds={"clip": _clipped("r")},
         loss="megatron_pg.objectives.grpo:grpo",
         outside=_GRPO_OUTSIDE,
         row="clipped_surrogate",
@@ -143,14 +136,14 @@ OBJECTIVES = {
     "dual_clip": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
         numbers={**_CLIP, DUAL_CLIP: None},
-        bounds=lambda n: [*_clip("r")(n), ("dual clip", f"c = {n['dual_clip']:g}  (--pg-dual-clip)")],
+        bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
         loss="megatron_pg.objectives.dual_clip:dual_clip",
         outside=_GRPO_OUTSIDE,
     ),
     "two_sided": ObjectiveDeclaration(
         formula=f"ℓ = -min(min(r, δ)·A, clip(r)·A), {_R}",
         numbers={**_CLIP, DELTA: None},
-        bounds=lambda n: [*_clip("r")(n), ("cap", f"δ = {n['delta']:g}  (--pg-delta)")],
+        bounds={"clip": _clipped("r"), "cap": "δ = {delta:g}  (--pg-delta)"},
         contradiction=_delta_above_clip,
         loss="megatron_pg.objectives.two_sided:two_sided",
         outside=_GRPO_OUTSIDE,
@@ -158,43 +151,38 @@ OBJECTIVES = {
     "gspo": _gspo(
         "gspo",
         formula=f"ℓ = -min(R·Ā, clip(R)·Ā), {_SEQUENCE_R}, Ā = mean of A",
-        bounds=_clip("R"),
+        bounds={"clip": _clipped("R")},
         has_one_loss_per_sequence=True,
     ),
     "gspo_token": _gspo(
-        "gspo_token", formula=f"ℓ = -min(s·A, clip(s)·A), s = sg[R]·π/sg[π], {_SEQUENCE_R}", bounds=_clip("s")
+        "gspo_token",
+        formula=f"ℓ = -min(s·A, clip(s)·A), s = sg[R]·π/sg[π], {_SEQUENCE_R}",
+        bounds={"clip": _clipped("s")},
     ),
     "cispo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(max(r, lo), cap)]·A·log π, {_R}",
         numbers={CLIP_EPS_LOW: 1.0, CISPO_CAP: None},
-        bounds=lambda n: [
-            (
-                "clip",
-                f"weight in [{1 - n['clip_eps_low']:g}, {n['cispo_cap']:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)",
-            )
-        ],
+        bounds={"clip": "weight in [{lower:g}, {cispo_cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"},
         loss="megatron_pg.objectives.cispo:cispo",
         outside="megatron_pg.objectives.cispo:outside",
     ),
     "sapo": ObjectiveDeclaration(
         formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
         numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
-        bounds=lambda n: [
-            ("tau", f"{n['sapo_tau_pos']:g} where A > 0, else {n['sapo_tau_neg']:g}  (--pg-sapo-tau-pos/-neg)")
-        ],
+        bounds={"tau": "{sapo_tau_pos:g} where A > 0, else {sapo_tau_neg:g}  (--pg-sapo-tau-pos/-neg)"},
         loss="megatron_pg.objectives.sapo:sapo",
     ),
     "dppo_tv": ObjectiveDeclaration(
         formula=f"ℓ = -sg[r]·A·log π where |π - π_old| is inside the trust region, {_R}",
         numbers=_DPPO,
-        bounds=_trust_region("probability"),
+        bounds={"trust region": _TRUST_REGION.replace("UNIT", "probability")},
         loss="megatron_pg.objectives.dppo:dppo_tv",
         outside="megatron_pg.objectives.dppo:outside_tv",
     ),
     "dppo_kl": ObjectiveDeclaration(
         formula=f"ℓ = -sg[r]·A·log π where KL of the token is inside the trust region, {_R}",
         numbers=_DPPO,
-        bounds=_trust_region("nats"),
+        bounds={"trust region": _TRUST_REGION.replace("UNIT", "nats")},
         loss="megatron_pg.objectives.dppo:dppo_kl",
         outside="megatron_pg.objectives.dppo:outside_kl",
     ),

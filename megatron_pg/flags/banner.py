@@ -48,7 +48,7 @@ def _objective_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         ]
     declared = OBJECTIVES[args.pg_objective]
     flag = "" if args.pg_objective == DEFAULT else f"  (--pg-objective {args.pg_objective})"
-    return [("objective", declared.formula + flag), *declared.bounds(numbers)]
+    return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]
 
 
 def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -1,68 +1,104 @@
 """What of Megatron's own settings cannot go with the policy-gradient loss, and what follows from it. Needs no torch."""
 
+from collections.abc import Callable
 from importlib import metadata
 
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 
 
-def compatibility_violations(facts: Facts) -> Violations:
-    """Rules E12, E18 to E21 and E27 to E30."""
-    yield from _data_rules(facts)
-    yield from _megatron_rules(facts)
+def _asks_for_token_mean(facts: Facts) -> bool:
+    return facts.is_per_token or facts.per_token is True
 
 
-def _megatron_rules(facts: Facts) -> Violations:
-    token_mean = facts.is_per_token or facts.per_token is True
-    if token_mean and facts.megatron("ddp_average_in_collective", False):
-        yield "E18", "--ddp-average-in-collective divides by ranks and cannot be combined with token_mean"
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if facts.megatron(name, False):
-            yield (
-                "E19",
-                f"gradient scaling under --{name.replace('_', '-')} is not verified for --loss-aggregation; remove it",
-            )
-    graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
-    if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
-        yield "E20", "--cuda-graph-impl full_iteration freezes the step's normaliser; capture layers instead"
-    if token_mean and facts.megatron("mtp_num_layers"):
-        yield (
-            "E21",
-            "--mtp-num-layers cannot be combined with token_mean: the MTP loss would be divided by a count that is not its own",
-        )
-    if facts.megatron("overlap_moe_expert_parallel_comm", False):
-        yield (
-            "E27",
-            "--overlap-moe-expert-parallel-comm builds its own schedule plan, so the policy-gradient loss would never be "
+def _has_head(facts: Facts) -> bool:
+    return bool(facts.args.fp32_lm_head or facts.args.pg_fused_head)
+
+
+def _takes_documents(facts: Facts) -> bool:
+    documents = facts.args.docs_per_step
+    return isinstance(documents, int) and not isinstance(documents, bool) and documents > 0
+
+
+_FSDP = "E19 gradient scaling under {flag} is not verified for --loss-aggregation; remove it"
+_BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
+_LOGITS = "E54 {flag} %s, which --pg-fused-head never makes; remove one"
+_SCALE = "E55 {flag} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; use --pg-fused-head recompute"
+_STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
+# Where the condition holds, these may not be on: Megatron's argument, and the rule and its message.
+REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
+    (
+        lambda facts: True,
+        {
+            "hybrid_context_parallel": "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and "
+            "distributes them itself, so packed micro-batches cannot reach it; remove it (--context-parallel-size alone works)",
+            "use_megatron_fsdp": _FSDP,
+            "use_torch_fsdp2": _FSDP,
+            "overlap_moe_expert_parallel_comm": "E27 {flag} builds its own schedule plan, so the policy-gradient loss would never be "
             "called; remove it",
-        )
-    if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
-        yield (
-            "E28",
-            "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it",
-        )
+            "perform_rl_step": _BATCHES,
+            "sft": _BATCHES,
+            "iterations_to_skip": _BATCHES,
+        },
+    ),
+    (
+        _asks_for_token_mean,
+        {
+            "ddp_average_in_collective": "E18 {flag} divides by ranks and cannot be combined with token_mean",
+            "mtp_num_layers": "E21 {flag} cannot be combined with token_mean: the MTP loss would be divided by a count that is not its own",
+        },
+    ),
+    (
+        _has_head,
+        {
+            "defer_embedding_wgrad_compute": "E53 {flag} computes the output layer's weight gradient later, and the float32 head "
+            "computes it at once; remove one",
+            "fp8_output_proj": "E53 {flag} makes the output layer one of Transformer Engine, into which the float32 head cannot be put; "
+            "remove one",
+            "output_logit_dtype": "E53 {flag} {value} is Megatron's own way to the same logits; remove it or ours",
+        },
+    ),
+    (
+        lambda facts: facts.args.pg_fused_head is not None,
+        {
+            "mtp_num_layers": _LOGITS % "computes further losses from logits",
+            "use_mup": _LOGITS % "scales the logits",
+            "cross_entropy_loss_fusion": _LOGITS % "is a loss over logits",
+        },
+    ),
+    (lambda facts: facts.args.pg_fused_head == "forward", {"fp16": _SCALE, "loss_scale": _SCALE}),
+    (
+        _takes_documents,
+        {
+            "rampup_batch_size": _STEPS % "sets the number of micro-batches by a schedule",
+            "decrease_batch_size_if_needed": _STEPS % "changes the number of micro-batches",
+            "train_samples": _STEPS % "is divided by --global-batch-size into steps (use --train-iters)",
+            "cuda_graph_impl": _STEPS % "captures a number of micro-batches of one shape",
+        },
+    ),
+)
 
 
-def _data_rules(facts: Facts) -> Violations:
+def compatibility_violations(facts: Facts) -> Violations:
+    """Rules E12, E18 to E21, E27 to E30, E53 to E55 and E62."""
+    for applies, refused in REFUSED:
+        for name, text in refused.items() if applies(facts) else ():
+            value = facts.megatron(name)
+            if value not in (None, False, "", "none", []):
+                rule, _, message = text.partition(" ")
+                yield rule, message.format(flag=f"--{name.replace('_', '-')}", value=value)
     loader = facts.megatron("dataloader_type", "external")
-    if facts.megatron("hybrid_context_parallel"):  # whatever the loader
-        yield (
-            "E12",
-            "--hybrid-context-parallel takes samples from Megatron's own data loader (--dataloader-type single) and distributes them "
-            "itself, so packed micro-batches cannot reach it; remove it (--context-parallel-size alone works)",
-        )
     if loader != "external":
         yield (
             "E29",
             f"--dataloader-type {loader} would wrap the iterator of packed micro-batches in a data loader; use --dataloader-type "
             "external",
         )
-    for name in ("perform_rl_step", "sft", "iterations_to_skip"):
-        if facts.megatron(name):
-            yield (
-                "E30",
-                f"--{name.replace('_', '-')} reads its own kind of batches and cannot be combined with megatron_pg; remove it",
-            )
+    graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
+    if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
+        yield "E20", "--cuda-graph-impl full_iteration freezes the step's normaliser; capture layers instead"
+    if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
+        yield "E28", "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it"
 
 
 def _flatten(values: list[object]) -> list[str]:

@@ -7,13 +7,6 @@ from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.values import choice
 
-_FIXED_STEPS = {  # what counts on a number of micro-batches, and how
-    "rampup_batch_size": "sets the number of micro-batches by a schedule",
-    "decrease_batch_size_if_needed": "changes the number of micro-batches",
-    "train_samples": "is divided by --global-batch-size into steps (use --train-iters)",
-    "cuda_graph_impl": "captures a number of micro-batches of one shape",
-}
-
 
 def add_documents_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of steps that are a number of documents."""
@@ -41,7 +34,7 @@ def add_documents_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def documents_violations(facts: Facts) -> Violations:
-    """Rules E25 and E60 to E62."""
+    """Rules E25, E60 and E61."""
     args, documents = facts.args, facts.args.docs_per_step
     is_count = isinstance(documents, int) and not isinstance(documents, bool) and documents >= 0
     if not is_count:
@@ -52,9 +45,3 @@ def documents_violations(facts: Facts) -> Violations:
         yield from found
         if value is not None and not found and is_count and documents == 0:
             yield "E61", f"{flag} {value} has no effect without --docs-per-step; remove it"
-    for name, what in _FIXED_STEPS.items():
-        if is_count and documents > 0 and facts.megatron(name) not in (None, False, "none"):
-            yield (
-                "E62",
-                f"--{name.replace('_', '-')} {what}, and with --docs-per-step every step has its own number of micro-batches; remove it",
-            )

@@ -42,7 +42,7 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def head_violations(facts: Facts) -> Violations:
-    """Rules E50 to E55."""
+    """Rules E50 to E52, and E55 where the loss reads whole sequences."""
     args = facts.args
     yield from _choice_rules(args)
     yield from _vocabulary_rules(args, facts.megatron("padded_vocab_size"))
@@ -52,10 +52,9 @@ def head_violations(facts: Facts) -> Violations:
             "E51",
             f"--fp32-lm-head-backward {backward} has no effect without --fp32-lm-head or --pg-fused-head; add one or remove it",
         )
-    if args.fp32_lm_head or args.pg_fused_head:
-        yield from _layer_rules(facts)
-    if args.pg_fused_head is not None:
-        yield from _fused_rules(facts)
+    if args.pg_fused_head == "forward":
+        for reader in _sequence_readers(facts):
+            yield from needs_recompute(reader)
 
 
 def _choice_rules(args: argparse.Namespace) -> Violations:
@@ -80,43 +79,6 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
             "E52",
             f"--pg-vocab-size {size} is more than the {padded} columns of the logits; give the rollout engine's",
         )
-
-
-def _layer_rules(facts: Facts) -> Violations:
-    if facts.megatron("defer_embedding_wgrad_compute"):
-        yield (
-            "E53",
-            "--defer-embedding-wgrad-compute computes the output layer's weight gradient later, and the float32 head computes it "
-            "at once; remove one",
-        )
-    if facts.megatron("fp8_output_proj"):
-        yield (
-            "E53",
-            "--fp8-output-proj makes the output layer one of Transformer Engine, into which the float32 head cannot be put; remove one",
-        )
-    if (dtype := facts.megatron("output_logit_dtype")) is not None:
-        yield "E53", f"--output-logit-dtype {dtype} is Megatron's own way to the same logits; remove it or ours"
-
-
-def _fused_rules(facts: Facts) -> Violations:
-    for name, why in (
-        ("mtp_num_layers", "computes further losses from logits"),
-        ("use_mup", "scales the logits"),
-        ("cross_entropy_loss_fusion", "is a loss over logits"),
-    ):
-        if facts.megatron(name):
-            yield "E54", f"--{name.replace('_', '-')} {why}, which --pg-fused-head never makes; remove one"
-    if facts.args.pg_fused_head != "forward":
-        return
-    for name in ("fp16", "loss_scale"):
-        if facts.megatron(name):
-            yield (
-                "E55",
-                f"--{name.replace('_', '-')} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; "
-                "use --pg-fused-head recompute",
-            )
-    for reader in _sequence_readers(facts):
-        yield from needs_recompute(reader)
 
 
 def needs_recompute(reader: str) -> Violations:

@@ -216,7 +216,7 @@ def objective_warnings(facts: Facts) -> list[str]:
                 f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.resolved_mode} weighs otherwise"
             )
         if advice := declared.advice(objective_numbers(args)):
-            messages.append(advice)
+            messages.append(f"{args.pg_objective} {advice}")
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
         messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")
     return messages

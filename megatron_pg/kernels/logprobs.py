@@ -106,12 +106,7 @@ def combine(shares: Tensor) -> Rows:
 
 
 def gradient(
-    logits: Tensor,
-    targets: Tensor,
-    rows: Rows,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    vocabulary: Vocabulary,
+    logits: Tensor, targets: Tensor, rows: Rows, grad_logprobs: Tensor, grad_entropy: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
     """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
 

@@ -19,13 +19,7 @@ ROUNDING = tl.constexpr(2.0**-21)
 
 
 def triton_loss(
-    logits: Tensor,
-    policy_loss: PolicyLoss,
-    vocabulary: Vocabulary,
-    *,
-    grad_scale: float,
-    entropy: bool,
-    inplace: bool,
+    logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, grad_scale: float, entropy: bool, inplace: bool
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad

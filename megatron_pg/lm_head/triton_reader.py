@@ -6,43 +6,43 @@ from torch import Tensor
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, triton_loss, vocab_parallel
 from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.surrogate import surrogate_and_slope
-from megatron_pg.lm_head.chunks import loss_and_slopes
+from megatron_pg.lm_head.chunks import EagerReader, Slopes
 
 
-class TritonReader:
+class TritonReader(EagerReader):
     """`EagerReader` by kernels; where one launch makes loss and gradient, `loss_and_gradient` does."""
 
     def __init__(self, vocabulary: Vocabulary, targets: Tensor):
-        self._vocabulary, self._targets = vocabulary, targets.contiguous()  # kernels have no strides
+        super().__init__(vocabulary, targets.contiguous())  # kernels have no strides
         self._trained = torch.ones_like(self._targets, dtype=torch.bool)  # rows that are not have no logits
 
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
-        """See `Reader`."""
+        """By a kernel."""
         return vocab_parallel.statistics(z, *self._rows(chunk), self._vocabulary)
 
     def combine(self, shares: Tensor, chunk: slice) -> Rows:
-        """See `Reader`."""
+        """By a kernel."""
         return vocab_parallel.combine(shares, *self._rows(chunk), self._vocabulary)
 
-    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
-        """See `Reader`; the plain clipped surrogate in one launch."""
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Slopes]:
+        """The clipped surrogate in one launch."""
         if not policy_loss.terms.row:
-            return loss_and_slopes(policy_loss, rows)
+            return super().loss_and_slopes(policy_loss, rows)
         found, slope = surrogate_and_slope(policy_loss, rows.logprobs, rows.entropy)
         return found, (slope, torch.zeros_like(slope))
 
-    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: tuple[Tensor, Tensor]) -> None:
-        """See `Reader`."""
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: Slopes) -> None:
+        """By a kernel."""
         vocab_parallel.write_gradient(z, out, *self._rows(chunk), rows, slopes, self._vocabulary)
 
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
-        """See `Reader`."""
+        """By a kernel."""
         return bool(policy_loss.terms.row) and triton_loss.fits_one_launch(z, self._vocabulary)
 
     def loss_and_gradient(
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
     ) -> PolicyGradientLoss:
-        """See `Reader`."""
+        """By a kernel."""
         from megatron_pg.kernels import one_launch  # where `fits_one_launch` has looked for what it needs
 
         options = {"grad_scale": grad_scale, "entropy": entropy}

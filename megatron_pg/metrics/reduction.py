@@ -95,7 +95,7 @@ class Reduction:
         if not self._added:
             return tokens.fields.sample_weights.new_zeros(0)
         values = torch.stack([_select(metric, tokens, masks, 0.0) for metric in self._added])  # [n, T]
-        weights = torch.where(tokens.mask, tokens.fields.sample_weights, 0)
+        weights = torch.where(tokens.fields.mask, tokens.fields.sample_weights, 0)
         means, sums = values.split([len(self._means), len(self._added) - len(self._means)])
         return torch.cat([(means * weights).sum(dim=1), sums.sum(dim=1)])
 
@@ -124,6 +124,6 @@ def _ratio(metric: Metric, sums: dict[str, float]) -> float | None:
 
 def _has(tokens: TokenValues, field: str | None) -> Tensor:
     if field is None:
-        return tokens.mask
+        return tokens.fields.mask
     known = getattr(tokens.fields, field)
-    return torch.zeros_like(tokens.mask) if known is None else tokens.mask & ~torch.isnan(known)
+    return torch.zeros_like(tokens.fields.mask) if known is None else tokens.fields.mask & ~torch.isnan(known)

@@ -9,15 +9,7 @@ from typing import Any
 
 from megatron_pg.rollouts.printable import printable
 
-CONSOLE = (
-    "pg_loss",
-    "kl_new_old",
-    "clipped_ratio_fraction",
-    "ess",
-    "entropy",
-    "max_advantage",
-    "grad_norm",
-)
+CONSOLE = ("pg_loss", "kl_new_old", "clipped_ratio_fraction", "ess", "entropy", "max_advantage", "grad_norm")
 
 
 class MetricsFile:

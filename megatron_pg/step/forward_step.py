@@ -26,14 +26,7 @@ from megatron_pg.step.contract import Contract
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
 from megatron_pg.step.errors import ContractError, NonFiniteLossError, StepPlanError, lost_peer_named
 from megatron_pg.step.loss import MicrobatchLoss, microbatch_head_loss, microbatch_loss
-from megatron_pg.step.plan import (
-    LocalTable,
-    StepPlan,
-    check_count,
-    local_table_of,
-    needs_prompt_ids,
-    plan_from_table,
-)
+from megatron_pg.step.plan import LocalTable, StepPlan, check_count, local_table_of, needs_prompt_ids, plan_from_table
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.weights import TokenFactors, token_factors, token_weights
 
@@ -326,11 +319,7 @@ class PolicyGradientStep:
         )
 
     def _slice(
-        self,
-        plan: StepPlan,
-        batches: Sequence[PackedBatch],
-        factors: Sequence[TokenFactors],
-        device: torch.device,
+        self, plan: StepPlan, batches: Sequence[PackedBatch], factors: Sequence[TokenFactors], device: torch.device
     ) -> list[LocalBatch]:
         local, first = [], 0
         for batch, own in zip(batches, factors, strict=True):

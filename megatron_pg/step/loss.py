@@ -7,13 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
-from megatron_pg.kernels import (
-    PolicyGradientLoss,
-    PolicyLoss,
-    Vocabulary,
-    may_be_overwritten,
-    policy_gradient_loss,
-)
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, may_be_overwritten, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.metrics import TokenValues
@@ -31,12 +25,7 @@ class MicrobatchLoss:
 
 
 def microbatch_loss(
-    logits: Tensor,
-    local: LocalBatch,
-    settings: LossSettings,
-    tp_group: ProcessGroup | None,
-    *,
-    grad_scale: float = 1.0,
+    logits: Tensor, local: LocalBatch, settings: LossSettings, tp_group: ProcessGroup | None, *, grad_scale: float = 1.0
 ) -> MicrobatchLoss:
     """Loss and diagnostics from logits; with terms of whole sequences every context-parallel rank must call.
 
@@ -102,13 +91,13 @@ def _with_diagnostics(found: PolicyGradientLoss, local: LocalBatch, settings: Lo
 
 
 def _policy_term(values: TokenValues) -> Tensor:
-    return torch.where(values.mask, values.fields.weights * values.token_losses, 0).sum()
+    return torch.where(values.fields.mask, values.fields.weights * values.token_losses, 0).sum()
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
     # the log-ratio too: its clamp would hide an infinite one from the loss
-    finite = torch.isfinite(values.token_losses) & torch.isfinite(values.log_ratios)
-    bad = values.mask & ~(finite if values.kl is None else finite & torch.isfinite(values.kl))
+    looked_at = [values.token_losses, values.result.log_ratios, values.result.kl]
+    bad = values.fields.mask & ~torch.stack([torch.isfinite(v) for v in looked_at if v is not None]).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)
     return torch.stack([bad.sum().double(), torch.cat([torch.where(bad, position, none), none]).amin()])

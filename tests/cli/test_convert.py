@@ -383,10 +383,7 @@ def test_a_verl_dump_that_does_not_say_enough_is_refused(name, lines, tmp_path, 
 
 # --- every format ---
 
-MINIMAL = {
-    "nemo_rl": ("--group-size", "1", "--step", "1"),
-    "verl": (*COLUMNS, "--advantage", "reward"),
-}
+MINIMAL = {"nemo_rl": ("--group-size", "1", "--step", "1"), "verl": (*COLUMNS, "--advantage", "reward")}
 
 
 @pytest.mark.parametrize("framework", MINIMAL)

@@ -78,10 +78,7 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
         [case for case in names if release not in WITHOUT_EXPERTS or "experts" not in case]
         for names in (FAST, REFERENCES)
     )
-    launches = [
-        processes.start(2, two, [*cases, *SOME_FAULTS], folder),
-        processes.start(1, one, references, folder),
-    ]
+    launches = [processes.start(2, two, [*cases, *SOME_FAULTS], folder), processes.start(1, one, references, folder)]
     with processes.finished(launches):
         for case in SOME_FAULTS:
             assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case

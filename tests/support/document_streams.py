@@ -10,14 +10,7 @@ from samples import make_sample
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.documents import (
-    DocumentAccumulator,
-    EndOfDocuments,
-    Packing,
-    Position,
-    StepDocuments,
-    StepRule,
-)
+from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepDocuments, StepRule
 
 Stream = list[list[Sample]]  # groups
 

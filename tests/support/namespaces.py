@@ -8,13 +8,7 @@ import warnings
 
 import pytest
 
-from megatron_pg.args import (
-    ArgumentError,
-    ArgumentNotice,
-    ArgumentWarning,
-    add_arguments,
-    validate_args,
-)
+from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, add_arguments, validate_args
 
 # What a dense bf16 run on two data-parallel ranks has after Megatron's own validation.
 MEGATRON_DEFAULTS = {

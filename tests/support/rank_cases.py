@@ -29,7 +29,7 @@ FAST = [
 ]
 OPTIONS = ["", "-tied", "-dist", "-overlap", "-tied-dist-overlap"]
 HEADS = [
-    *("-fused", "-fused-tied-dist-overlap", "-recompute", "-recompute-tied-dist-overlap", "-fp32-tied-dist-overlap"),
+    *("-fused", "-fused-tied-dist-overlap", "-recompute", "-recompute-tied-dist-overlap", "-fp32-tied-dist-overlap")
 ]
 TWO = ["dp2", "dp2t", "tp2", "tp2s", "tp2t", "pp2", "pp2v", "cp2", "cp2t"]
 FOUR = [

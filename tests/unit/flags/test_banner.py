@@ -3,22 +3,9 @@
 import re
 
 import pytest
-from namespaces import (
-    REDUCER,
-    arguments,
-    constant,
-    correction,
-    docs,
-    head,
-    mode,
-    parse,
-    path,
-    pg,
-)
+from namespaces import REDUCER, arguments, constant, correction, docs, head, mode, parse, path, pg
 
-from megatron_pg.args import (
-    validate_args,
-)
+from megatron_pg.args import validate_args
 from megatron_pg.flags.banner import banner
 
 pytestmark = pytest.mark.usefixtures("rank_zero")

@@ -1,17 +1,7 @@
 """Megatron's settings that no exact loss goes with: each rule broken alone, and its near misses. `-k E55` finds one rule."""
 
 import pytest
-from namespaces import (
-    PER_TOKEN,
-    CudaGraphScope,
-    accepts,
-    arguments,
-    breaks,
-    constant,
-    docs,
-    mode,
-    row,
-)
+from namespaces import PER_TOKEN, CudaGraphScope, accepts, arguments, breaks, constant, docs, mode, row
 
 # Each breaks exactly one rule.
 BROKEN = [

@@ -1,13 +1,7 @@
 """--docs-per-step and its companions: each rule broken alone, and its near misses. `-k E55` finds one rule."""
 
 import pytest
-from namespaces import (
-    accepts,
-    arguments,
-    breaks,
-    docs,
-    row,
-)
+from namespaces import accepts, arguments, breaks, docs, row
 
 # Each breaks exactly one rule.
 BROKEN = [

@@ -1,15 +1,7 @@
 """Which settings the float32 head goes with: each rule broken alone, and its near misses. `-k E55` finds one rule."""
 
 import pytest
-from namespaces import (
-    accepts,
-    arguments,
-    breaks,
-    correction,
-    head,
-    pg,
-    row,
-)
+from namespaces import accepts, arguments, breaks, correction, head, pg, row
 
 # Each breaks exactly one rule.
 BROKEN = [
@@ -51,9 +43,7 @@ NEAR_MISSES = [
     row("E52", "all columns", {"pg_vocab_size": 151936}),
     row("E52", "not known yet", {"pg_vocab_size": 151937, "padded_vocab_size": None}),
     row(
-        "E53",
-        "no head",
-        {"defer_embedding_wgrad_compute": True, "output_logit_dtype": "fp32", "fp8_output_proj": True},
+        "E53", "no head", {"defer_embedding_wgrad_compute": True, "output_logit_dtype": "fp32", "fp8_output_proj": True}
     ),
     row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),

@@ -5,9 +5,7 @@ import math
 from importlib import import_module
 
 import pytest
-from namespaces import (
-    USER_FILES,
-)
+from namespaces import USER_FILES
 
 from megatron_pg.flags.import_path import ImportPathError, load_function, source_of, split_import_path
 

@@ -1,18 +1,7 @@
 """Which terms of the loss go together: each rule broken alone, and its near misses. `-k E55` finds one rule."""
 
 import pytest
-from namespaces import (
-    REDUCER,
-    accepts,
-    arguments,
-    breaks,
-    constant,
-    correction,
-    mode,
-    path,
-    pg,
-    row,
-)
+from namespaces import REDUCER, accepts, arguments, breaks, constant, correction, mode, path, pg, row
 
 # Each breaks exactly one rule.
 BROKEN = [

@@ -3,15 +3,7 @@
 import math
 
 import pytest
-from namespaces import (
-    accepts,
-    arguments,
-    breaks,
-    correction,
-    docs,
-    pg,
-    row,
-)
+from namespaces import accepts, arguments, breaks, correction, docs, pg, row
 
 # Each breaks exactly one rule.
 BROKEN = [
