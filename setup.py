@@ -19,7 +19,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
-    package_data={"megatron_pg": ["py.typed"]},
+    package_data={"megatron_pg": ["py.typed"], "megatron_pg.cli": ["*.bash"]},
     python_requires=">=3.10",
     entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},
     install_requires=[

@@ -30,13 +30,7 @@ class SampledDocuments:
     """
 
     def __init__(
-        self,
-        path: Path,
-        sample_batch: Callable[[int], list[Sample]],
-        *,
-        iteration: int,
-        is_writer: bool,
-        group_by: str,
+        self, path: Path, sample_batch: Callable[[int], list[Sample]], *, iteration: int, is_writer: bool, group_by: str
     ):
         self._path, self._sample_batch, self._group_by = path, sample_batch, group_by
         self._writer = continue_rollouts(path, iteration) if is_writer else None

@@ -55,17 +55,7 @@ ALLOWED = {
     "reporting": {"printable"},
     "pretrain": {"accumulation", "args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
     "cli": {
-        "args",
-        "batch",
-        "cli",
-        "explain",
-        "objectives",
-        "plan",
-        "printable",
-        "reducers",
-        "reporting",
-        "rollout_lines",
-        "rollouts",
+        *("args", "batch", "cli", "declarations", "flags", "metrics", "objectives", "reducers", "rollouts", "step")
     },
     "__main__": {"cli"},
 }

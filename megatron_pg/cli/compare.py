@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_pg.args import AGGREGATIONS
 from megatron_pg.cli.digest import Digest, digest_rollouts
 from megatron_pg.cli.pictures import check_picture, new_figure, save_figure
 from megatron_pg.cli.terminal import InputError, say, show_json, show_path, table
+from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.rollouts.lines import RolloutFileError
 from megatron_pg.rollouts.printable import printable
 

@@ -5,21 +5,12 @@ import math
 from dataclasses import dataclass
 
 from megatron_pg.args import add_arguments, own_arguments
-from megatron_pg.cli.checks import check_or_stop
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
-from megatron_pg.flags.banner import COUNTED_TOKENS, COUNTED_UNITS, banner, describe
-
-# The same weights under the names of other frameworks; what differs silently is said with them.
-ELSEWHERE = {
-    "sample_mean": "slime, miles: the default; verl: seq-mean-token-mean (weighs rows); TRL: grpo (rows); NeMo-RL: token_level_loss false",
-    "prompt_mean": "DAPO as printed; ScaleRL's prompt average; no flag of slime, miles, verl or TRL",
-    "token_mean": "slime, miles, Megatron: --calculate-per-token-loss; verl: token-mean; TRL: dapo; NeMo-RL: token_level_loss true",
-    "constant": "Dr. GRPO; verl: seq-mean-token-sum-norm with loss_scale_factor; TRL: dr_grpo (L is max_completion_length)",
-}
-_ASSUMED = (
-    "assumed to hold no flag that is read (ours, and Megatron's that a check needs); --set NAME=VALUE makes it known"
-)
+from megatron_pg.cli.validate import check_or_stop
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.flags.banner import banner, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the objective."""
-    launch = read_launch(options, assume=True)
+    launch = read_launch(options)
     remarks = check_or_stop(launch)
     layout = layout_of(launch)
     if layout.data is not None:
@@ -57,13 +48,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
+    if launch.ran:
+        say(launch.ran)
     say(banner(launch.args))
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
-    if launch.assumed:
-        rows = [(where, reason) for where, _, reason in (text.partition(": ") for text in launch.assumed)]
-        _say_rows(_ASSUMED, rows)
     return 0
 
 
@@ -145,8 +135,8 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
     if args.custom_pg_loss_reducer_function_path is not None:
         return []
     mean = sum(lengths) / len(lengths)
-    unit = {"constant": args.loss_aggregation_divisor, "token_mean": mean}.get(args.loss_aggregation)
-    tokens = [1 / ((_fixed_rollouts(args, layout) or 1) * (unit or length)) for length in lengths]
+    declared, rollouts = AGGREGATIONS[args.loss_aggregation], _fixed_rollouts(args, layout) or 1
+    tokens = [1 / (rollouts * declared.per_rollout(n, mean, args.loss_aggregation_divisor)) for n in lengths]
     answers = [token * length for token, length in zip(tokens, lengths, strict=True)]
     return [
         {"length": length, "token": token, "answer": answer, "share": answer / sum(answers)}
@@ -193,7 +183,7 @@ def _ranks_text(layout: Layout) -> str:
 
 
 def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
-    counted = COUNTED_UNITS[args.pg_denominator]
+    counted = DENOMINATORS[args.pg_denominator][0]
     if layout.batch is None:
         return f"rollouts of the step{counted}, counted when it begins; their number is not fixed here"
     if counted:
@@ -204,19 +194,11 @@ def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
 def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
     if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
         return []
-    counted, tokens = COUNTED_UNITS[args.pg_denominator], COUNTED_TOKENS[args.pg_denominator]
-    if args.loss_aggregation == "constant" and counted:
-        return [("denominator", f"N_r·L = N_r·{args.loss_aggregation_divisor:g}, N_r rollouts of the step{counted}")]
-    if args.loss_aggregation == "constant":
-        length, product = args.loss_aggregation_divisor, layout.batch * args.loss_aggregation_divisor
-        text = f"N_r·L = {layout.batch}·{length:g} = {product:.12g}, the same at every step, micro-batch and rank"
-        return [("denominator", text)]
-    texts = {
-        "sample_mean": f"N_r·M{'' if counted else f' = {layout.batch}·M'}, M {tokens} tokens of the rollout",
-        "prompt_mean": f"P·M, P prompts of the step{counted}, M {tokens} tokens of the group",
-        "token_mean": f"T, the {tokens} tokens of the step",
-    }
-    return [("denominator", texts[args.loss_aggregation])]
+    counted, tokens, _ = DENOMINATORS[args.pg_denominator]
+    declared, divisor = AGGREGATIONS[args.loss_aggregation], args.loss_aggregation_divisor
+    text = declared.numbers if counted else declared.known_numbers or declared.numbers
+    numbers = {"divisor": divisor, "rollouts": layout.batch, "product": layout.batch * (divisor or 1)}
+    return [("denominator", text.format(counted=counted, tokens=tokens, **numbers))]
 
 
 def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
@@ -250,10 +232,8 @@ def _assumption(args: argparse.Namespace) -> str:
 
 def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
     rows = [("arguments", launch.source)]
-    if launch.environment:
-        rows.append(("environment", ", ".join(launch.environment)))
-    rows.append(("elsewhere", ELSEWHERE[launch.args.loss_aggregation]))
-    rows += [("note", text) for text in (*remarks, *launch.caveats)]
+    rows.append(("elsewhere", AGGREGATIONS[launch.args.loss_aggregation].elsewhere))
+    rows += [("note", text) for text in (*remarks, *launch.notes)]
     rows.append(("set", _given(launch.args) or "nothing: the defaults of megatron_pg"))
     if launch.others:
         rows.append(("not read", f"{len(launch.others)} further arguments, which belong to other parsers"))
@@ -283,6 +263,7 @@ def _document(
         "N_r": _fixed_rollouts(launch.args, layout),
     }
     return {
+        "run": launch.ran,
         "source": launch.source,
         "arguments": own,
         "megatron_arguments": {name: value for name, value in read_arguments(launch).items() if name not in own},
@@ -291,10 +272,9 @@ def _document(
         "factors": dict(factors),
         "weights_unit": "1" if sizes["N_r"] else "1/N_r",
         "weights": weights,
-        "elsewhere": ELSEWHERE[launch.args.loss_aggregation],
-        "remarks": [*remarks, *launch.caveats],
-        "assumed": list(launch.assumed),
-        "environment": list(launch.environment),
+        "elsewhere": AGGREGATIONS[launch.args.loss_aggregation].elsewhere,
+        "remarks": list(remarks),
+        "notes": list(launch.notes),
         "other_arguments": list(launch.others),
     }
 

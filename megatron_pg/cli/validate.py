@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+import warnings
+from dataclasses import dataclass
 
-from megatron_pg.cli.checks import check
-from megatron_pg.cli.launch import add_launch_options, read_arguments, read_launch
-from megatron_pg.cli.terminal import say, show_json
+from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
+from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.terminal import InputError, say, show_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,20 +23,66 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(
             {
+                "run": launch.ran,
                 "source": launch.source,
                 "valid": valid,
                 "violations": [{"rule": rule, "message": message} for rule, message in verdict.violations],
                 "remarks": list(verdict.remarks),
-                "caveats": list(launch.caveats),
+                "notes": list(launch.notes),
                 "arguments": read_arguments(launch) if valid else None,
                 "other_arguments": list(launch.others),
             }
         )
     elif valid:
+        if launch.ran:
+            say(launch.ran)
         say(f"valid: {launch.source}")
-        for remark in (*verdict.remarks, *launch.caveats):
+        for remark in (*verdict.remarks, *launch.notes):
             say(f"  note: {remark}")
         say(f"  {len(launch.others)} further arguments belong to other parsers and were not checked")
     for rule, message in verdict.violations:
         sys.stderr.write(f"megatron-pg validate: [{rule}] {message}\n")
     return 0 if valid else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the startup checks found."""
+
+    violations: tuple[tuple[str, str], ...]  # (rule, message)
+    remarks: tuple[str, ...]  # reconciliations and warnings
+
+
+def check(launch: Launch) -> Verdict:
+    """Run the decision table on the launch's arguments, which it reconciles; a user's functions are tried."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            args = validate_args(launch.args)
+            if args.custom_pg_loss_reducer_function_path is not None:
+                from megatron_pg.reducers.custom import load_custom_reducer  # imports torch
+
+                load_custom_reducer(
+                    args.custom_pg_loss_reducer_function_path,
+                    calculate_per_token_loss=vars(args).get("calculate_per_token_loss", False),
+                )
+            if args.pg_custom_objective_path is not None:
+                from megatron_pg.objectives.custom import custom_objective_of  # imports torch
+
+                custom_objective_of(args)
+        except ArgumentError as error:
+            return Verdict(tuple(error.violations), ())
+    ours = (each for each in caught if issubclass(each.category, (ArgumentNotice, ArgumentWarning)))
+    return Verdict((), tuple(str(each.message) for each in ours))
+
+
+def check_or_stop(launch: Launch) -> tuple[str, ...]:
+    """The remarks on a launch that passes.
+
+    Raises:
+        InputError: with every violation, where it does not.
+    """
+    verdict = check(launch)
+    if verdict.violations:
+        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in verdict.violations))
+    return verdict.remarks
