@@ -15,10 +15,11 @@ from collections.abc import Callable
 import torch
 
 from megatron_pg import Sample, pack
-from megatron_pg.args import METRIC_LEVELS as LEVELS
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import slice_batch
-from megatron_pg.step.settings import LossSettings, microbatch_loss
+from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
+from megatron_pg.step.loss import microbatch_loss
+from megatron_pg.step.settings import LossSettings
 
 
 def make_batch(tokens: int, vocabulary: int, device: str):
@@ -41,7 +42,7 @@ def make_batch(tokens: int, vocabulary: int, device: str):
         )
     batch = pack(samples, qkv_format="thd")
     weights = batch.response_values("loss_mask").double() / (256 * len(samples))
-    return slice_batch(batch, weights, cp_rank=0, cp_size=1, device=device)
+    return slice_batch(batch, {"weights": weights}, cp_rank=0, cp_size=1, device=device)
 
 
 def settings(level: str) -> LossSettings:

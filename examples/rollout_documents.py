@@ -11,8 +11,7 @@ from pathlib import Path
 
 from run_folder import continue_rollouts
 
-from megatron_pg import Sample, read_rollouts
-from megatron_pg.rollouts.sample import RolloutFileError
+from megatron_pg import RolloutFileError, Sample, read_rollouts
 
 BATCH = "x_batch"  # field of the rollout file
 

@@ -17,7 +17,7 @@ from megatron_pg.flags.aggregation import (
     add_aggregation_arguments,
     aggregation_violations,
     aggregation_warnings,
-    objective_source,
+    objective_source_warnings,
     reconcile,
 )
 from megatron_pg.flags.compatibility import compatibility_violations, compatibility_warnings
@@ -145,7 +145,7 @@ def _remarks(facts: Facts) -> list[str]:
     return [
         *aggregation_warnings(facts),
         *compatibility_warnings(facts),
-        *objective_source(facts),
+        *objective_source_warnings(facts),
         *objective_warnings(facts),
         *head_warnings(facts),
     ]

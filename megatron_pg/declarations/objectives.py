@@ -90,7 +90,7 @@ def _clipped(variable: str) -> str:
     return f"{variable} in [{{lower:g}}, {{upper:g}}]  (--pg-clip-eps-low/-high)"
 
 
-def _delta_above_clip(numbers: Numbers) -> str | None:
+def _delta_message(numbers: Numbers) -> str | None:
     delta, high = numbers["delta"], numbers["clip_eps_high"]
     if delta > 1 + high:
         return None
@@ -100,7 +100,7 @@ def _delta_above_clip(numbers: Numbers) -> str | None:
     )
 
 
-def _wide_for_a_mean(numbers: Numbers) -> str | None:
+def _wide_eps_message(numbers: Numbers) -> str | None:
     widest = max(numbers.values())
     if widest <= 0.05:
         return None
@@ -114,7 +114,7 @@ def _gspo(name: str, **rest: object) -> ObjectiveDeclaration:
     """What the two objectives of sequence ratios share."""
     return ObjectiveDeclaration(
         numbers={CLIP_EPS_LOW: 3e-4, CLIP_EPS_HIGH: 4e-4},
-        advice=_wide_for_a_mean,
+        advice=_wide_eps_message,
         published_with="sample_mean",
         reads_sequences=True,
         loss=f"megatron_pg.objectives.{name}:{name}",
@@ -144,7 +144,7 @@ OBJECTIVES = {
         formula=f"ℓ = -min(min(r, δ)·A, clip(r)·A), {_R}",
         numbers={**_CLIP, DELTA: None},
         bounds={"clip": _clipped("r"), "cap": "δ = {delta:g}  (--pg-delta)"},
-        contradiction=_delta_above_clip,
+        contradiction=_delta_message,
         loss="megatron_pg.objectives.two_sided:two_sided",
         outside=_GRPO_OUTSIDE,
     ),

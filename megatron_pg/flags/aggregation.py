@@ -16,8 +16,6 @@ from megatron_pg.flags.import_path import (
 )
 from megatron_pg.flags.values import is_finite
 
-REDUCER_FLAG, DIVISOR_FLAG = "--custom-pg-loss-reducer-function-path", "--loss-aggregation-divisor"
-
 
 def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the aggregation."""
@@ -30,13 +28,13 @@ def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
         "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit.",
     )
     group.add_argument(
-        DIVISOR_FLAG,
+        "--loss-aggregation-divisor",
         type=float,
         metavar="L",
         help="L of --loss-aggregation constant, in tokens: finite, > 0, no default. Dr. GRPO: the maximum response length.",
     )
     group.add_argument(
-        REDUCER_FLAG,
+        "--custom-pg-loss-reducer-function-path",
         metavar="PATH",
         help="package.module:function or package.module.function of a reducer "
         f"fn({', '.join(REDUCER_PARAMETERS)}) -> Callable[[Tensor], Tensor]. It replaces --loss-aggregation for pg_loss.",
@@ -65,7 +63,7 @@ def aggregation_violations(facts: Facts) -> Violations:
             f"--calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and contradicts "
             f"{facts.mode}; remove one",
         )
-    yield from _path(REDUCER_FLAG, facts.reducer_path, REDUCER_PARAMETERS)
+    yield from _path("--custom-pg-loss-reducer-function-path", facts.reducer_path, REDUCER_PARAMETERS)
     yield from _path("--pg-custom-objective-path", facts.objective_path, OBJECTIVE_PARAMETERS)
 
 
@@ -85,25 +83,28 @@ def _divisor_rules(facts: Facts) -> Violations:
         if needs_one and facts.reducer_path is None:
             yield (
                 "E5",
-                f"--loss-aggregation {facts.mode} needs {DIVISOR_FLAG} L > 0 (Dr. GRPO: the maximum context or response length, "
+                f"--loss-aggregation {facts.mode} needs --loss-aggregation-divisor L > 0 (Dr. GRPO: the maximum context or response length, "
                 "all turns together); there is no default",
             )
         return
     if isinstance(divisor, str):
-        yield "E7", f"{DIVISOR_FLAG} must be a number, got {divisor!r}; write it without quotes"
+        yield "E7", f"--loss-aggregation-divisor must be a number, got {divisor!r}; write it without quotes"
     elif isinstance(divisor, bool):
-        yield "E6", f"{DIVISOR_FLAG} must be a number, got {divisor!r}"
+        yield "E6", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
     elif not isinstance(divisor, (int, float)):
-        yield "E7", f"{DIVISOR_FLAG} must be a number, got {divisor!r}"
+        yield "E7", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
     elif not _is_usable_divisor(divisor):
-        yield "E8", f"{DIVISOR_FLAG} must be finite and > 0, got {divisor}"
+        yield "E8", f"--loss-aggregation-divisor must be finite and > 0, got {divisor}"
     if facts.reducer_path is not None:
-        yield "E10", f"{DIVISOR_FLAG} has no effect with {REDUCER_FLAG} (the reducer owns its denominator); remove one"
+        yield (
+            "E10",
+            "--loss-aggregation-divisor has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); remove one",
+        )
     elif facts.aggregation is not None and not needs_one:
         with_divisor = next(name for name, each in AGGREGATIONS.items() if each.takes_divisor)
         yield (
             "E9",
-            f"{DIVISOR_FLAG} has no effect with --loss-aggregation {facts.mode}; remove it or choose {with_divisor}",
+            f"--loss-aggregation-divisor has no effect with --loss-aggregation {facts.mode}; remove it or choose {with_divisor}",
         )
 
 
@@ -134,13 +135,15 @@ def aggregation_warnings(facts: Facts) -> list[str]:
         return []
     messages = []
     if facts.mode != DEFAULT:
-        messages.append(f"{REDUCER_FLAG} takes precedence: --loss-aggregation {facts.mode} does not shape pg_loss")
+        messages.append(
+            f"--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not shape pg_loss"
+        )
     unit = "1/T" if facts.is_per_token else "1/N_r"
     file, digest = source_of(load_function(facts.reducer_path, REDUCER_PARAMETERS))
     return [*messages, f"pg_loss = ({unit})·Σ reducer(ℓ), reducer {facts.reducer_path} ({file}, sha256 {digest[:12]})"]
 
 
-def objective_source(facts: Facts) -> list[str]:
+def objective_source_warnings(facts: Facts) -> list[str]:
     """W9: which file a user's own objective comes from."""
     if facts.objective_path is None:
         return []

@@ -1,6 +1,6 @@
 """Every error and warning message of the package, read from its source, for the page that explains them (docs/faq.md).
 
-    python tests/faq_messages.py
+    python tests/support/faq_messages.py
 
 brings the page's lists up to date: new messages go into the group that takes those of their room (its comment says so), or into
 a new group that needs an explanation; lines that no code has any more go.
@@ -16,6 +16,9 @@ import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.flags.compatibility import REFUSED
 
 PACKAGE = Path(__file__).parents[2] / "megatron_pg"
 PAGE = PACKAGE.parent / "docs" / "faq.md"
@@ -37,7 +40,15 @@ def collect() -> dict[str, str]:
             module = _Module(_tables(tree.body) | _tables(function.body), answers | here)
             for pattern in _Reader(function, module).messages():
                 found.setdefault(pattern, room)
-    return found
+    return found | _declared()
+
+
+def _declared() -> dict[str, str]:
+    """The messages that stand in tables."""
+    refused = [(name, text) for _, texts in REFUSED for name, text in texts.items()]
+    found = [text.partition(" ")[2].format(flag=f"--{name.replace('_', '-')}", value="…") for name, text in refused]
+    found += [f"--pg-kl-estimator …: {each.flaw}" for each in KL_ESTIMATORS.values() if each.flaw]
+    return dict.fromkeys(found, "flags")
 
 
 def on_page(text: str) -> list[str]:
@@ -128,7 +139,7 @@ class _Reader:
             if isinstance(node, ast.Assign):
                 self._remember(node.targets[0], node.value)
         returns = _returns(function)
-        self._gives_messages = (returns == "str" and "message" in function.name) or (
+        self._gives_messages = (returns in ("str", "str | None") and "message" in function.name) or (
             returns.startswith("list[")
             and (function.name in ("reconcile", "_late_changes") or "warnings" in function.name)
         )
