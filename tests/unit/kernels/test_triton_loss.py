@@ -1,6 +1,6 @@
 """The Triton kernels against a float64 oracle: through the interpreter on a CPU, and the same cases and more on a GPU.
 
-`pytest tests/test_triton.py --tier full` runs the full number of cases; on a GPU that is 5,000 and large vocabularies.
+`pytest tests/unit/kernels/test_triton_loss.py --tier full` runs the full number of cases; on a GPU that is 5,000 and large vocabularies.
 """
 
 import math
