@@ -11,85 +11,35 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megatron_pg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Every room and the rooms it may import; a room that is not listed fails the test.
-ALLOWED = {
-    "__init__": set(),
-    "import_path": set(),
-    "objective_flags": set(),
-    "head_flags": {"objective_flags"},
-    "args": {"head_flags", "import_path", "objective_flags"},
-    "explain": {"head_flags", "objective_flags"},
-    "collectives": set(),
-    "cp_utils": set(),
-    "printable": set(),
-    "rollout_lines": {"printable"},
-    "rollouts": {"cp_utils", "printable", "rollout_lines"},
-    "sequences": set(),
-    "batch": {"cp_utils", "rollouts", "sequences"},
-    "reducers": {"reducers", "args", "cp_utils", "import_path"},
-    "plan": {"args", "collectives", "reducers", "rollouts"},
-    "logprobs": set(),
-    "objectives": {"args", "head_flags", "import_path", "objective_flags", "objectives"},
-    "kl": {"objectives"},
-    "corrections": {"objectives", "rollouts"},
-    "kernels": {"args", "kernels", "kl", "logprobs", "objectives", "sequences"},
-    "metrics": {"args", "metrics", "objectives"},
-    "lm_head": {"args", "head_flags", "kernels", "lm_head", "logprobs"},
-    "output_layer": {"lm_head"},
-    "loss": {
-        *(
-            "batch",
-            "corrections",
-            "kernels",
-            "lm_head",
-            "metrics",
-            "objective_flags",
-            "objectives",
-            "output_layer",
-            "plan",
-        ),
-        "reducers",
+# Every room, from the ground upwards, and the rooms that it imports: exactly these, and only from lower floors.
+ARROWS = {
+    "contract": set(),  # of the step, a room of its own: it imports nothing of ours
+    "declarations": set(),
+    "rollouts": set(),
+    "batch": {"rollouts"},
+    "flags": {"declarations"},
+    "args": {"declarations", "flags"},
+    "cp_utils": {"batch", "rollouts"},
+    "objectives": {"declarations", "flags", "rollouts"},
+    "kernels": {"batch", "declarations", "objectives"},
+    "reducers": {"cp_utils", "declarations", "flags"},
+    "lm_head": {"batch", "declarations", "kernels"},
+    "metrics": {"batch", "declarations", "kernels", "objectives", "rollouts"},
+    "step": {
+        *("batch", "contract", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers"),
+        "rollouts",
     },
-    "accumulation": {"batch", "collectives", "cp_utils", "rollouts"},
-    "forward_step": {"accumulation", "batch", "collectives", "cp_utils", "loss", "output_layer", "plan"},
-    "reporting": {"printable"},
-    "pretrain": {"accumulation", "args", "collectives", "explain", "forward_step", "import_path", "loss", "reporting"},
-    "cli": {
-        *("args", "batch", "cli", "declarations", "flags", "metrics", "objectives", "reducers", "rollouts", "step")
-    },
+    "cli": {"args", "batch", "declarations", "flags", "metrics", "objectives", "reducers", "rollouts", "step"},
+    "pretrain": {"args", "flags", "metrics", "step"},
+    "__init__": {"args", "batch", "rollouts", "step", "contract"},  # lazily, and for type checkers
     "__main__": {"cli"},
 }
-
-# The same within two rooms of several.
-WITHIN = {
-    "kernels": {
-        "__init__": {"policy_loss", "reference", "triton_loss"},
-        "policy_loss": set(),
-        "reference": {"policy_loss"},
-        "tiles": set(),
-        "vocab_parallel": {"tiles"},
-        "surrogate": {"policy_loss", "tiles"},
-        "ring": {"policy_loss", "tiles"},
-        "triton_loss": {"policy_loss", "ring", "surrogate", "vocab_parallel"},
-    },
-    "lm_head": {
-        "__init__": {"logits", "logprobs", "loss"},
-        "products": set(),
-        "chunking": {"products"},
-        "inputs": set(),
-        "readers": {"inputs"},
-        "triton_reader": {"readers"},
-        "chunks": {"chunking", "products", "readers", "triton_reader"},
-        "gradients": {"chunking", "products"},
-        "logits": {"chunking", "gradients", "inputs", "products"},
-        "logprobs": {"chunks", "gradients", "inputs", "products", "readers"},
-        "loss": {"chunks", "gradients", "inputs", "logprobs", "products", "readers"},
-    },
-}
+MOST_FLOORS, MOST_ENTRIES = 8, 18
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "contract" if parts == ("step", "contract") else parts[0]
 
 
 def imports_of(path: Path) -> set[str]:
@@ -102,43 +52,63 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
+def ours(path: Path) -> set[tuple[str, ...]]:
+    """The modules of the package that a file imports."""
+    named = {tuple(name.split(".")[1:]) for name in imports_of(path) if name.startswith("megatron_pg.")}
+    modules = {each.relative_to(PACKAGE).with_suffix("").parts for each in FILES}
+    return {parts[:n] for parts in named for n in (1, 2) if parts[:n] in modules or (*parts[:n], "__init__") in modules}
+
+
+def test_rooms_import_exactly_what_the_drawing_says():
+    found = {room: set() for room in ARROWS}
+    for path in FILES:
+        rooms = {"contract" if parts == ("step", "contract") else parts[0] for parts in ours(path)}
+        alone = ours(path) <= {("step",), ("step", "contract")} | {p for p in ours(path) if p[0] != "step"}
+        found[room_of(path)] |= rooms - ({"step"} if alone and ("step", "contract") in ours(path) else set())
+    assert {room: rooms - {room} for room, rooms in found.items()} == ARROWS
+
+
+def test_arrows_go_down_over_few_floors():
+    floors: dict[str, int] = {}
+    for room in graphlib.TopologicalSorter(ARROWS).static_order():  # raises on a circle
+        floors[room] = 1 + max((floors[below] for below in ARROWS[room]), default=-1)
+    assert max(floors[room] for room in ARROWS if not room.startswith("__")) < MOST_FLOORS
+    assert len({path.relative_to(PACKAGE).parts[0] for path in FILES} | {"py.typed"}) <= MOST_ENTRIES
+
+
+@pytest.mark.parametrize("room", sorted({path.parent.name for path in FILES if path.parent != PACKAGE}))
+def test_no_circle_within_a_room(room):
+    files = {path.stem: path for path in FILES if path.parent.name == room and path.stem != "__init__"}
+    arrows = {
+        name: {p[1] for p in ours(path) if p[0] == room and len(p) > 1} & set(files) for name, path in files.items()
+    }
+    assert tuple(graphlib.TopologicalSorter(arrows).static_order())
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_import_arrows_go_one_way(path):
-    rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_pg.")} & set(ALLOWED)
-    assert rooms <= ALLOWED[room_of(path)], f"{path.name} imports {rooms - ALLOWED[room_of(path)]}"
-
-
-@pytest.mark.parametrize("package", WITHIN)
-def test_import_arrows_go_one_way_within_a_room(package):
-    allowed = WITHIN[package]
-    assert {path.stem for path in (PACKAGE / package).glob("*.py")} == set(allowed)
-    for path in (PACKAGE / package).glob("*.py"):
-        imports = {name.split(".")[2] for name in imports_of(path) if name.startswith(f"megatron_pg.{package}.")}
-        inner = imports & set(allowed)
-        assert inner <= allowed[path.stem], f"{path.name} imports {inner - allowed[path.stem]}"
-    assert tuple(graphlib.TopologicalSorter(allowed).static_order())  # raises on a cycle
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_megatron_is_imported_in_two_rooms_only(path):
+def test_megatron_is_imported_in_three_modules_only(path):
     megatron = {name for name in imports_of(path) if name == "megatron" or name.startswith("megatron.")}
     if room_of(path) == "pretrain":
         return
     assert all(name.startswith("megatron.core") for name in megatron)
-    assert not megatron or room_of(path) == "forward_step"
+    assert not megatron or path.relative_to(PACKAGE).parts in {("step", "forward_step.py"), ("step", "checks.py")}
 
 
 @pytest.mark.parametrize(
-    ("rooms", "forbidden"),
+    ("modules", "forbidden"),
     [
-        ("reducers objectives kernels kl corrections", ("all_reduce", "get_rank", "cp_rank", "parallel_state")),
-        ("objectives", (".mean(", "mask")),
-        ("kernels objectives kl sequences logprobs loss", (".item()", ".tolist()", ".cpu()", "nonzero", "synchronize")),
+        ("reducers/* objectives/* kernels/*", ("all_reduce", "get_rank", "cp_rank", "parallel_state")),
+        ("objectives/*", (".mean(", "mask")),
+        (
+            "kernels/* objectives/* batch/sequences.py batch/fields.py metrics/values.py step/loss.py step/contract.py",
+            (".item()", ".tolist()", ".cpu()", "nonzero", "synchronize"),
+        ),
     ],
 )
-def test_a_room_keeps_out_of_what_is_not_its_business(rooms, forbidden):
+def test_a_module_keeps_out_of_what_is_not_its_business(modules, forbidden):
     for path in FILES:
-        if room_of(path) in rooms.split():
+        module = path.relative_to(PACKAGE)
+        if any(map(module.match, modules.split())) and module.name != "corrections.py":  # which sees data, no losses
             source = path.read_text(encoding="utf-8")
             assert not [word for word in forbidden if word in source], path.name
 
@@ -166,9 +136,49 @@ def test_importing_the_package_needs_neither_megatron_nor_cuda():
     code = (
         "import sys, megatron_pg\n"
         "assert 'torch' not in sys.modules\n"
-        "[getattr(megatron_pg, name) for name in megatron_pg.__all__]\n"
-        "import torch, megatron_pg.loss\n"
+        "[getattr(megatron_pg, name) for name in megatron_pg.__all__ if name != 'PolicyGradientStep']\n"
+        "import torch, megatron_pg.step.loss\n"
         "assert not [m for m in sys.modules if m == 'megatron' or m.startswith('megatron.')]\n"
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+UNIT = Path(__file__).parent / "unit"
+# The file of the modules that have none of their own: tests of a whole room, or of what only a whole step shows.
+TOGETHER = {
+    "declarations/*": "tests/unit/declarations/test_declarations.py",
+    "flags/errors.py": "tests/unit/test_args.py",
+    "flags/facts.py": "tests/unit/test_args.py",
+    "flags/megatron.py": "tests/unit/flags/test_compatibility.py",
+    "rollouts/fields.py": "tests/unit/rollouts/test_sample.py",
+    "rollouts/file.py": "tests/unit/rollouts/test_sample.py",
+    "batch/fields.py": "tests/unit/batch/test_pack.py",
+    "batch/slicing.py": "tests/unit/batch/test_pack.py",
+    "batch/zigzag.py": "tests/unit/test_cp_utils.py",
+    "reducers/*": "tests/unit/reducers/test_reducers.py",
+    "objectives/*": "tests/unit/objectives/test_formulas.py",
+    "kernels/api.py": "tests/unit/kernels/test_reference.py",
+    "kernels/checks.py": "tests/unit/kernels/test_reference.py",
+    "kernels/vocabulary.py": "tests/unit/kernels/test_logprobs.py",
+    "kernels/*": "tests/unit/kernels/test_triton_loss.py",
+    "lm_head/*": "tests/unit/lm_head/test_lm_head.py",
+    "metrics/*": "tests/unit/metrics/test_table.py",
+    "step/*": "tests/properties/test_partition_invariance.py",
+    "cli/*": "tests/cli",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_module_has_its_unit_file(path):
+    module = path.relative_to(PACKAGE)
+    if path.stem in ("__init__", "__main__"):
+        return
+    shared = [file for pattern, file in TOGETHER.items() if module.match(pattern)]
+    own = UNIT / module.parent / f"test_{module.name}"
+    assert own.exists() or (shared and (UNIT.parents[1] / shared[0]).exists()), f"{own.relative_to(UNIT)} is missing"
+
+
+def test_no_test_file_imports_another():
+    for path in Path(__file__).parent.rglob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith("test_")], path.name

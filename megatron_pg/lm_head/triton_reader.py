@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, triton_loss, vocab_parallel
 from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.surrogate import surrogate_and_slope
-from megatron_pg.lm_head.chunks import EagerReader, Slopes
+from megatron_pg.lm_head.readers import EagerReader, Slopes
 
 
 class TritonReader(EagerReader):

@@ -67,9 +67,9 @@ def test_the_torch_loss_keeps_one_table_and_never_holds_more_than_six(dtype, ent
 
 
 def test_a_further_copy_would_be_seen(monkeypatch):
-    original = reference.logprobs_and_entropy
+    original = reference.logprobs_of
     monkeypatch.setattr(
-        reference, "logprobs_and_entropy", lambda logits, *rest, **more: original(logits.exp().log(), *rest, **more)
+        reference, "logprobs_of", lambda logits, *rest, **more: original(logits.exp().log(), *rest, **more)
     )
     _, kept, _ = tables(torch.float32, entropy=False)
     assert kept > 1

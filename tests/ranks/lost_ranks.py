@@ -1,6 +1,6 @@
 """Ranks that are killed, stopped or fail in the middle of a step: what the others see, and what lies on the disk.
 
-    python tests/lost_ranks.py OUT_DIR WRITERS case [case …]
+    python tests/ranks/lost_ranks.py OUT_DIR WRITERS case [case …]
 
 A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`. This process imports everything once and forks two
 ranks per case, because a lost rank cannot be used again; cases wait for timeouts beside each other. WRITERS processes

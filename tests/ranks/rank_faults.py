@@ -228,6 +228,7 @@ OWN = {
     "pg_clip_eps_high": (0.28, 0.3),
     "pg_temperature": (1.0, 0.9),
     "pg_metrics": ("basic", "with_entropy"),
+    "pg_dry_run": (False, True),
     "pg_kernel": ("torch", "triton"),
     "pg_objective": ("grpo", "reinforce_is"),
     "pg_custom_objective_path": (None, "rank_reducer:reducer"),

@@ -91,7 +91,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "custom_pg_loss_reducer_function_path",
         "calculate_per_token_loss",
     ),
-    *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel", "pg_objective"),
+    *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel", "pg_objective", "pg_dry_run"),
     *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
     *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
     *("pg_denominator", "pg_kl_coef", "pg_kl_estimator", "pg_entropy_coef", "pg_aux_aggregation", "pg_grad_divisor"),

@@ -1,0 +1,66 @@
+"""What is declared once: numbers with their flags, hints for unknown names, functions that are imported when asked for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_pg
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
+from megatron_pg.declarations.declaration import Number, did_you_mean, load, resolved
+from megatron_pg.declarations.objectives import OBJECTIVES
+
+LOW = Number(name="my_low", low=0.0, high=1.0, requirement="between 0 and 1", help="A bound.")
+HIGH = Number(name="my_high", low=1.0, high=9.0, requirement="between 1 and 9", help="A bound.")
+
+
+def test_a_number_has_the_flag_and_the_argument_of_its_name():
+    assert (LOW.flag, LOW.attribute) == ("--pg-my-low", "pg_my_low")
+
+
+def test_what_is_given_comes_before_the_default_and_zero_is_given():
+    reads = {LOW: 0.5, HIGH: 2.0}
+    assert resolved(reads, {"pg_my_low": None, "pg_my_high": 3.0, "pg_other": 7.0}) == {"my_low": 0.5, "my_high": 3.0}
+    assert resolved(reads, {"pg_my_low": 0.0, "pg_my_high": None}) == {"my_low": 0.0, "my_high": 2.0}
+
+
+@pytest.mark.parametrize("table", [AGGREGATIONS, OBJECTIVES, CORRECTIONS, KL_ESTIMATORS])
+def test_every_declared_function_can_be_loaded(table):
+    for declared in table.values():
+        found = declared.load()
+        for function in found if isinstance(found, tuple) else [found]:
+            assert function is None or callable(function)
+
+
+def test_every_default_is_a_value_that_the_number_may_have():
+    reads = [declared.numbers for table in (OBJECTIVES, CORRECTIONS) for declared in table.values()]
+    defaults = [(number, value) for numbers in reads for number, value in numbers.items() if value is not None]
+    assert defaults
+    assert [(number.name, value) for number, value in defaults if not number.low <= value <= number.high] == []
+
+
+def test_a_function_is_the_one_at_its_path():
+    assert load("os.path:join") is __import__("os").path.join
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("sample_maen", "; did you mean sample_mean?"),
+        ("Sample-Mean", "; did you mean sample_mean?"),
+        ("dapo", "; did you mean prompt_mean or token_mean?"),
+        ("dapoo", "; did you mean prompt_mean or token_mean?"),
+        ("xyz", ""),
+    ],
+)
+def test_a_close_name_or_another_frameworks_word_is_hinted_at(word, hint):
+    names, elsewhere = ["sample_mean", "token_mean"], {"dapo": "prompt_mean or token_mean"}
+    assert did_you_mean(word, names, elsewhere) == hint
+
+
+def test_the_declarations_need_no_torch():
+    rooms = [path.stem for path in (Path(megatron_pg.__file__).parent / "declarations").glob("[!_]*.py")]
+    code = f"import sys, {', '.join(f'megatron_pg.declarations.{room}' for room in rooms)}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
