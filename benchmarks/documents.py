@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_pg import Sample
 from megatron_pg.step.collectives import device_of
 from megatron_pg.step.documents import DocumentAccumulator, Packing, Position, StepRule
-from megatron_pg.step.plan import local_table_of, plan_from_table
+from megatron_pg.step.plan import PlanRule, local_table_of, plan_from_table
 
 POLICIES = ("exact", "at_least")
 
@@ -43,16 +43,8 @@ def documents(count: int, longest: int, rank: int) -> list[Sample]:
 
 def plan(batches: list, group: dist.ProcessGroup) -> None:
     """The exchange that the static path has too."""
-    samples = [sample for batch in batches for sample in batch.samples]
-    plan_from_table(
-        local_table_of(samples, "sample_mean", None, group),
-        error=None,
-        aggregation="sample_mean",
-        divisor=None,
-        num_positions=sum(batch.num_positions for batch in batches),
-        num_microbatches=len(batches),
-        group=group,
-    )
+    rule = PlanRule(aggregation="sample_mean")
+    plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -26,7 +26,15 @@ from megatron_pg.step.contract import Contract
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
 from megatron_pg.step.errors import ContractError, NonFiniteLossError, StepPlanError, lost_peer_named
 from megatron_pg.step.loss import MicrobatchLoss, microbatch_head_loss, microbatch_loss
-from megatron_pg.step.plan import LocalTable, StepPlan, check_count, local_table_of, needs_prompt_ids, plan_from_table
+from megatron_pg.step.plan import (
+    LocalTable,
+    PlanRule,
+    StepPlan,
+    check_count,
+    local_table_of,
+    needs_prompt_ids,
+    plan_from_table,
+)
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.weights import TokenFactors, token_factors, token_weights
 
@@ -219,48 +227,23 @@ class PolicyGradientStep:
                 table, factors = self._count(batches)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
-        plan = self._exchange(
-            table,
-            error,
-            batches,
-            num_microbatches=arguments["num_microbatches"],
-            undivided=() if documents is None else self._units,
-        )
+        undivided = () if documents is None else self._units
+        plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)
         return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
 
     def _count(self, batches: Sequence[PackedBatch]) -> tuple[LocalTable, list[TokenFactors]]:
         """What this rank brings to the plan, and what of it the loss takes up again."""
         factors = [token_factors(batch, self.settings) for batch in batches]
-        samples = [sample for batch in batches for sample in batch.samples]
         kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
-        group = parallel_state.get_data_parallel_group()
-        return local_table_of(samples, self.settings.plan_aggregation, self.settings.divisor, group, kept), factors
+        return local_table_of(batches, self.settings.plan_rule, parallel_state.get_data_parallel_group(), kept), factors
 
     def _exchange(
-        self,
-        table: LocalTable | None,
-        error: Exception | None,
-        batches: Sequence[PackedBatch],
-        *,
-        num_microbatches: int,
-        undivided: Sequence[str],
+        self, table: LocalTable | None, rule: PlanRule, error: Exception | None, batches: Sequence[PackedBatch]
     ) -> StepPlan:
         """The plan from every rank's table, or every rank's error."""
         plan, failure = None, None
         try:
-            plan = plan_from_table(
-                table,
-                error=error,
-                aggregation=self.settings.plan_aggregation,
-                divisor=self.settings.divisor,
-                num_positions=sum(batch.num_positions for batch in batches),
-                num_microbatches=num_microbatches,
-                group=parallel_state.get_data_parallel_group(),
-                num_response_tokens=sum(s.response_length for batch in batches for s in batch.samples),
-                denominator=self.settings.denominator,
-                auxiliary_aggregation=self.settings.plan_auxiliary_aggregation,
-                undivided=undivided,
-            )
+            plan = plan_from_table(table, rule, error=error, group=parallel_state.get_data_parallel_group())
         except StepPlanError as raised:
             failure = raised
         agree(batches, plan, failure)
@@ -303,7 +286,7 @@ class PolicyGradientStep:
     @property
     def _units(self) -> tuple[str, ...]:
         """What a step of documents must hold whole, because a denominator counts it."""
-        return ("rollout_id", "prompt_id") if needs_prompt_ids(self.settings.plan_aggregation) else ("rollout_id",)
+        return ("rollout_id", "prompt_id") if needs_prompt_ids(self.settings.plan_rule.aggregation) else ("rollout_id",)
 
     def _contract_of(self, plan: StepPlan) -> Contract:
         # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those

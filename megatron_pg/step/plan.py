@@ -6,7 +6,7 @@ rank sees the same table, so a mistake in it is found, and raised, on every rank
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.reducers import StepCounts, reducer_of
 from megatron_pg.rollouts.fields import Id
@@ -69,21 +70,27 @@ def plan_step(
     Raises:
         StepPlanError: on every rank of `group`, for a mistake on any of them.
     """
-    error, local, positions = None, None, 0
+    error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
-        local = _local_table(tokens_per_sample, aggregation, divisor, rollout_ids, prompt_ids, group)
-        positions = _count_positions(positions_per_sample, local)
+        local = _local_table(rule, group, tokens_per_sample, rollout_ids, prompt_ids)
+        if positions_per_sample is not None:
+            local = replace(local, num_positions=_count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
-    return plan_from_table(
-        local,
-        error=error,
-        aggregation=aggregation,
-        divisor=divisor,
-        num_positions=positions,
-        num_microbatches=1,
-        group=group,
+    return plan_from_table(local, rule, error=error, group=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRule:
+    """What a step is planned for. The same on every rank."""
+
+    aggregation: str
+    divisor: float | None = None  # L
+    denominator: str = "scheduled"  # what denominators count; auxiliary terms count trained tokens under `kept` too
+    auxiliary_aggregation: str | None = (
+        None  # of the KL and entropy terms; None: there are no denominators of their own
     )
+    undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,90 +100,96 @@ class LocalTable:
     rows: Tensor  # [S, 4] int64
     has_rollout_ids: bool
     has_prompt_ids: bool
+    num_positions: int
+    num_response_tokens: int
+    num_microbatches: int = 1
 
 
 def _local_table(
+    rule: PlanRule,
+    group: ProcessGroup | None,
     tokens_per_sample: Sequence[int] | Tensor,
-    aggregation: str,
-    divisor: float | None,
     rollout_ids: Sequence[Id] | None,
     prompt_ids: Sequence[Id] | None,
-    group: ProcessGroup | None,
     kept_per_sample: Sequence[int] | None = None,
 ) -> LocalTable:
-    _check_aggregation(aggregation, divisor)
+    _check_aggregation(rule.aggregation, rule.divisor)
     counts = _counts(tokens_per_sample)
-    size = len(counts)
-    if needs_prompt_ids(aggregation):
-        _check_prompt_ids(aggregation, prompt_ids, size)
+    size, total = len(counts), int(counts.sum())
+    if needs_prompt_ids(rule.aggregation):
+        _check_prompt_ids(rule.aggregation, prompt_ids, size)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     kept = counts if kept_per_sample is None else _counts(kept_per_sample)
     rows = torch.stack([counts, rollouts, prompts, kept], dim=1)
-    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None)
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total)
 
 
-def _count_positions(positions_per_sample: Sequence[int] | Tensor | None, local: LocalTable) -> int:
-    if positions_per_sample is None:
-        return int(local.rows[:, 0].sum())
-    if len(positions_per_sample) != len(local.rows):
+def _count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
+    if len(positions_per_sample) != size:
         raise ValueError(
-            f"positions_per_sample has {len(positions_per_sample)} entries for {len(local.rows)} samples, so positions cannot be "
+            f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
             "counted. Give one each."
         )
     return int(_counts(positions_per_sample).sum())
 
 
-def plan_from_table(
-    local: LocalTable | None,
-    *,
-    error: Exception | None,
-    aggregation: str,
-    divisor: float | None,
-    num_positions: int,
-    num_microbatches: int,
+def local_table_of(
+    batches: Sequence[PackedBatch],
+    rule: PlanRule,
     group: ProcessGroup | None,
-    num_response_tokens: int | None = None,
-    denominator: str = "scheduled",
-    auxiliary_aggregation: str | None = None,
-    undivided: Sequence[str] = (),
+    kept_per_sample: Sequence[int] | None = None,
+) -> LocalTable:
+    """The table of this rank's micro-batches; `kept_per_sample`: trained tokens that no correction rejects."""
+    samples = [sample for batch in batches for sample in batch.samples]
+    prompt_ids = _all_or_none("prompt_id", samples)
+    if needs_prompt_ids(rule.aggregation) and prompt_ids is None:
+        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
+    rollout_ids, counts = _all_or_none("rollout_id", samples), [sample.num_trained for sample in samples]
+    return replace(
+        _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample),
+        num_positions=sum(batch.num_positions for batch in batches),
+        num_response_tokens=sum(sample.response_length for sample in samples),
+        num_microbatches=len(batches),
+    )
+
+
+def plan_from_table(
+    local: LocalTable | None, rule: PlanRule, *, error: Exception | None, group: ProcessGroup | None
 ) -> StepPlan:
     """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
 
-    `denominator` says what denominators count; the auxiliary terms, which no correction touches, count trained tokens
-    under `kept` too. The plan's totals count all rollouts and trained tokens. `undivided`: the kinds of units
-    ("rollout_id", "prompt_id") that may not lie on two ranks.
+    The plan's totals count all rollouts and trained tokens, whatever its denominators count.
     """
-    rows = torch.zeros(0, 4, dtype=torch.int64) if local is None else local.rows
-    responses = int(rows[:, 0].sum()) if num_response_tokens is None else num_response_tokens
-    head = _Head(len(rows), int(error is not None), *_id_flags(local), num_positions, num_microbatches, responses)
+    local = LocalTable(torch.zeros(0, 4, dtype=torch.int64), False, False, 0, 0) if local is None else local
     try:
-        heads, tables = _exchange(rows, head, _describe(error), group)
+        heads, tables = _exchange(local.rows, _Head.of(local, error), _describe(error), group)
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)
-    _check_undivided(tables, undivided)
+    _check_undivided(tables, rule.undivided)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
-    mine, with_prompts = slice(start, start + len(rows)), any(h.has_prompt_ids == 1 for h in heads)
-    count = partial(_count_units, torch.cat(tables), mine, with_prompts=with_prompts, divisor=divisor)
+    mine, with_prompts = slice(start, start + len(local.rows)), any(h.has_prompt_ids == 1 for h in heads)
+    count = partial(_count_units, torch.cat(tables), mine, with_prompts=with_prompts, divisor=rule.divisor)
     counts = count()
-    counted = counts if denominator == "scheduled" else count(denominator=denominator)
-    auxiliary = count(denominator="live") if denominator == "kept" else counted
+    counted = counts if rule.denominator == "scheduled" else count(denominator=rule.denominator)
+    auxiliary = count(denominator="live") if rule.denominator == "kept" else counted
+    named = rule.auxiliary_aggregation
     return StepPlan(
-        aggregation=aggregation,
-        divisor=divisor,
-        denominators=_denominators(counted, aggregation),
-        auxiliary_denominators=_denominators(auxiliary, auxiliary_aggregation) if auxiliary_aggregation else None,
+        aggregation=rule.aggregation,
+        divisor=rule.divisor,
+        denominators=_denominators(counted, rule.aggregation),
+        auxiliary_denominators=_denominators(auxiliary, named) if named else None,
         num_samples=sum(h.num_samples for h in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
         num_tokens=counts.num_tokens,
         num_response_tokens=sum(h.num_response_tokens for h in heads),
         num_positions=sum(h.num_positions for h in heads),
-        num_microbatches=num_microbatches,
+        num_microbatches=local.num_microbatches,
     )
 
 
@@ -191,37 +204,15 @@ class _Head(NamedTuple):
     num_microbatches: int
     num_response_tokens: int
 
-
-def _id_flags(local: LocalTable | None) -> tuple[int, int]:
-    if local is None or not len(local.rows):
-        return -1, -1
-    return int(local.has_rollout_ids), int(local.has_prompt_ids)
+    @classmethod
+    def of(cls, local: LocalTable, error: Exception | None) -> "_Head":
+        has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
+        totals = local.num_positions, local.num_microbatches, local.num_response_tokens
+        return cls(len(local.rows), int(error is not None), *has_ids, *totals)
 
 
 def _describe(error: Exception | None) -> str:
     return str(error or "") if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-
-
-def local_table_of(
-    samples: Sequence,
-    aggregation: str,
-    divisor: float | None,
-    group: ProcessGroup | None,
-    kept_per_sample: Sequence[int] | None = None,
-) -> LocalTable:
-    """The table of this rank's `Sample`s, in order; `kept_per_sample`: trained tokens that no correction rejects."""
-    prompt_ids = _all_or_none("prompt_id", samples)
-    if needs_prompt_ids(aggregation) and prompt_ids is None:
-        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
-    return _local_table(
-        [sample.num_trained for sample in samples],
-        aggregation,
-        divisor,
-        _all_or_none("rollout_id", samples),
-        prompt_ids,
-        group,
-        kept_per_sample,
-    )
 
 
 def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:

@@ -16,6 +16,7 @@ from megatron_pg.objectives.corrections import NONE as NO_CORRECTION
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.objectives.custom import custom_objective_of
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
+from megatron_pg.step.plan import PlanRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +67,19 @@ class LossSettings:
         )
 
     @property
-    def plan_aggregation(self) -> str:
-        """The aggregation that the step is planned with: a custom reducer needs only N_r and T."""
-        return self.aggregation if self.reducer is None else self.step_mean
-
-    @property
-    def step_mean(self) -> str:
-        """What the per-token flag by itself means: the aggregation of the KL and entropy terms."""
-        return STEP_MEANS[self.per_token]
-
-    @property
-    def plan_auxiliary_aggregation(self) -> str | None:
-        """The aggregation of the KL and entropy terms; None where there are none, or their weights are the policy term's."""
-        if not (self.terms.kl_coef or self.terms.entropy_coef) or self.aux_aggregation == "policy":
-            return None
-        same = self.reducer is None and self.denominator != "kept" and self.aggregation == self.step_mean
-        return None if same else self.step_mean
+    def plan_rule(self) -> PlanRule:
+        """What a step is planned for; for a custom reducer only N_r and T are counted."""
+        step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
+        has_auxiliary = self.terms.kl_coef != 0 or self.terms.entropy_coef != 0
+        same = self.reducer is None and self.denominator != "kept" and self.aggregation == step_mean
+        return PlanRule(
+            aggregation=self.aggregation if self.reducer is None else step_mean,
+            divisor=self.divisor,
+            denominator=self.denominator,
+            auxiliary_aggregation=step_mean
+            if has_auxiliary and self.aux_aggregation != "policy" and not same
+            else None,
+        )
 
 
 def features_of(terms: LossTerms, correction: Correction) -> frozenset[str]:

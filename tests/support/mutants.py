@@ -162,10 +162,10 @@ def prompt_totals_of_the_microbatch():
 def fully_masked_samples_are_left_out_of_the_number_of_rollouts():
     original = simulation.plan_from_table
 
-    def mutated(table, **rest):
+    def mutated(table, rule, **rest):
         rows = table.rows[table.rows[:, 0] > 0]
-        short = original(dataclasses.replace(table, rows=rows), **rest)
-        plan = original(table, **rest)
+        short = original(dataclasses.replace(table, rows=rows), rule, **rest)
+        plan = original(table, rule, **rest)
         factor = short.num_rollouts / plan.num_rollouts if plan.aggregation in ("sample_mean", "constant") else 1.0
         return dataclasses.replace(plan, denominators=plan.denominators * factor)
 
@@ -296,8 +296,8 @@ def last_microbatch_dropped():
 def samples_counted_instead_of_rollouts():
     original = simulation.local_table_of
 
-    def mutated(samples, aggregation, divisor, group, kept):
-        table = original(samples, aggregation, divisor, group, kept)
+    def mutated(batches, rule, group, kept):
+        table = original(batches, rule, group, kept)
         rows = table.rows.clone()
         rows[:, 1] = torch.arange(len(rows)) + (torch.distributed.get_rank(group) << 32)
         return dataclasses.replace(table, rows=rows, has_rollout_ids=True)

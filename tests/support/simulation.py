@@ -138,21 +138,10 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     d, c, t = layout.coordinates(rank)
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
-    mine = [sample for batch in batches for sample in batch.samples]
     factors = [token_factors(batch, loss) for batch in batches]
     kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
-    plan = plan_from_table(
-        local_table_of(mine, loss.plan_aggregation, loss.divisor, data_group, kept),
-        error=None,
-        aggregation=loss.plan_aggregation,
-        divisor=loss.divisor,
-        num_positions=sum(batch.num_positions for batch in batches),
-        num_microbatches=len(batches),
-        group=data_group,
-        num_response_tokens=sum(sample.response_length for sample in mine),
-        denominator=loss.denominator,
-        auxiliary_aggregation=loss.plan_auxiliary_aggregation,
-    )
+    table = local_table_of(batches, loss.plan_rule, data_group, kept)
+    plan = plan_from_table(table, loss.plan_rule, error=None, group=data_group)
     locals_, leaves, first = [], [], 0
     for batch, own, cell in zip(batches, factors, cells[d], strict=True):
         local = slice_batch(

@@ -15,7 +15,7 @@ from megatron_pg.batch import pack
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.objectives.corrections import Correction, correction_factors
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.plan import StepPlanError, local_table_of, plan_from_table
+from megatron_pg.step.plan import PlanRule, StepPlanError, local_table_of, plan_from_table
 from megatron_pg.step.weights import token_factors
 
 
@@ -184,18 +184,14 @@ def planned(trained, kept, aggregation, denominator):
         make_sample(prompt_length=1, mask=[1] * n or [0], rng=random.Random(0), rollout_id=r, prompt_id=p)
         for n, r, p in zip(trained, ROLLOUTS, PROMPTS, strict=True)
     ]
-    divisor = 10.0 if aggregation == "constant" else None
-    return plan_from_table(
-        local_table_of(samples, aggregation, divisor, None, kept),
-        error=None,
+    rule = PlanRule(
         aggregation=aggregation,
-        divisor=divisor,
-        num_positions=0,
-        num_microbatches=1,
-        group=None,
+        divisor=10.0 if aggregation == "constant" else None,
         denominator=denominator,
         auxiliary_aggregation="sample_mean",
     )
+    table = local_table_of([pack(samples, qkv_format="thd")], rule, None, kept)
+    return plan_from_table(table, rule, error=None, group=None)
 
 
 def test_a_step_of_rejected_tokens_is_refused_under_kept():
