@@ -64,18 +64,6 @@ def _within(values: Tensor, low: float, high: float) -> Factors:
     return torch.where(kept, values, 0), kept
 
 
-def _k1(log_rho: Tensor) -> Tensor:
-    return -log_rho
-
-
-def _k2(log_rho: Tensor) -> Tensor:
-    return log_rho.square() / 2
-
-
-def _k3(log_rho: Tensor) -> Tensor:
-    return ratio(log_rho) - 1 - log_rho
-
-
 def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high: float) -> Factors:
     """Tokens as they are where the divergence is in bounds; all divergences estimate KL(rollout‖trainer)."""
     values = _LEVELS[level](_DIVERGENCES[divergence](log_rho)).expand_as(log_rho)
@@ -84,7 +72,7 @@ def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high
 
 
 _LEVELS = {"token": lambda d: d, "seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.amax}
-_DIVERGENCES = {"k1": _k1, "k2": _k2, "k3": _k3}
+_DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x.square() / 2, "k3": lambda x: ratio(x) - 1 - x}
 
 
 def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
