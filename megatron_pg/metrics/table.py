@@ -12,6 +12,7 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class Metric:
 def _k3(x: Tensor) -> Tensor:
     """e^-x - 1 + x, not negative: its mean over samples of p estimates KL(p‖q) for x = log p - log q."""
     return torch.expm1(-x) + x
+
+
+def _count(name: str, *words: str, elsewhere: str = "") -> Metric:
+    """An integer of the step plan, under its name there."""
+    return Metric(name, attrgetter(name), *words, kind="step", elsewhere=elsewhere)
 
 
 METRICS = (
@@ -92,15 +98,7 @@ METRICS = (
         only_with="entropy",
         elsewhere="slime, miles: entropy_loss; verl: actor/entropy_loss",
     ),
-    Metric(
-        "num_tokens",
-        lambda plan: plan.num_tokens,
-        "T",
-        "tokens",
-        "trained tokens",
-        kind="step",
-        elsewhere="PipelineRL: rl/num_output_tokens_sum",
-    ),
+    _count("num_tokens", "T", "tokens", "trained tokens", elsewhere="PipelineRL: rl/num_output_tokens_sum"),
     Metric(
         "num_tokens_masked",
         lambda plan: plan.num_response_tokens - plan.num_tokens,
@@ -110,31 +108,15 @@ METRICS = (
         kind="step",
         red_flag="most of the responses",
     ),
-    Metric(
+    _count(
         "num_samples",
-        lambda plan: plan.num_samples,
         "S",
         "samples",
         "training sequences (documents), fully masked ones included",
-        kind="step",
         elsewhere="NeMo-RL: num_valid_samples",
     ),
-    Metric(
-        "num_rollouts",
-        lambda plan: plan.num_rollouts,
-        "N_r",
-        "rollouts",
-        "trajectories, fully masked ones included",
-        kind="step",
-    ),
-    Metric(
-        "num_prompts",
-        lambda plan: plan.num_prompts,
-        "P",
-        "prompts",
-        "prompt groups; absent when samples have no prompt_id",
-        kind="step",
-    ),
+    _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included"),
+    _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id"),
     Metric(
         "new_logprobs",
         lambda t: t.result.logprobs,
@@ -314,23 +296,17 @@ METRICS = (
         healthy="near 0 with a group baseline",
         elsewhere="verl: critic/advantages/mean; PipelineRL: rl/advantage",
     ),
-    Metric(
-        "max_advantage",
-        lambda t: t.fields.advantages,
-        "max A",
-        "reward",
-        "largest advantage of a trained token",
-        kind="max",
-        elsewhere="verl: critic/advantages/max; PipelineRL: rl/max_advantage",
-    ),
-    Metric(
-        "min_advantage",
-        lambda t: t.fields.advantages,
-        "min A",
-        "reward",
-        "smallest advantage of a trained token",
-        kind="min",
-        elsewhere="verl: critic/advantages/min; PipelineRL: rl/min_advantage",
+    *(
+        Metric(
+            f"{kind}_advantage",
+            lambda t: t.fields.advantages,
+            f"{kind} A",
+            "reward",
+            f"{word} advantage of a trained token",
+            kind=kind,
+            elsewhere=f"verl: critic/advantages/{kind}; PipelineRL: rl/{kind}_advantage",
+        )
+        for kind, word in (("max", "largest"), ("min", "smallest"))
     ),
     Metric(
         "aggregation_ess",
