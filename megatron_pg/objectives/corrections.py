@@ -85,17 +85,15 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     if factors_of is None:
         return None
     _check_two_policies(samples, correction)
-    factors, kept = [], []
+    factors, kept = [torch.ones(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
     for sample in samples:
         mask = sample.loss_mask
-        whole, keep = torch.ones(len(mask), dtype=torch.float64), torch.zeros(len(mask), dtype=torch.bool)
+        factors.append(torch.ones(len(mask), dtype=torch.float64))
+        kept.append(torch.zeros(len(mask), dtype=torch.bool))
         if mask.any():
             log_rho = (sample.old_logprobs - sample.rollout_logprobs)[mask]
-            whole[mask], keep[mask] = factors_of(log_rho, correction.low, correction.high)
-        factors.append(whole)
-        kept.append(keep)
-    empty = torch.zeros(0, dtype=torch.float64)
-    return torch.cat([empty, *factors]), torch.cat([empty.bool(), *kept])
+            factors[-1][mask], kept[-1][mask] = factors_of(log_rho, correction.low, correction.high)
+    return torch.cat(factors), torch.cat(kept)
 
 
 def _check_two_policies(samples: Sequence[Sample], correction: Correction) -> None:
