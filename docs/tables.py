@@ -52,7 +52,13 @@ def _metric_row(m: Metric) -> tuple[str, ...]:
 
 def metric_names() -> str:
     """What it is called elsewhere."""
-    rows = [(f"`{m.name}`", *(m.elsewhere.get(f, "–") for f in FRAMEWORKS)) for m in METRICS if m.kind != "part"]
+    rows = []
+    for m in METRICS:
+        names = dict(part.split(": ", 1) for part in m.elsewhere.split("; ") if part)
+        if m.kind != "part":
+            rows.append((f"`{m.name}`", *(names.pop(framework, "–") for framework in FRAMEWORKS)))
+        if names:
+            raise ValueError(f"{m.name}: {', '.join(names)} is no column of this table")
     return table(("metric", *FRAMEWORKS[:-1], "Fast-LLM, PipelineRL"), rows)
 
 

@@ -1,7 +1,8 @@
 """Context parallelism under the names that slime and miles users know, over `megatron_pg.batch.zigzag`.
 
 Response values are aligned to the response: entry k belongs to response token k, whose logits stand one position before it.
-`cp_rank` and `cp_size` default to Megatron's parallel state when it is initialised, else to 0 and 1.
+`cp_rank` and `cp_size` default to Megatron's parallel state when it is initialised, else to 0 and 1. What an argument means
+stands in `get_logits_and_tokens_offset_with_cp`, unless a function says something else.
 """
 
 import sys
@@ -98,25 +99,21 @@ def slice_with_cp(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> Tensor:
-    """This rank's zigzag slice of one whole sample, padded to the layout first.
+    """[padded length / C, ...] this rank's zigzag slice of one whole sample, padded to the layout first (thd: not at C = 1).
 
-    Args:
-        tokens: [length, ...] values of the whole sample.
-        pad_value: a number, or `fn(tokens, count)` that returns `tokens` with `count` entries appended.
-        qkv_format: "thd" or "bshd".
-        max_seq_len: padded width of the row, for bshd only.
-        cp_rank: this rank; default Megatron's.
-        cp_size: size of the context-parallel group; default Megatron's.
-
-    Returns:
-        [padded length / C, ...]. At C = 1 thd is not padded.
+    `tokens` is [length, ...], the whole sample's values; `pad_value` is a number, or `fn(tokens, count)` that returns
+    `tokens` with `count` entries appended.
     """
     cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
     width = padded_length(_layout_length(len(tokens), qkv_format, max_seq_len), cp_size)
-    padded = _pad(tokens, width - len(tokens), pad_value)
+    missing = width - len(tokens)
+    if missing and callable(pad_value):
+        tokens = pad_value(tokens, missing)
+    elif missing:
+        tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
     if cp_size == 1:
-        return padded
-    return padded[zigzag_index([width], cp_rank=cp_rank, cp_size=cp_size).to(padded.device)]
+        return tokens
+    return tokens[zigzag_index([width], cp_rank=cp_rank, cp_size=cp_size).to(tokens.device)]
 
 
 def slice_loss_masks_for_local_cp(
@@ -130,12 +127,23 @@ def slice_loss_masks_for_local_cp(
     cp_size: int | None = None,
 ) -> list[Tensor]:
     """The part of each response-aligned loss mask that belongs to this rank, in zigzag order."""
-    widths = _check_batch(loss_masks, total_lengths, response_lengths, max_seq_lens)
-    cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
-    return [
-        mask[response_index(total, response, qkv_format, width, cp_rank=cp_rank, cp_size=cp_size).to(mask.device)]
-        for mask, total, response, width in zip(loss_masks, total_lengths, response_lengths, widths, strict=True)
-    ]
+    widths = [None] * len(loss_masks) if max_seq_lens is None else max_seq_lens
+    fields = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": widths}
+    for name, values in fields.items():
+        if len(values) != len(loss_masks):
+            raise ValueError(
+                f"{name} has {len(values)} entries for {len(loss_masks)} samples, so they would not align."
+            )
+    masks = []
+    for i, (mask, total, response, width) in enumerate(zip(loss_masks, *fields.values(), strict=True)):
+        if mask.shape != (response,):
+            raise ValueError(
+                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and values would "
+                "not align. Give one entry per response token."
+            )
+        index = response_index(total, response, qkv_format, width, cp_rank=cp_rank, cp_size=cp_size)
+        masks.append(mask[index.to(mask.device)])
+    return masks
 
 
 def get_sum_of_sample_mean(
@@ -211,21 +219,11 @@ def all_gather_with_cp(
 ) -> Tensor:
     """The whole sample's response values on every rank, from each rank's zigzag part: the inverse of the slice.
 
+    `tensor` is [local response length, ...]; the result is [response_length, ...], the same on every rank. When C > 1, every
+    rank of `group`, the context-parallel group, must call.
+
     The backward is the adjoint: gradients are summed over the ranks, then sliced. A loss that every rank computes
     from the gathered values therefore counts C times; let each rank sum its own tokens only.
-
-    Args:
-        tensor: [local response length, ...] this rank's values.
-        total_length: prompt and response tokens of the sample.
-        response_length: response tokens of the sample.
-        qkv_format: "thd" or "bshd".
-        max_seq_len: padded width of the row, for bshd only.
-        group: the context-parallel group; every rank of it must call. Needed when C > 1.
-        cp_rank: this rank; default Megatron's.
-        cp_size: size of the group; default Megatron's.
-
-    Returns:
-        [response_length, ...], the same on every rank.
     """
     cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
     index = response_index(total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size)
@@ -272,36 +270,6 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
     return max_seq_len
 
 
-def _pad(tokens: Tensor, count: int, pad_value: int | float | Callable[[Tensor, int], Tensor]) -> Tensor:
-    if count == 0:
-        return tokens
-    if callable(pad_value):
-        return pad_value(tokens, count)
-    return torch.cat([tokens, tokens.new_full((count, *tokens.shape[1:]), pad_value)])
-
-
-def _check_batch(
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None,
-) -> Sequence[int | None]:
-    widths = [None] * len(loss_masks) if max_seq_lens is None else max_seq_lens
-    fields = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": widths}
-    for name, values in fields.items():
-        if len(values) != len(loss_masks):
-            raise ValueError(
-                f"{name} has {len(values)} entries for {len(loss_masks)} samples, so they would not align."
-            )
-    for i, (mask, response) in enumerate(zip(loss_masks, response_lengths, strict=True)):
-        if mask.shape != (response,):
-            raise ValueError(
-                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and values would "
-                "not align. Give one entry per response token."
-            )
-    return widths
-
-
 def _denominators(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool,
@@ -316,18 +284,13 @@ def _denominators(
     chosen = [name for name, is_given in given.items() if is_given]
     if len(chosen) > 1:
         raise ValueError(f"choose one normaliser, got {', '.join(chosen)}")
-    if calculate_per_token_loss:
-        return [1.0] * len(loss_masks)
-    if constant_divisor is not None:
-        return _checked([float(constant_divisor)] * len(loss_masks), len(loss_masks))
-    if sample_denoms is not None:
-        return _checked([float(d) for d in sample_denoms], len(loss_masks))
-    return [mask.bool().sum().clamp(min=1) for mask in loss_masks]  # tensors: no host sync
-
-
-def _checked(denominators: list[float], num_samples: int) -> list[float]:
-    if len(denominators) != num_samples:
-        raise ValueError(f"{len(denominators)} denominators for {num_samples} samples")
+    if not chosen:
+        return [mask.bool().sum().clamp(min=1) for mask in loss_masks]  # tensors: no host sync
+    if sample_denoms is None:
+        sample_denoms = [1.0 if constant_divisor is None else constant_divisor] * len(loss_masks)
+    denominators = [float(d) for d in sample_denoms]
+    if len(denominators) != len(loss_masks):
+        raise ValueError(f"{len(denominators)} denominators for {len(loss_masks)} samples")
     for i, d in enumerate(denominators):
         if not 0.0 < d < float("inf"):
             raise ValueError(
@@ -341,14 +304,10 @@ def _rank_and_size(cp_rank: int | None, cp_size: int | None) -> tuple[int, int]:
         raise ValueError(
             f"cp_rank={cp_rank} and cp_size={cp_size}: one without the other names no layout. Give both or neither."
         )
-    if cp_rank is None:
-        cp_rank, cp_size = _parallel_state()
+    state = sys.modules.get("megatron.core.parallel_state")  # never imported from here
+    if cp_rank is None and not _WHOLE_SEQUENCES.get() and state is not None and state.model_parallel_is_initialized():
+        cp_rank, cp_size = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+    elif cp_rank is None:
+        cp_rank, cp_size = 0, 1
     check_rank(cp_rank, cp_size)
     return cp_rank, cp_size
-
-
-def _parallel_state() -> tuple[int, int]:
-    state = sys.modules.get("megatron.core.parallel_state")  # never imported from here
-    if _WHOLE_SEQUENCES.get() or state is None or not state.model_parallel_is_initialized():
-        return 0, 1
-    return state.get_context_parallel_rank(), state.get_context_parallel_world_size()

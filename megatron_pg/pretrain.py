@@ -107,30 +107,7 @@ def pretrain(
         ArgumentError: on every rank, before the model is built.
         ValueError: the provider is not distributed, or a forward step is given.
     """
-    _check_providers(train_valid_test_dataset_provider, rest)
-    session = _Session(on_step, say or _print, metrics_file)
-    provider = chain_args_providers(extra_args_provider, add_arguments)
-    keywords = {
-        "train_valid_test_dataset_provider": session.datasets_provider(train_valid_test_dataset_provider),
-        "model_provider": session.model_provider(model_provider),
-        "model_type": model_type,
-        "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
-        **rest,
-        **_arguments_of_release(provider, args_defaults or {}),
-    }
-    with (
-        _replaced(training, "get_forward_backward_func", session.forward_backward_getter),
-        _replaced(training, "training_log", session.logger),
-        _replaced(training, "num_floating_point_operations", session.flops),
-        _replaced(checkpointing, "check_checkpoint_args", session.checkpoint_reader),
-        _replaced(dataset_utils, "compile_helpers", _unless_built),
-        session.until_documents_end(),
-    ):
-        training.pretrain(**keywords)
-
-
-def _check_providers(datasets_provider: Callable, rest: dict[str, object]) -> None:
-    if not getattr(datasets_provider, "is_distributed", False):
+    if not getattr(train_valid_test_dataset_provider, "is_distributed", False):
         raise ValueError(
             "the dataset provider is not marked as distributed, so under tensor parallelism Megatron would give most ranks no data; "
             "set train_valid_test_dataset_provider.is_distributed = True"
@@ -140,6 +117,25 @@ def _check_providers(datasets_provider: Callable, rest: dict[str, object]) -> No
             "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
             "called. Leave it out."
         )
+    session = _Session(on_step, say or _print, metrics_file)
+    provider = chain_args_providers(extra_args_provider, add_arguments)
+    keywords = {
+        "train_valid_test_dataset_provider": session.datasets_provider(train_valid_test_dataset_provider),
+        "model_provider": functools.partial(session.build_model, model_provider),
+        "model_type": model_type,
+        "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
+        **rest,
+        **_arguments_of_release(provider, args_defaults or {}),
+    }
+    with (
+        _replaced(training, "get_forward_backward_func", session.forward_backward_of),
+        _replaced(training, "training_log", session.log),
+        _replaced(training, "num_floating_point_operations", session.flops),
+        _replaced(checkpointing, "check_checkpoint_args", session.read_position),
+        _replaced(dataset_utils, "compile_helpers", _compile_helpers),
+        session.until_documents_end(),
+    ):
+        training.pretrain(**keywords)
 
 
 def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
@@ -153,7 +149,7 @@ def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, 
 
 
 class _Session:
-    """What one call of `pretrain` keeps between Megatron's callbacks."""
+    """What one call of `pretrain` keeps between Megatron's callbacks; the first argument of those is what they stand in for."""
 
     def __init__(self, on_step: Callable | None, say: Callable[[str], None], metrics_file: str | Path | None):
         self.step: PolicyGradientStep | None = None
@@ -168,16 +164,12 @@ class _Session:
         self._num_positions: list[int] = []  # that the model processed, in each step since Megatron's last line
         self._counted_positions: float | None = None  # what Megatron counts operations for
 
-    def model_provider(self, provider: Callable) -> Callable:
-        """`provider`, with our validation before it and our loss in its model."""
-
-        def build(*positional: object, **keywords: object):
-            if self.step is None:
-                self.step = _start(get_args(), self._keep, self._say, self._metrics_file)
-            model = provider(*positional, **keywords)
-            return self.step.attach(model) if getattr(model, "post_process", True) else model
-
-        return build
+    def build_model(self, provider: Callable, *positional: object, **keywords: object):
+        """A model with our loss in it, after our validation."""
+        if self.step is None:
+            self.step = _start(get_args(), self._keep, self._say, self._metrics_file)
+        model = provider(*positional, **keywords)
+        return self.step.attach(model) if getattr(model, "post_process", True) else model
 
     def datasets_provider(self, provider: Callable) -> Callable:
         """`provider`; its documents begin where the checkpoint that was loaded ends."""
@@ -212,27 +204,23 @@ class _Session:
         position = self.step.documents.position.per_rank[parallel_state.get_data_parallel_rank()]
         return iter(documents.begin(position))
 
-    def checkpoint_reader(self, original: Callable) -> Callable:
-        def check_checkpoint_args(checkpoint_args: Namespace, *rest: object, **keywords: object):
-            self._saved_position = vars(checkpoint_args).get(_POSITION)
-            return original(checkpoint_args, *rest, **keywords)
+    def read_position(self, check_args: Callable, checkpoint_args: Namespace, *rest: object, **keywords: object):
+        """Check a checkpoint's arguments, of which the position of the documents is one."""
+        self._saved_position = vars(checkpoint_args).get(_POSITION)
+        return check_args(checkpoint_args, *rest, **keywords)
 
-        return check_checkpoint_args
+    def forward_backward_of(self, getter: Callable, *positional: object, **keywords: object) -> Callable:
+        """Megatron's function for the schedule, with the step around it."""
+        function = getter(*positional, **keywords)
 
-    def forward_backward_getter(self, original: Callable) -> Callable:
-        def get_forward_backward_func(*positional: object, **keywords: object) -> Callable:
-            function = original(*positional, **keywords)
+        def forward_backward(**arguments: object) -> list:
+            try:
+                return self.step.forward_backward(function, **arguments)
+            except EndOfDocuments as end:
+                self._end(str(end), get_args())
+                return []
 
-            def forward_backward(**arguments: object) -> list:
-                try:
-                    return self.step.forward_backward(function, **arguments)
-                except EndOfDocuments as end:
-                    self._end(str(end), get_args())
-                    return []
-
-            return forward_backward
-
-        return get_forward_backward_func
+        return forward_backward
 
     def _end(self, farewell: str, args: Namespace) -> None:
         """Have Megatron leave its loop before the optimizer, with a checkpoint, as its rerun machinery does."""
@@ -252,30 +240,22 @@ class _Session:
             if not self._documents_have_ended:
                 raise
 
-    def flops(self, original: Callable) -> Callable:
+    def flops(self, count: Callable, args: Namespace, batch_size: float, *rest: object, **keywords: object):
         """Megatron's count of operations, for the positions that were processed instead of a nominal number of rows."""
+        if self._counted_positions is not None:
+            batch_size = self._counted_positions / args.seq_length
+        return count(args, batch_size, *rest, **keywords)
 
-        def num_floating_point_operations(args: Namespace, batch_size: float, *rest: object, **keywords: object):
-            if self._counted_positions is not None:
-                batch_size = self._counted_positions / args.seq_length
-            return original(args, batch_size, *rest, **keywords)
-
-        return num_floating_point_operations
-
-    def logger(self, original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        def training_log(*positional: object, **keywords: object):
-            values = signature.bind(*positional, **keywords).arguments
-            if self.step.documents is not None:
-                self._account(get_args())
-            result = original(*positional, **keywords)
-            if values["iteration"] % get_args().log_interval == 0 and not values.get("is_first_iteration", False):
-                self._num_positions.clear()  # as Megatron its times
-            self._log(values)
-            return result
-
-        return training_log
+    def log(self, training_log: Callable, *positional: object, **keywords: object):
+        """Megatron's line about a step, and behind it ours."""
+        values = inspect.signature(training_log).bind(*positional, **keywords).arguments
+        if self.step.documents is not None:
+            self._account(get_args())
+        result = training_log(*positional, **keywords)
+        if values["iteration"] % get_args().log_interval == 0 and not values.get("is_first_iteration", False):
+            self._num_positions.clear()  # as Megatron its times
+        self._log(values)
+        return result
 
     def _keep(self, report: StepReport) -> None:
         if not report.forward_only:
@@ -301,21 +281,16 @@ class _Session:
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=bool(values["skipped_iter"]),
         )
-        if not self._has_logged:
-            self._start_logging(log.iteration)
+        if not self._has_logged and torch.distributed.get_rank() == 0:
+            for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
+                self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
+            if self._metrics_file is not None:  # only now is the iteration of a loaded checkpoint known
+                self._writer = MetricsFile(self._metrics_file, after=log.iteration - 1)
+        self._has_logged = True
         _write(log)
         if self._writer:
             self._writer.write(step_record(log))
         self._on_step(log)
-
-    def _start_logging(self, iteration: int) -> None:
-        self._has_logged = True
-        if torch.distributed.get_rank() != 0:
-            return
-        for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
-            self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
-        if self._metrics_file is not None:  # only now is the iteration of a loaded checkpoint known
-            self._writer = MetricsFile(self._metrics_file, after=iteration - 1)
 
     def _print_line(self, log: StepLog) -> None:
         if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
@@ -351,9 +326,8 @@ def _start(
     args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], metrics_file: str | Path | None
 ) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, say what is in force, and end a dry run."""
-    given = rank_snapshot(args) | {
-        _DRY_RUN: repr(os.environ.get(_DRY_RUN))
-    }  # before validation, which reconciles arguments
+    # before validation, which reconciles arguments
+    given = rank_snapshot(args) | {_DRY_RUN: repr(os.environ.get(_DRY_RUN))}
     error, settings, is_dry_run = None, None, False
     try:
         is_dry_run = _is_dry_run(args)
@@ -417,19 +391,19 @@ def _write(log: StepLog) -> None:
         wandb.log(metrics, log.iteration)
 
 
-def _unless_built(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+def _compile_helpers(compile_helpers: Callable[[], None]) -> None:
     """Megatron's build of its data-set helpers; nothing where a wheel has them built and ships no Makefile.
 
     There `make` fails, and Megatron leaves the process with exit code 1 and no message.
     """
-    has_makefile = (Path(dataset_utils.__file__).parent / "Makefile").exists()
-    return compile_helpers if has_makefile else lambda: None
+    if (Path(dataset_utils.__file__).parent / "Makefile").exists():
+        compile_helpers()
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, replacement: Callable[[Callable], Callable]) -> Iterator[None]:
+def _replaced(module: ModuleType, name: str, stand_in: Callable) -> Iterator[None]:
     original = getattr(module, name)
-    setattr(module, name, replacement(original))
+    setattr(module, name, functools.partial(stand_in, original))
     try:
         yield
     finally:

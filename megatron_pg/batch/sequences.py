@@ -6,6 +6,7 @@ the backward.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,14 +34,10 @@ class Sequences:
                 the same n.
         """
         with torch.no_grad():
-            sums = self._sums(values.double())
+            # unsafe: the lengths are known to fit, and a check would wait for the device
+            summed = partial(torch.segment_reduce, reduce="sum", lengths=self.lengths, unsafe=True, initial=0)
+            sums = torch.stack([summed(row[self.order]) for row in values.double()])[:, :-1].contiguous()
             if self.group is not None and len(self.counts) > 0:
                 torch.distributed.all_reduce(sums, group=self.group)
             averages = torch.nn.functional.pad(sums / self.counts, (0, 1))
             return averages[:, self.slots].to(values.dtype)
-
-    def _sums(self, values: Tensor) -> Tensor:
-        rows = [
-            torch.segment_reduce(row[self.order], "sum", lengths=self.lengths, unsafe=True, initial=0) for row in values
-        ]  # unsafe: the lengths are known to fit, and a check would wait for the device
-        return torch.stack(rows)[:, :-1].contiguous()

@@ -22,7 +22,7 @@ class ModelInputs:
     labels: Tensor  # [B, W/C] int64
     position_ids: Tensor  # [B, W/C] int64
     loss_mask: Tensor  # [B, W/C] float32, for Megatron's own auxiliary losses
-    boundaries: Tensor | None  # [samples + 1] int32, padded, of the whole row; thd only
+    boundaries: Tensor | None = None  # [samples + 1] int32, padded, of the whole row; thd only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,63 +74,41 @@ def slice_batch(
         cp_group: the context-parallel group, over which they are added up; None: every sequence is whole.
     """
     index = zigzag_index(batch.padded_lengths, cp_rank=cp_rank, cp_size=cp_size)
-    found = {name: values for name, values in {**_sample_fields(batch), **fields}.items() if values is not None}
-    flat = {name: batch.spread(values)[:, index].t().reshape(-1) for name, values in found.items()}
-    inputs = _model_inputs(batch, index, flat["mask"])
-    flat["targets"] = inputs["labels"].t().reshape(-1)
-    trained = flat["mask"].nonzero()[:, 0]
-    return LocalBatch(
-        inputs=ModelInputs(
-            **{name: None if values is None else _to_device(values, device) for name, values in inputs.items()}
-        ),
-        fields=TokenFields(
-            **{name: _to_device(values, device) for name, values in flat.items()},
-            sequences=_sequences(batch, index, device, cp_group) if sequences else None,
-        ),
-        trained=_to_device(trained, device),
-        whole=batch,
-        row_index=index,
-    )
-
-
-def _sample_fields(batch: PackedBatch) -> dict[str, Tensor | None]:
-    """[sum of R] each, what the samples bring, by their names in `TokenFields`; None where no sample has the field."""
     counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
-    return {
+    known = {
         "mask": batch.loss_mask,
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
         "sample_weights": batch.loss_mask / batch.per_token(counts),
         **{name: batch.optional_values(name) for name in OPTIONAL},
+        **fields,
     }
+    rows = {name: batch.spread(values) for name, values in known.items() if values is not None}
+    rows |= {"targets": batch.labels, "slots": batch.sample_index}
+    flat = {name: values[:, index].t().reshape(-1) for name, values in rows.items()}
+    inputs = {name: getattr(batch, name)[:, index] for name in ("tokens", "labels", "position_ids")}
+    inputs["loss_mask"] = flat["mask"].view(-1, len(batch.tokens)).t().float()
+    if batch.qkv_format == "thd":
+        inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
+    slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
+    whole = _sequences(slots, counts, device, cp_group) if sequences else None
+    return LocalBatch(
+        inputs=ModelInputs(**_on(device, **inputs)),
+        fields=TokenFields(**_on(device, **flat), sequences=whole),
+        **_on(device, trained=trained),
+        whole=batch,
+        row_index=index,
+    )
 
 
-def _model_inputs(batch: PackedBatch, index: Tensor, mask: Tensor) -> dict[str, Tensor | None]:
-    return {
-        "tokens": batch.tokens[:, index],
-        "labels": batch.labels[:, index],
-        "position_ids": batch.position_ids[:, index],
-        "loss_mask": mask.view(-1, len(batch.tokens)).t().float(),
-        "boundaries": torch.tensor([0, *batch.padded_lengths]).cumsum(0).int() if batch.qkv_format == "thd" else None,
-    }
+def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_group: ProcessGroup | None) -> Sequences:
+    slots = torch.where(slots < 0, len(counts), slots)
+    order, lengths = slots.argsort(stable=True), torch.bincount(slots, minlength=len(counts) + 1)
+    return Sequences(**_on(device, slots=slots, order=order, lengths=lengths, counts=counts), group=cp_group)
 
 
-def _sequences(
-    batch: PackedBatch, index: Tensor, device: torch.device | str, cp_group: ProcessGroup | None
-) -> Sequences:
-    size = len(batch.samples)
-    rows = batch.sample_index[:, index].t().reshape(-1)
-    slots = torch.where(rows < 0, size, rows)
-    found = {
-        "slots": slots,
-        "order": slots.argsort(stable=True),
-        "lengths": torch.bincount(slots, minlength=size + 1),
-        "counts": torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1),
-    }
-    return Sequences(**{name: _to_device(values, device) for name, values in found.items()}, group=cp_group)
-
-
-def _to_device(values: Tensor, device: torch.device | str) -> Tensor:
+def _on(device: torch.device | str, **tensors: Tensor) -> dict[str, Tensor]:
+    """The tensors on the device, without waiting for it."""
     if torch.device(device).type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)  # does not wait for the device
+        return tensors
+    return {name: values.pin_memory().to(device, non_blocking=True) for name, values in tensors.items()}

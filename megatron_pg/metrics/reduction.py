@@ -7,9 +7,11 @@ once, at the end, by the number of documents that contributed; a metric to which
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
 from megatron_pg.metrics.table import METRICS, Metric
@@ -52,8 +54,17 @@ class Reduction:
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
         masks = {field: _has(tokens, field) for field in _FIELDS}
-        documents = torch.stack([torch.where(masks[field], tokens.fields.sample_weights, 0).sum() for field in _FIELDS])
-        return torch.cat([self._add(tokens, masks), self._extreme(tokens, masks), documents])
+        weights = tokens.fields.sample_weights
+
+        def table(metrics: Sequence[Metric], neutral: float) -> Tensor:  # [n, T]
+            rows = [_select(metric, tokens, masks, neutral) for metric in metrics]
+            return torch.stack(rows) if rows else weights.new_zeros(0, 1)
+
+        means = table(self._means, 0.0) * torch.where(masks[None], weights, 0)
+        sums = table(self._added[len(self._means) :], 0.0)
+        extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # of no position, too
+        documents = torch.stack([torch.where(masks[field], weights, 0).sum() for field in _FIELDS])
+        return torch.cat([means.sum(dim=1), sums.sum(dim=1), extrema.amax(dim=1), documents])
 
     def combine(self, partials: Tensor) -> Tensor:
         """[width] from [n, width] partial results, in their order."""
@@ -69,7 +80,8 @@ class Reduction:
                 values[metric.name] = {"mean": total / documents[metric.needs], "min": -total}.get(metric.kind, total)
         for metric in self._derived:
             if documents[None] != 0:
-                values[metric.name] = _ratio(metric, values) if metric.kind == "ratio" else metric.formula(plan)
+                with suppress(ZeroDivisionError):  # weights that are all 0
+                    values[metric.name] = metric.formula(values if metric.kind == "ratio" else plan)
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
         return {name: values[name] for name in order if values.get(name) is not None}
 
@@ -91,21 +103,6 @@ class Reduction:
                 found[metric.name] = ranks
         return found
 
-    def _add(self, tokens: TokenValues, masks: dict[str | None, Tensor]) -> Tensor:
-        if not self._added:
-            return tokens.fields.sample_weights.new_zeros(0)
-        values = torch.stack([_select(metric, tokens, masks, 0.0) for metric in self._added])  # [n, T]
-        weights = torch.where(tokens.fields.mask, tokens.fields.sample_weights, 0)
-        means, sums = values.split([len(self._means), len(self._added) - len(self._means)])
-        return torch.cat([(means * weights).sum(dim=1), sums.sum(dim=1)])
-
-    def _extreme(self, tokens: TokenValues, masks: dict[str | None, Tensor]) -> Tensor:
-        if not self._extrema:
-            return tokens.fields.sample_weights.new_zeros(0)
-        values = torch.stack([_select(metric, tokens, masks, -math.inf) for metric in self._extrema])
-        # the neutral column lets the maximum over no position exist
-        return torch.nn.functional.pad(values, (0, 1), value=-math.inf).amax(dim=1)
-
 
 def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor], neutral: float) -> Tensor:
     """[T] a metric's values, minima negated; neutral where the token is masked or lacks the field."""
@@ -113,13 +110,6 @@ def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor]
         return torch.full_like(tokens.fields.sample_weights, neutral)
     values = metric.formula(tokens).double()
     return torch.where(masks[metric.needs], -values if metric.kind == "min" else values, neutral)
-
-
-def _ratio(metric: Metric, sums: dict[str, float]) -> float | None:
-    try:
-        return metric.formula(sums)
-    except ZeroDivisionError:  # weights that are all 0
-        return None
 
 
 def _has(tokens: TokenValues, field: str | None) -> Tensor:

@@ -54,22 +54,7 @@ def check_metrics_file(path: str | Path, *, after: int = 0) -> list[str]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _lines_up_to(path, after) if path.exists() else []
-
-
-def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]]:
-    """The "nonfinite" list of a record: each metric with the ranks whose contribution is NaN or inf."""
-    return [{"metric": name, "ranks": ranks} for name, ranks in nonfinite.items()]
-
-
-def console_line(iteration: int, values: Mapping[str, Any]) -> str:
-    """The step in one line, signs always printed: Megatron's own line drops a metric whose value is negative."""
-    shown = [f"{name} {values[name]:+.4g}" for name in CONSOLE if isinstance(values.get(name), (int, float))]
-    return " | ".join([f"pg {iteration:>6}", *shown])
-
-
-def _lines_up_to(path: Path, iteration: int) -> list[str]:
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # torn by a crash
     kept: dict[int, str] = {}
@@ -81,6 +66,17 @@ def _lines_up_to(path: Path, iteration: int) -> list[str]:
             raise ValueError(
                 f"{printable(str(path), limit=None)}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
             ) from error
-        if step <= iteration:
+        if step <= after:
             kept[step] = line
     return [kept[step] for step in sorted(kept)]
+
+
+def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]]:
+    """The "nonfinite" list of a record: each metric with the ranks whose contribution is NaN or inf."""
+    return [{"metric": name, "ranks": ranks} for name, ranks in nonfinite.items()]
+
+
+def console_line(iteration: int, values: Mapping[str, Any]) -> str:
+    """The step in one line, signs always printed: Megatron's own line drops a metric whose value is negative."""
+    shown = [f"{name} {values[name]:+.4g}" for name in CONSOLE if isinstance(values.get(name), (int, float))]
+    return " | ".join([f"pg {iteration:>6}", *shown])

@@ -64,18 +64,6 @@ def _within(values: Tensor, low: float, high: float) -> Factors:
     return torch.where(kept, values, 0), kept
 
 
-def _k1(log_rho: Tensor) -> Tensor:
-    return -log_rho
-
-
-def _k2(log_rho: Tensor) -> Tensor:
-    return log_rho.square() / 2
-
-
-def _k3(log_rho: Tensor) -> Tensor:
-    return ratio(log_rho) - 1 - log_rho
-
-
 def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high: float) -> Factors:
     """Tokens as they are where the divergence is in bounds; all divergences estimate KL(rollout‖trainer)."""
     values = _LEVELS[level](_DIVERGENCES[divergence](log_rho)).expand_as(log_rho)
@@ -84,7 +72,7 @@ def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high
 
 
 _LEVELS = {"token": lambda d: d, "seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.amax}
-_DIVERGENCES = {"k1": _k1, "k2": _k2, "k3": _k3}
+_DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x.square() / 2, "k3": lambda x: ratio(x) - 1 - x}
 
 
 def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
@@ -97,17 +85,15 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     if factors_of is None:
         return None
     _check_two_policies(samples, correction)
-    factors, kept = [], []
+    factors, kept = [torch.ones(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
     for sample in samples:
         mask = sample.loss_mask
-        whole, keep = torch.ones(len(mask), dtype=torch.float64), torch.zeros(len(mask), dtype=torch.bool)
+        factors.append(torch.ones(len(mask), dtype=torch.float64))
+        kept.append(torch.zeros(len(mask), dtype=torch.bool))
         if mask.any():
             log_rho = (sample.old_logprobs - sample.rollout_logprobs)[mask]
-            whole[mask], keep[mask] = factors_of(log_rho, correction.low, correction.high)
-        factors.append(whole)
-        kept.append(keep)
-    empty = torch.zeros(0, dtype=torch.float64)
-    return torch.cat([empty, *factors]), torch.cat([empty.bool(), *kept])
+            factors[-1][mask], kept[-1][mask] = factors_of(log_rho, correction.low, correction.high)
+    return torch.cat(factors), torch.cat(kept)
 
 
 def _check_two_policies(samples: Sequence[Sample], correction: Correction) -> None:

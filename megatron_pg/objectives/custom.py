@@ -25,11 +25,9 @@ def custom_objective_of(args: Namespace) -> Objective:
         ArgumentError: rule E16, or E55, when it reads whole sequences and the fused head cannot.
         ImportPathError: it cannot be imported or called.
     """
-    path = args.pg_custom_objective_path
-    objective = load_custom_objective(path, **objective_numbers(args))
-    reader = f"--pg-custom-objective-path {path}"
+    objective = load_custom_objective(args.pg_custom_objective_path, **objective_numbers(args))
     if objective.reads_sequences and args.pg_fused_head == "forward":
-        raise ArgumentError(list(needs_recompute(reader)))
+        raise ArgumentError(list(needs_recompute(f"--pg-custom-objective-path {objective.name}")))
     return objective
 
 
@@ -99,5 +97,4 @@ def _try(loss: Callable, parameters: Parameters, index: Tensor, *, averages: boo
         raise TypeError(f"it returns a {type(values).__name__}, not a Tensor")
     if not values.requires_grad:
         return values, torch.zeros_like(logprobs)
-    (gradient,) = torch.autograd.grad(values.sum(), logprobs, allow_unused=True)
-    return values.detach(), torch.zeros_like(logprobs) if gradient is None else gradient
+    return values.detach(), *torch.autograd.grad(values.sum(), logprobs, materialize_grads=True)

@@ -53,37 +53,14 @@ def reducer_weights(
     Raises:
         ValueError: the reducer fails on these lengths, is not linear in the loss, or weighs a masked token.
     """
-    lengths = [len(mask) for mask in loss_masks]
-    live = torch.cat([mask.bool() for mask in loss_masks]) if lengths else torch.zeros(0, dtype=torch.bool)
-    masks = [mask.to(torch.int32) for mask in loss_masks]
+    if not loss_masks:  # an empty micro-batch: nothing to ask the user's code
+        return torch.zeros(0, dtype=torch.float64)
+    live, masks = torch.cat([mask.bool() for mask in loss_masks]), [mask.to(torch.int32) for mask in loss_masks]
+    arguments = list(total_lengths), [len(mask) for mask in loss_masks], masks, calculate_per_token_loss
     point = torch.linspace(-1.0, 2.0, len(live), dtype=torch.float64)
     with whole_sequences(), torch.enable_grad():
-        at_zero, weights = _value_and_gradient(
-            reducer, total_lengths, lengths, masks, calculate_per_token_loss, 0 * point
-        )
-        value, _ = _value_and_gradient(reducer, total_lengths, lengths, masks, calculate_per_token_loss, point)
-    _check_linear(at_zero, value, weights, point, live)
-    return weights
-
-
-def _value_and_gradient(
-    reducer, total_lengths, lengths, masks, per_token: bool, point: Tensor
-) -> tuple[Tensor, Tensor]:
-    x = point.clone().requires_grad_()
-    if not lengths:  # an empty micro-batch: nothing to ask the user's code
-        return point.new_zeros(()), point.new_zeros(0)
-    value = reducer(list(total_lengths), lengths, masks, per_token)(x)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(
-            f"the custom reducer returned {value!r}, not a scalar tensor, so there is no loss. Return one number."
-        )
-    if not value.requires_grad:
-        return value.detach().reshape(()), torch.zeros_like(x)
-    (gradient,) = torch.autograd.grad(value.reshape(()), x)
-    return value.detach().reshape(()), gradient
-
-
-def _check_linear(at_zero: Tensor, value: Tensor, weights: Tensor, point: Tensor, live: Tensor) -> None:
+        at_zero, weights = _value_and_gradient(reducer(*arguments), 0 * point)
+        value, _ = _value_and_gradient(reducer(*arguments), point)
     if not torch.isfinite(weights).all():
         raise ValueError(
             "the custom reducer gives a token a weight that is not finite, so the loss would be NaN or inf."
@@ -98,6 +75,20 @@ def _check_linear(at_zero: Tensor, value: Tensor, weights: Tensor, point: Tensor
             "the custom reducer is not linear in the per-token loss, so it has no token weights. Divide sums by counts that "
             "do not depend on the loss."
         )
+    return weights
+
+
+def _value_and_gradient(reduce: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    x = point.clone().requires_grad_()
+    value = reduce(x)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(
+            f"the custom reducer returned {value!r}, not a scalar tensor, so there is no loss. Return one number."
+        )
+    if not value.requires_grad:
+        return value.detach().reshape(()), torch.zeros_like(x)
+    (gradient,) = torch.autograd.grad(value.reshape(()), x)
+    return value.detach().reshape(()), gradient
 
 
 def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
@@ -105,13 +96,10 @@ def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
     totals = [6, 3, 7]
     masks = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1], [1, 1], [0, 1, 1, 1])]
 
-    def weights(which: Sequence[int]) -> Tensor:
-        return reducer_weights(
-            reducer, [totals[i] for i in which], [masks[i] for i in which], calculate_per_token_loss=per_token
-        )
-
+    parts = [(totals, masks), *(([total], [mask]) for total, mask in zip(totals, masks, strict=True))]
     try:
-        whole, cut = weights([0, 1, 2]), torch.cat([weights([i]) for i in range(3)])
+        whole, *single = (reducer_weights(reducer, *part, calculate_per_token_loss=per_token) for part in parts)
+        cut = torch.cat(single)
     except Exception as error:  # the user's code may raise anything
         return f"fails on a tiny step of whole samples: {type(error).__name__}: {error}"
     if not whole.any():

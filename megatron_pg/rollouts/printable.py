@@ -9,5 +9,4 @@ def printable(text: str, *, limit: int | None = 120) -> str:
 
 def shorten(value: object) -> str:
     """A value as messages show it."""
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return printable(repr(value))

@@ -40,21 +40,33 @@ class Sample:
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):
-        object.__setattr__(self, "sample_id", printable(self.sample_id))
-        _check_tokens(self.tokens, self.sample_id)
-        _check_mask(self.loss_mask, self.sample_id)
-        check_lengths(len(self.tokens), len(self.loss_mask))
+        object.__setattr__(self, "sample_id", label := printable(self.sample_id))
+        tokens, mask = self.tokens, self.loss_mask
+        if tokens.dim() != 1 or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens of sample {label} have shape {tuple(tokens.shape)} and dtype {tokens.dtype}, not [n] int64. Give one "
+                "flat list of token ids."
+            )
+        if len(tokens) and tokens.min() < 0:
+            raise ValueError(
+                f"tokens of sample {label} hold {int(tokens.min())}, which is no token id. Remove padding first."
+            )
+        if mask.dim() != 1 or mask.dtype != torch.bool:
+            raise ValueError(
+                f"loss_mask of sample {label} has shape {tuple(mask.shape)} and dtype {mask.dtype}, not [R] bool. "
+                "Use Sample.build, which also takes 0 and 1."
+            )
+        check_lengths(len(tokens), len(mask))
         for name in ("prompt_id", "rollout_id"):
             value = getattr(self, name)
             if value is not None and not is_id(value):
                 raise ValueError(
-                    f"{name}={shorten(value)} of sample {self.sample_id} is neither a string of printable characters nor an integer "
+                    f"{name}={shorten(value)} of sample {label} is neither a string of printable characters nor an integer "
                     "of 62 bits, so units could not be counted or named. Give one."
                 )
         for name in ("advantages", *LOGPROBS):
-            _check_values(name, getattr(self, name), self.loss_mask, self.sample_id)
-        for name in LOGPROBS:
-            _check_not_positive(name, getattr(self, name), self.loss_mask, self.sample_id)
+            if (values := getattr(self, name)) is not None:
+                _check_values(name, values, mask, label)
 
     @classmethod
     def build(
@@ -86,12 +98,18 @@ class Sample:
             raise ValueError(
                 f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
             )
+        mask = torch.as_tensor(loss_mask)
+        if not (is_binary := (mask == 0) | (mask == 1)).all():
+            bad = float(mask[~is_binary][0])
+            raise ValueError(
+                f"loss_mask of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages"
+            )
         for name in OPTIONAL:
             if rest.get(name) is not None:
                 rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
         return cls(
             tokens=torch.as_tensor(tokens, dtype=torch.int64),
-            loss_mask=_as_mask(loss_mask, label),
+            loss_mask=mask.bool(),
             old_logprobs=torch.as_tensor(old_logprobs, dtype=torch.float64),
             advantages=torch.as_tensor(advantage, dtype=torch.float64),
             **rest,
@@ -122,14 +140,6 @@ def check_lengths(total_length: int, response_length: int) -> None:
         )
 
 
-def _as_mask(loss_mask: Sequence[int], label: object) -> Tensor:
-    mask = torch.as_tensor(loss_mask)
-    if mask.numel() and not torch.isin(mask, torch.tensor([0, 1], dtype=mask.dtype)).all():
-        bad = next(float(value) for value in mask if value not in (0, 1))
-        raise ValueError(f"loss_mask of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages")
-    return mask.bool()
-
-
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
     return (
         f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not align. "
@@ -137,38 +147,7 @@ def _length_message(name: str, length: int, response_length: int, label: object)
     )
 
 
-def _check_tokens(tokens: Tensor, label: str) -> None:
-    if tokens.dim() != 1 or tokens.dtype != torch.int64:
-        raise ValueError(
-            f"tokens of sample {label} have shape {tuple(tokens.shape)} and dtype {tokens.dtype}, not [n] int64. Give one "
-            "flat list of token ids."
-        )
-    if len(tokens) and tokens.min() < 0:
-        raise ValueError(
-            f"tokens of sample {label} hold {int(tokens.min())}, which is no token id. Remove padding first."
-        )
-
-
-def _check_mask(mask: Tensor, label: str) -> None:
-    if mask.dim() != 1 or mask.dtype != torch.bool:
-        raise ValueError(
-            f"loss_mask of sample {label} has shape {tuple(mask.shape)} and dtype {mask.dtype}, not [R] bool. "
-            "Use Sample.build, which also takes 0 and 1."
-        )
-
-
-def _check_not_positive(name: str, logprobs: Tensor | None, mask: Tensor, label: str) -> None:
-    if logprobs is None or not (logprobs[mask] > 1e-3).any():  # rounding may leave a little above 0
-        return
-    raise ValueError(
-        f"{name} of sample {label} reach {float(logprobs[mask].max()):g}, log-probabilities are at most 0, so the ratio would be "
-        "wrong. Were probabilities or negative log-likelihoods given?"
-    )
-
-
-def _check_values(name: str, values: Tensor | None, mask: Tensor, label: str) -> None:
-    if values is None:
-        return
+def _check_values(name: str, values: Tensor, mask: Tensor, label: str) -> None:
     if values.shape != mask.shape:
         raise ValueError(_length_message(name, len(values) if values.dim() else 1, len(mask), label))
     if not values.dtype.is_floating_point:
@@ -179,4 +158,9 @@ def _check_values(name: str, values: Tensor | None, mask: Tensor, label: str) ->
         raise ValueError(
             f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, so the loss "
             "would not be finite. Mask the token or repair the value."
+        )
+    if name in LOGPROBS and (values[mask] > 1e-3).any():  # rounding may leave a little above 0
+        raise ValueError(
+            f"{name} of sample {label} reach {float(values[mask].max()):g}, log-probabilities are at most 0, so the ratio would be "
+            "wrong. Were probabilities or negative log-likelihoods given?"
         )

@@ -13,7 +13,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -155,8 +156,7 @@ class StepDocuments:
     num_microbatches: int  # K
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
+class _Counts(NamedTuple):
     """One rank's part of the step so far, as the others hear of it: one row of a round's all-gather."""
 
     documents: int = 0
@@ -213,28 +213,28 @@ class DocumentAccumulator:
         self._before = self.position, draft.taken + list(draft.waiting)
         if any(counts.has_failed for counts in table) or error is not None:
             return [], None, error
-        total = _total(table)
-        if total == 0 and self.position.documents_seen == 0:
+        total, wanted, seen = _total(table), self._rule.num_documents, self.position.documents_seen
+        if total == 0 and seen == 0:
             return [], None, ValueError("there is no document, so nothing can be trained. Check the source.")
-        if total == 0 or (total < self._rule.num_documents and self._rule.end == "stop"):
-            raise EndOfDocuments(self._farewell(total))
-        documents = self._accept(draft, table, schedulable(max(counts.microbatches for counts in table)))
-        empty = [[]] * (documents.num_microbatches - len(draft.microbatches))
-        return [self._packing.pack(part) for part in [*draft.microbatches, *empty]], documents, None
-
-    def _accept(self, draft: "_Draft", table: Sequence[_Counts], num_microbatches: int) -> StepDocuments:
-        """Move on behind the step."""
-        total = _total(table)
+        if total == 0 or (total < wanted and self._rule.end == "stop"):
+            left = (
+                f", {total} are too few for a step of {wanted} and were left (--docs-per-step-end stop)"
+                if total
+                else ""
+            )
+            raise EndOfDocuments(f"the documents have ended: {seen} were trained{left}")
         self._waiting = list(draft.waiting)
         taken = tuple(p + counts.documents for p, counts in zip(self.position.per_rank, table, strict=True))
-        self.position = Position(self.position.documents_seen + total, taken)
-        return StepDocuments(
+        self.position = Position(seen + total, taken)
+        documents = StepDocuments(
             num_documents=total,
-            documents_seen=self.position.documents_seen,
-            documents_surplus=max(total - self._rule.num_documents, 0),
+            documents_seen=seen + total,
+            documents_surplus=max(total - wanted, 0),
             documents_waiting=sum(counts.next_group for counts in table),
-            num_microbatches=num_microbatches,
+            num_microbatches=schedulable(max(counts.microbatches for counts in table)),
         )
+        empty = [[]] * (documents.num_microbatches - len(draft.microbatches))
+        return [self._packing.pack(part) for part in [*draft.microbatches, *empty]], documents, None
 
     def _rounds(
         self, draft: "_Draft", group: ProcessGroup | None, error: Exception | None
@@ -253,7 +253,9 @@ class DocumentAccumulator:
                     draft.take(limits[rank])
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
-            before, table = _total(table), _exchange(draft.counts(has_failed=error is not None), group)
+            row = torch.tensor(draft.counts(has_failed=error is not None), dtype=torch.int64)
+            rows = row[None] if group is None else all_gather_rows(row, group)
+            before, table = _total(table), [_Counts(*counts) for counts in rows.tolist()]
             has_progressed = _total(table) > before
             if any(counts.has_failed for counts in table) or all(counts.has_ended for counts in table):
                 return table, error
@@ -275,22 +277,13 @@ class DocumentAccumulator:
             return limits
         able = [rank for rank in active if table[rank].next_group <= missing]  # 0: not pulled yet
         if not able:
-            raise ValueError(self._cannot_add_up(table, missing, active))
+            next_groups = ", ".join(f"{table[rank].next_group} on rank {rank}" for rank in sorted(active))
+            raise ValueError(
+                f"--docs-per-step {self._rule.num_documents} with --docs-per-step-policy exact: {missing} documents are missing, and the "
+                f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
+            )
         limits[able[0]] = missing
         return limits
-
-    def _cannot_add_up(self, table: Sequence[_Counts], missing: int, active: Sequence[int]) -> str:
-        next_groups = ", ".join(f"{table[rank].next_group} on rank {rank}" for rank in sorted(active))
-        return (
-            f"--docs-per-step {self._rule.num_documents} with --docs-per-step-policy exact: {missing} documents are missing, and the "
-            f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
-        )
-
-    def _farewell(self, left: int) -> str:
-        text = f"the documents have ended: {self.position.documents_seen} were trained"
-        if left:
-            text += f", {left} are too few for a step of {self._rule.num_documents} and were left (--docs-per-step-end stop)"
-        return text
 
 
 class _Draft:
@@ -315,7 +308,11 @@ class _Draft:
                 return
             self._check_units(group)
             for document, size in zip(group, sizes, strict=True):
-                self._place(document, size)
+                if not self.microbatches or size > self._room:
+                    self.microbatches.append([])
+                    self._room = self._packing.capacity
+                self.microbatches[-1].append(document)
+                self._room -= size
             self.taken.append(self.waiting.popleft())
             self._next_group = 0
             taken += len(group)
@@ -338,13 +335,6 @@ class _Draft:
         self._next_group = len(self.waiting[0]) if self.waiting else 0
         return self.waiting[0] if self.waiting else None
 
-    def _place(self, document: Sample, size: int) -> None:
-        if not self.microbatches or size > self._room:
-            self.microbatches.append([])
-            self._room = self._packing.capacity
-        self.microbatches[-1].append(document)
-        self._room -= size
-
     def _check_units(self, group: Group) -> None:
         units = {
             (kind, unit) for document in group for kind in self._kinds if (unit := getattr(document, kind)) is not None
@@ -366,13 +356,6 @@ def _group_of(item: object) -> Group:
             "Samples, so nothing can be counted. Use Sample.build."
         )
     return group
-
-
-def _exchange(mine: _Counts, group: ProcessGroup | None) -> list[_Counts]:
-    """All ranks' counts, in order."""
-    row = torch.tensor([int(value) for value in astuple(mine)], dtype=torch.int64)
-    rows = row[None] if group is None else all_gather_rows(row, group)
-    return [_Counts(*values[:3], *map(bool, values[3:])) for values in rows.tolist()]
 
 
 def _total(table: Iterable[_Counts]) -> int:

@@ -1,6 +1,7 @@
 """`--docs-per-step` in pretrain(): what the dataset provider may return, and Megatron's own numbers."""
 
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ def train(session, positions: int, documents_seen: int) -> None:
 
 
 def test_operations_are_counted_for_the_positions_of_the_steps(session):
-    counted = session.flops(lambda args, batch_size: batch_size * args.seq_length)
+    counted = partial(session.flops, lambda args, batch_size: batch_size * args.seq_length)
     logged = []
 
     def training_log(iteration, is_first_iteration=False):
@@ -35,7 +36,7 @@ def test_operations_are_counted_for_the_positions_of_the_steps(session):
 
     assert counted(session.args, 64) == 64 * 24  # before any step of documents: Megatron's own
     session._log = lambda values: None
-    log = session.logger(training_log)
+    log = partial(session.log, training_log)
     for iteration, positions in enumerate([100, 300, 50, 70], start=1):
         train(session, positions, documents_seen=10 * iteration)
         assert counted(session.args, 64) == positions  # the loop adds up every step
@@ -45,7 +46,7 @@ def test_operations_are_counted_for_the_positions_of_the_steps(session):
 
 def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoint(session):
     session._log = lambda values: None
-    log = session.logger(lambda iteration: None)
+    log = partial(session.log, lambda iteration: None)
     train(session, 100, documents_seen=9)
     assert not hasattr(session.args, "megatron_pg_documents")  # not before the optimizer has moved
     log(iteration=1)

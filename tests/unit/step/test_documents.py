@@ -1,6 +1,5 @@
 """`--docs-per-step`: which documents a step takes, on ranks that are threads; every document once, never a hang."""
 
-import dataclasses
 import functools
 import gc
 import itertools
@@ -317,7 +316,7 @@ def test_packed_rows_count_the_padding_of_context_parallelism():
 
 
 def keeps_its_own_number_of_microbatches(counts):
-    return lambda self, **keywords: dataclasses.replace(counts(self, **keywords), microbatches=1)
+    return lambda self, **keywords: counts(self, **keywords)._replace(microbatches=1)
 
 
 def forgets_what_waits(take):
