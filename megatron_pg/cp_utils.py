@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,10 +108,10 @@ def slice_with_cp(
     cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
     width = padded_length(_layout_length(len(tokens), qkv_format, max_seq_len), cp_size)
     missing = width - len(tokens)
-    if missing and callable(pad_value):
-        tokens = pad_value(tokens, missing)
-    elif missing:
+    if missing and isinstance(pad_value, (int, float)):
         tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
+    elif missing:
+        tokens = pad_value(tokens, missing)
     if cp_size == 1:
         return tokens
     return tokens[zigzag_index([width], cp_rank=cp_rank, cp_size=cp_size).to(tokens.device)]
@@ -197,7 +198,7 @@ def get_sum_of_sample_mean(
                 f"x has shape {tuple(x.shape)}, this rank holds {sum(lengths)} response tokens, so values and masks would "
                 "not align. Give this context-parallel rank's values, samples one after the other."
             )
-        parts = zip(x.split(lengths), masks, denominators, strict=True)
+        parts: Any = zip(x.split(lengths), masks, denominators, strict=True)
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
         return sum(
             (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts), start=zero

@@ -272,7 +272,7 @@ class _Session:
         # Megatron's line is about a mean step
         self._counted_positions = sum(self._num_positions) / len(self._num_positions)
 
-    def _log(self, values: dict[str, object]) -> None:
+    def _log(self, values: dict[str, Any]) -> None:
         grad_norm = values["grad_norm"]
         log = StepLog(
             iteration=values["iteration"],

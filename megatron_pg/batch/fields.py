@@ -1,6 +1,7 @@
 """One table of what the loss knows of a micro-batch's tokens: batch, loss, kernels, heads and metrics share it."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class TokenFields:
         """The weights of the KL and entropy terms, which no correction touches."""
         return self.weights if self.auxiliary_weights is None else self.auxiliary_weights
 
-    def per_token(self) -> dict[str, Tensor]:
+    def per_token(self) -> dict[str, Any]:
         """The fields that are known, by name."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: values for name, values in found.items() if isinstance(values, torch.Tensor)}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 ABOVE_ZERO, ABOVE_ONE = math.nextafter(0.0, 1.0), math.nextafter(1.0, 2.0)
 
@@ -37,7 +38,7 @@ class Number:
 Reads = Mapping[Number, float | None]  # what is read, with its default; None: there is none
 
 
-def resolved(reads: Reads, given: Mapping[str, object]) -> dict[str, float]:
+def resolved(reads: Reads, given: Mapping[str, Any]) -> dict[str, float]:
     """The numbers that are read, by name: `given` (arguments by attribute, None where not given) before defaults."""
     return {n.name: default if given[n.attribute] is None else given[n.attribute] for n, default in reads.items()}
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, Numbers, Reads, load
 
@@ -110,7 +111,7 @@ def _wide_eps_message(numbers: Numbers) -> str | None:
     )
 
 
-def _gspo(name: str, **rest: object) -> ObjectiveDeclaration:
+def _gspo(name: str, **rest: Any) -> ObjectiveDeclaration:
     """What the two objectives of sequence ratios share."""
     return ObjectiveDeclaration(
         numbers={CLIP_EPS_LOW: 3e-4, CLIP_EPS_HIGH: 4e-4},

@@ -1,6 +1,7 @@
 """The flags of the aggregation, and of the functions that users bring. Needs no torch."""
 
 import argparse
+from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, elsewhere
 from megatron_pg.declarations.choices import OBJECTIVE_PARAMETERS, REDUCER_PARAMETERS
@@ -115,7 +116,7 @@ def _is_usable_divisor(divisor: float) -> bool:
     return 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
 
 
-def _path(flag: str, path: object, parameters: tuple[str, ...]) -> Violations:
+def _path(flag: str, path: Any, parameters: tuple[str, ...]) -> Violations:
     if path is None:
         return
     try:

@@ -1,6 +1,7 @@
 """What the rules read, under the names of the decision table."""
 
 import argparse
+from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, AggregationDeclaration
 from megatron_pg.declarations.corrections import CORRECTIONS, CorrectionDeclaration
@@ -19,7 +20,7 @@ class Facts:
         self.objective_path = args.pg_custom_objective_path
         self.per_token = vars(args).get("calculate_per_token_loss", False)
 
-    def megatron(self, name: str, default: object = None) -> object:
+    def megatron(self, name: str, default: object = None) -> Any:
         """Megatron's argument, or `default` where this release does not have it."""
         if name not in RULE_ARGUMENTS:
             raise KeyError(name)

@@ -12,6 +12,7 @@ import keyword
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _NAME = r"(?!__)[A-Za-z_][A-Za-z0-9_]*"
 _PATH = re.compile(rf"({_NAME}(?:\.{_NAME})*)[.:]({_NAME})")
@@ -25,7 +26,7 @@ class ImportFailedError(ImportPathError):
     """The module at an import path cannot be imported, or has no such attribute."""
 
 
-def split_import_path(path: object) -> tuple[str, str]:
+def split_import_path(path: Any) -> tuple[str, str]:
     """Module and attribute of `package.module:function` or `package.module.function`.
 
     Raises:

@@ -4,6 +4,7 @@ A release may lack some; what is missing counts as off. The rules of `megatron_p
 them between ranks; the rest gives `megatron-pg explain` the layout.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 class MegatronArgument:
     """One of Megatron's arguments, under its attribute's name."""
 
-    keywords: dict[str, object] | None  # what argparse is told; None where Megatron derives it and has no flag
+    keywords: Mapping[str, object] | None  # what argparse is told; None where Megatron derives it and has no flag
     is_read_by_rules: bool = True
 
 

@@ -126,7 +126,8 @@ def policy_gradient_loss(
         check_layout(logits, inplace)
         from megatron_pg.kernels.triton_loss import triton_loss  # torch alone must not need Triton
 
-        options = {"grad_scale": grad_scale, "entropy": entropy, "inplace": inplace}
         with torch.cuda.device_of(logits):
-            found = triton_loss(logits, policy_loss, vocabulary, **options)
+            found = triton_loss(
+                logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace
+            )
     return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Chunks:
         """Whether the reader's `loss_and_gradient` makes loss and gradient of each chunk."""
         return self.reader.fits_one_launch(policy_loss, self._buffers[0])
 
-    def _start_gather(self, shares: Tensor) -> tuple[Tensor, object | None]:
+    def _start_gather(self, shares: Tensor) -> tuple[Tensor, Any]:
         """[tp, c, 4] that will hold every rank's shares, and what to wait for first."""
         if self._vocabulary.ranks == 1:
             return shares[None], None
@@ -69,7 +70,7 @@ class Chunks:
         into, group = gathered.flatten(0, 1), self._vocabulary.tp_group
         return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=group, async_op=True)
 
-    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: object) -> tuple[slice, Tensor, Rows]:
+    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Any) -> tuple[slice, Tensor, Rows]:
         if work is not None:
             work.wait()
         return chunk, z, self.reader.combine(shares, chunk)

@@ -3,6 +3,8 @@
 The gradient of the logits is rounded to the dtype of the hidden states ("bf16"), or split in two parts of that dtype.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -93,7 +95,9 @@ class Gradients:
 class _WeightGradient:
     """Adds up the weight gradient: in `main_grad` where there is one, with Megatron's protocol if it is Megatron's."""
 
-    def __init__(self, weight: Tensor, main_grad: Tensor | None):
+    def __init__(
+        self, weight: Any, main_grad: Tensor | None
+    ):  # Megatron's parameters have more attributes than torch's
         self._weight = weight
         self._is_megatrons = main_grad is None and hasattr(weight, "grad_added_to_main_grad")
         self._total = weight.main_grad if self._is_megatrons else main_grad

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def grpo_head_loss(
     grad_scale: float = 1.0,
     tp_group: ProcessGroup | None = None,
     entropy: bool = False,
-    **head: object,
+    **head: Any,
 ) -> GRPOLoss:
     """Clipped policy-gradient loss of one micro-batch from hidden states, without ever holding its logits.
 
@@ -75,8 +76,9 @@ def grpo_head_loss(
         token_fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
     vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
-    options = {"rows": rows, "grad_scale": grad_scale, "entropy": entropy}
-    return policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, Head(**head), **options)
+    return policy_gradient_head_loss(
+        hidden, weight, policy_loss, vocabulary, Head(**head), rows=rows, grad_scale=grad_scale, entropy=entropy
+    )
 
 
 def policy_gradient_head_loss(

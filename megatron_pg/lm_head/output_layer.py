@@ -7,6 +7,7 @@ the fused head takes hidden states and weight to the loss.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -24,7 +25,7 @@ class HeadCall:
     sequence_parallel: bool
 
 
-def compute_in_float32(layer: nn.Module, *, backward: str) -> None:
+def compute_in_float32(layer: Any, *, backward: str) -> None:
     """Make `layer`, a ColumnParallelLinear, return float32 logits.
 
     Args:
@@ -32,10 +33,15 @@ def compute_in_float32(layer: nn.Module, *, backward: str) -> None:
         backward: "bf16" or "split", as in `lm_head.fp32_logits`.
     """
 
-    def forward_impl(**arguments: object) -> Tensor:
+    def forward_impl(**arguments: Any) -> Tensor:
         call = _call(arguments)
-        groups = {"tp_group": call.tp_group, "sequence_parallel": call.sequence_parallel}
-        return fp32_logits(call.hidden, call.weight, backward=backward, **groups)
+        return fp32_logits(
+            call.hidden,
+            call.weight,
+            backward=backward,
+            tp_group=call.tp_group,
+            sequence_parallel=call.sequence_parallel,
+        )
 
     layer._forward_impl = forward_impl
 
@@ -48,11 +54,11 @@ class DeferredHead:
         is_wanted: whether a loss is being computed that takes hidden states; else the layer makes its logits.
     """
 
-    def __init__(self, layer: nn.Module, is_wanted: Callable[[], bool]):
+    def __init__(self, layer: Any, is_wanted: Callable[[], bool]):
         self._call: HeadCall | None = None
         make_logits = layer._forward_impl
 
-        def forward_impl(**arguments: object) -> Tensor:
+        def forward_impl(**arguments: Any) -> Tensor:
             if not is_wanted():
                 return make_logits(**arguments)
             self._call = _call(arguments)
@@ -66,7 +72,7 @@ class DeferredHead:
         return call
 
 
-def check_layer(layer: nn.Module) -> None:
+def check_layer(layer: Any) -> None:
     """Find out before the step, when every rank can still be told, whether the float32 head can stand for `layer`.
 
     Raises:
@@ -81,7 +87,7 @@ def check_layer(layer: nn.Module) -> None:
     _check_arguments({name: getattr(layer, name) for name in names})
 
 
-def _call(arguments: dict[str, object]) -> HeadCall:
+def _call(arguments: dict[str, Any]) -> HeadCall:
     _check_arguments(arguments)
     return HeadCall(
         hidden=arguments["input"],
@@ -91,11 +97,11 @@ def _call(arguments: dict[str, object]) -> HeadCall:
     )
 
 
-def _is_shared(arguments: dict[str, object]) -> bool:
+def _is_shared(arguments: dict[str, Any]) -> bool:
     return arguments["tp_group"] is not None and arguments["tp_group"].size() > 1
 
 
-def _check_arguments(arguments: dict[str, object]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     if arguments["bias"] is not None:
         raise ValueError(
             "the output layer has a bias, which the float32 head would leave out. Build the model without it."

@@ -32,8 +32,10 @@ class EagerReader:
         with torch.enable_grad():
             logprobs, entropy = (values.detach().requires_grad_() for values in (rows.logprobs, rows.entropy))
             found = policy_loss(logprobs, entropy)
-            slopes = torch.autograd.grad(found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True)
-        return replace(found, loss=found.loss.detach()), slopes
+            by_logprob, by_entropy = torch.autograd.grad(
+                found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True
+            )
+        return replace(found, loss=found.loss.detach()), (by_logprob, by_entropy)
 
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: Slopes) -> None:
         """The gradient of the logits from those derivatives; `out` may be `z`."""

@@ -45,8 +45,9 @@ class TritonReader(EagerReader):
         """By a kernel."""
         from megatron_pg.kernels import one_launch  # where `fits_one_launch` has looked for what it needs
 
-        options = {"grad_scale": grad_scale, "entropy": entropy}
-        return one_launch.grpo_loss_and_gradient(z, out, policy_loss, self._vocabulary, **options)
+        return one_launch.grpo_loss_and_gradient(
+            z, out, policy_loss, self._vocabulary, grad_scale=grad_scale, entropy=entropy
+        )
 
     def _rows(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Targets and mask, as kernels take them."""

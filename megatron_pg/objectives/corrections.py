@@ -7,7 +7,7 @@ before context parallelism slices anything: a factor is one more weight. Log-rat
 ±MAX_LOG_RATIO before exp. docs/objectives.md has the sources.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,12 @@ def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high
     return kept.double(), kept
 
 
-_LEVELS = {"token": lambda d: d, "seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.amax}
+_LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "token": lambda d: d,
+    "seq_sum": torch.sum,
+    "seq_mean": torch.mean,
+    "seq_max": torch.amax,
+}
 _DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x.square() / 2, "k3": lambda x: ratio(x) - 1 - x}
 
 

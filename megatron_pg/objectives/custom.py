@@ -97,4 +97,5 @@ def _try(loss: Callable, parameters: Parameters, index: Tensor, *, averages: boo
         raise TypeError(f"it returns a {type(values).__name__}, not a Tensor")
     if not values.requires_grad:
         return values, torch.zeros_like(logprobs)
-    return values.detach(), *torch.autograd.grad(values.sum(), logprobs, materialize_grads=True)
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs, materialize_grads=True)
+    return values.detach(), gradient

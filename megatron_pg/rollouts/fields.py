@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 Id = int | str
 
@@ -11,32 +12,32 @@ Id = int | str
 class Field:
     """One field: what its JSON value may be, whether every line has it, and how it is laid out."""
 
-    accepts: Callable[[object], bool]
+    accepts: Callable[[Any], bool]
     is_required: bool = True
     is_per_token: bool = False  # a list with one entry per response token
     is_logprob: bool = False  # in nats, at most 0
 
 
-def is_int(value: object) -> bool:
+def is_int(value: Any) -> bool:
     """Whether it is an integer, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     """Whether it is a number that a float64 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max  # an integer may be larger than any float
 
 
-def is_id(value: object) -> bool:
+def is_id(value: Any) -> bool:
     """Whether it can name a rollout or prompt: ids reach logs and are hashed as UTF-8."""
     if isinstance(value, str):
         return value.isprintable()  # no control character, no lone surrogate
     return is_int(value) and abs(value) < 2**62
 
 
-def _list_of(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
+def _list_of(accepts: Callable[[Any], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(accepts(item) for item in value)
 
 

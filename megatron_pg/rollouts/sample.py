@@ -6,6 +6,7 @@ Everything is checked here, at the door, so that nothing later has to.
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class Sample:
         loss_mask: Sequence[int],
         old_logprobs: Sequence[float],
         advantage: float | Sequence[float],
-        **rest: object,
+        **rest: Any,
     ) -> "Sample":
         """A sample from plain lists; `advantage` is one number for the whole response or one per response token.
 

@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
-from torch import nn
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.batch.zigzag import zigzag_index
@@ -17,7 +17,7 @@ from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
 
 
-def check_model(chunks: list[nn.Module], settings: LossSettings, *, forward_only: bool, is_attached: bool) -> None:
+def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool, is_attached: bool) -> None:
     """Refuse a model that was not built for the contract, or has no policy-gradient loss in it."""
     config = chunks[0].config
     if config.calculate_per_token_loss != settings.per_token:
@@ -42,7 +42,7 @@ def check_model(chunks: list[nn.Module], settings: LossSettings, *, forward_only
         )
 
 
-def source_of(data_iterator: object) -> Iterator:
+def source_of(data_iterator: Any) -> Iterator:
     """The data iterator that serves every virtual stage."""
     source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     if source is None:
@@ -55,7 +55,7 @@ def source_of(data_iterator: object) -> Iterator:
 
 def take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
     """The step's micro-batches."""
-    batches = []
+    batches: list[PackedBatch] = []
     for _ in range(num_microbatches):
         batch = next(source, None)
         if batch is None:
@@ -71,9 +71,7 @@ def take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
     return batches
 
 
-def check_batches(
-    batches: Sequence[PackedBatch], model: nn.Module, arguments: dict, vocab_size: int | None = None
-) -> None:
+def check_batches(batches: Sequence[PackedBatch], model: Any, arguments: dict, vocab_size: int | None = None) -> None:
     """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
     vocabulary = vocab_size or get_attr_wrapped_model(model, "vocab_size")
     learned = get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute"

@@ -233,7 +233,7 @@ class DocumentAccumulator:
             documents_waiting=sum(counts.next_group for counts in table),
             num_microbatches=schedulable(max(counts.microbatches for counts in table)),
         )
-        empty = [[]] * (documents.num_microbatches - len(draft.microbatches))
+        empty: list[list[Sample]] = [[]] * (documents.num_microbatches - len(draft.microbatches))
         return [self._packing.pack(part) for part in [*draft.microbatches, *empty]], documents, None
 
     def _rounds(

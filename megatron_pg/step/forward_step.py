@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -78,7 +79,7 @@ class PolicyGradientStep:
 
     # --- the model ---
 
-    def attach(self, model: nn.Module) -> nn.Module:
+    def attach(self, model: Any) -> Any:
         """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
         self._attached = True
         if self.settings.float32_logits or self.settings.head_mode:  # a sampler's logits have the loss's precision
@@ -88,9 +89,8 @@ class PolicyGradientStep:
         language_model_loss = model.compute_language_model_loss
 
         def compute_language_model_loss(labels: Tensor, logits: Tensor):
-            if (
-                self._local is None or labels is not self._local.inputs.labels
-            ):  # multi-token prediction brings its own labels
+            # multi-token prediction brings its own labels
+            if self._local is None or labels is not self._local.inputs.labels:
                 return language_model_loss(labels, logits)
             grad_scale = self._contract.grad_scale
             if deferred:
@@ -196,7 +196,7 @@ class PolicyGradientStep:
         )
 
     @contextmanager
-    def _checked_before_finalize(self, config: object, found: list[Tensor]) -> Iterator[None]:
+    def _checked_before_finalize(self, config: Any, found: list[Tensor]) -> Iterator[None]:
         """Check before gradients are reduced: Megatron's own NaN check stops the one rank that sees it."""
         finalize = config.finalize_model_grads_func
 
@@ -211,16 +211,15 @@ class PolicyGradientStep:
         finally:
             config.finalize_model_grads_func = finalize
 
-    def _plan(
-        self, chunks: list[nn.Module], arguments: dict
-    ) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
+    def _plan(self, chunks: list[Any], arguments: dict) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
         """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
         try:
             batches, documents, error = self._fetch(chunks, arguments)
         except EndOfDocuments:
             agree([], None, None)  # unless a peer goes on
             raise
-        table, factors = None, []
+        table: LocalTable | None = None
+        factors: list[TokenFactors] = []
         if error is None:
             try:
                 check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
@@ -250,7 +249,7 @@ class PolicyGradientStep:
         return plan
 
     def _fetch(
-        self, chunks: list[nn.Module], arguments: dict
+        self, chunks: list[Any], arguments: dict
     ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
         """This rank's micro-batches, the documents that they were taken from, and this rank's error."""
         forward_only = bool(arguments.get("forward_only"))
@@ -272,7 +271,7 @@ class PolicyGradientStep:
         return batches, documents, error
 
     def _take_documents(
-        self, source: Iterator | None, chunks: list[nn.Module], error: Exception | None
+        self, source: Iterator | None, chunks: list[Any], error: Exception | None
     ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
         """The step's documents, packed into as many micro-batches as Megatron's schedule can run."""
         schedulable = partial(

@@ -78,8 +78,7 @@ def microbatch_head_loss(
 
 
 def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:
-    options = {"temperature": settings.temperature, "vocab_size": settings.vocab_size}
-    return Vocabulary.of(columns, tp_group=tp_group, **options)
+    return Vocabulary.of(columns, temperature=settings.temperature, vocab_size=settings.vocab_size, tp_group=tp_group)
 
 
 def _with_diagnostics(found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings) -> MicrobatchLoss:

@@ -334,7 +334,7 @@ def _check_agreement(heads: list[_Head]) -> None:
             )
 
 
-def _check_undivided(tables: Sequence[Tensor], kinds: Sequence[str]) -> None:
+def _check_undivided(tables: list[Tensor], kinds: Sequence[str]) -> None:
     """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
     ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
     for kind in kinds:
