@@ -200,9 +200,25 @@ class _Session:
             self._say(
                 "the checkpoint holds no position of documents: they begin with the first, and documents_seen with 0"
             )
-        self.step.documents = _accumulator(args, documents.qkv_format, self._saved_position)
-        position = self.step.documents.position.per_rank[parallel_state.get_data_parallel_rank()]
-        return iter(documents.begin(position))
+        tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+        position = Position.from_text(self._saved_position, parallel_state.get_data_parallel_world_size())
+        self.step.documents = DocumentAccumulator(
+            rule=StepRule(
+                num_documents=args.docs_per_step,
+                policy=args.docs_per_step_policy or "exact",
+                end=args.docs_per_step_end or "partial",
+            ),
+            packing=Packing(
+                qkv_format=documents.qkv_format,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                cp_size=cp_size,
+                multiple_of=tp_size * cp_size if args.sequence_parallel else 1,
+                is_static=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths,
+            ),
+            position=position,
+        )
+        return iter(documents.begin(position.per_rank[parallel_state.get_data_parallel_rank()]))
 
     def read_position(self, check_args: Callable, checkpoint_args: Namespace, *rest: object, **keywords: object):
         """Check a checkpoint's arguments, of which the position of the documents is one."""
@@ -297,26 +313,6 @@ class _Session:
             self._say(console_line(log.iteration, step_record(log)))
 
 
-def _accumulator(args: Namespace, qkv_format: str, saved_position: str | None) -> DocumentAccumulator:
-    tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
-    return DocumentAccumulator(
-        rule=StepRule(
-            num_documents=args.docs_per_step,
-            policy=args.docs_per_step_policy or "exact",
-            end=args.docs_per_step_end or "partial",
-        ),
-        packing=Packing(
-            qkv_format=qkv_format,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            cp_size=cp_size,
-            multiple_of=tp_size * cp_size if args.sequence_parallel else 1,
-            is_static=args.pipeline_model_parallel_size > 1 and not args.variable_seq_lengths,
-        ),
-        position=Position.from_text(saved_position, parallel_state.get_data_parallel_world_size()),
-    )
-
-
 def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -326,11 +322,14 @@ def _start(
     args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], metrics_file: str | Path | None
 ) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, say what is in force, and end a dry run."""
-    # before validation, which reconciles arguments
-    given = rank_snapshot(args) | {_DRY_RUN: repr(os.environ.get(_DRY_RUN))}
-    error, settings, is_dry_run = None, None, False
+    asked = os.environ.get(_DRY_RUN)
+    given = rank_snapshot(args) | {_DRY_RUN: repr(asked)}  # before validation, which reconciles arguments
+    error, settings = None, None
     try:
-        is_dry_run = _is_dry_run(args)
+        if asked not in (None, "", "0", "1"):
+            raise ValueError(
+                f"{_DRY_RUN}={asked} is neither 0 nor 1, so it is unclear whether to train. Use one of them."
+            )
         settings = LossSettings.from_args(validate_args(args))
         if metrics_file is not None and torch.distributed.get_rank() == 0:
             check_metrics_file(metrics_file)
@@ -339,20 +338,13 @@ def _start(
     _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
         say(banner(args))
-    if is_dry_run:
+    if args.pg_dry_run or asked == "1":
         if torch.distributed.get_rank() == 0:
             say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")
         torch.distributed.barrier()  # no rank ends while another one still reads the store
         torch.distributed.destroy_process_group()
         sys.exit(0)
     return PolicyGradientStep(settings, keep)
-
-
-def _is_dry_run(args: Namespace) -> bool:
-    asked = os.environ.get(_DRY_RUN, "0")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"{_DRY_RUN}={asked} is neither 0 nor 1, so it is unclear whether to train. Use one of them.")
-    return args.pg_dry_run or asked == "1"
 
 
 def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:

@@ -21,7 +21,7 @@ class MetricsFile:
             will be trained again, are dropped; 0 starts anew.
 
     Raises:
-        ValueError: there is a file at `path` and it is no metrics file.
+        ValueError: as `check_metrics_file`.
     """
 
     def __init__(self, path: str | Path, *, after: int = 0):

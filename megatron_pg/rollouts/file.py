@@ -69,16 +69,7 @@ def sample_of(record: dict, sample_id: str) -> Sample:
     for name, each in FIELDS.items():
         if name in record and not each.accepts(record[name]):
             raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
-    return Sample.build(
-        tokens=record["tokens"],
-        response_length=record["response_length"],
-        loss_mask=record["loss_mask"],
-        old_logprobs=record["old_logprobs"],
-        advantage=record["advantage"],
-        sample_id=sample_id,
-        extra=extra,
-        **{name: record.get(name) for name in ("prompt_id", "rollout_id", "step", "reward", *OPTIONAL)},
-    )
+    return Sample.build(**{name: record.get(name) for name in FIELDS}, sample_id=sample_id, extra=extra)
 
 
 def _record(sample: Sample) -> dict[str, object]:

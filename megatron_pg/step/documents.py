@@ -330,7 +330,13 @@ class _Draft:
     def _next(self) -> Group | None:
         """The next group, which is then waiting; None at the end."""
         if not self.waiting and (item := next(self._source, _END)) is not _END:
-            self.waiting.append(_group_of(item))
+            group = tuple(item) if isinstance(item, (list, tuple)) else (item,)
+            if not group or not all(isinstance(document, Sample) for document in group):
+                raise ValueError(
+                    f"the documents gave {'an empty list' if item in ([], ()) else f'a {type(item).__name__}'}, not a Sample or a list of "
+                    "Samples, so nothing can be counted. Use Sample.build."
+                )
+            self.waiting.append(group)
         self._has_ended = not self.waiting
         self._next_group = len(self.waiting[0]) if self.waiting else 0
         return self.waiting[0] if self.waiting else None
@@ -346,16 +352,6 @@ class _Draft:
                 "Yield all its samples as one list."
             )
         self._units |= units
-
-
-def _group_of(item: object) -> Group:
-    group = tuple(item) if isinstance(item, (list, tuple)) else (item,)
-    if not group or not all(isinstance(document, Sample) for document in group):
-        raise ValueError(
-            f"the documents gave {'an empty list' if item in ([], ()) else f'a {type(item).__name__}'}, not a Sample or a list of "
-            "Samples, so nothing can be counted. Use Sample.build."
-        )
-    return group
 
 
 def _total(table: Iterable[_Counts]) -> int:

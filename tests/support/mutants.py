@@ -308,10 +308,14 @@ def samples_counted_instead_of_rollouts():
 
 @mutant
 def a_zero_placeholder_in_the_extrema():
-    original = Reduction._extreme
-    with mock.patch.object(
-        Reduction, "_extreme", lambda self, tokens, masks: original(self, tokens, masks).clamp(min=0)
-    ):
+    original = Reduction.partial
+
+    def mutated(self, tokens):
+        found = original(self, tokens)
+        found[len(self._added) :][: len(self._extrema)].clamp_(min=0)
+        return found
+
+    with mock.patch.object(Reduction, "partial", mutated):
         yield
 
 
