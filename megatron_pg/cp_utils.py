@@ -108,10 +108,10 @@ def slice_with_cp(
     cp_rank, cp_size = _rank_and_size(cp_rank, cp_size)
     width = padded_length(_layout_length(len(tokens), qkv_format, max_seq_len), cp_size)
     missing = width - len(tokens)
-    if missing and isinstance(pad_value, (int, float)):
-        tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
-    elif missing:
+    if missing and callable(pad_value):
         tokens = pad_value(tokens, missing)
+    elif missing and not callable(pad_value):
+        tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
     if cp_size == 1:
         return tokens
     return tokens[zigzag_index([width], cp_rank=cp_rank, cp_size=cp_size).to(tokens.device)]
