@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_pg import __version__
-from megatron_pg.cli.terminal import busy, say, show_json
+from megatron_pg.cli.terminal import progress, say, show_json
 from megatron_pg.rollouts.printable import printable
 
 TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/megatron.md
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings."""
-    with busy("looking"):
+    with progress("looking"):
         findings = examine(_probe_all())
     failed = any(finding.status == "fail" for finding in findings)
     if options.json:
