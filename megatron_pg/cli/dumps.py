@@ -140,23 +140,21 @@ def load_tensors(path: str) -> object:
         InputError: the file cannot be read, is no such file, or holds other objects.
     """
     shown = show_path(path)
-    try:
-        with opened(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the loader, about files that it then refuses
+    with opened(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the loader, about files that it then refuses
+        try:
             return torch.load(file, map_location="cpu", weights_only=True)
-    except InputError:
-        raise
-    except Exception as error:  # whatever a damaged or foreign file makes of the loader
-        if refused := re.search(r"(?:GLOBAL |<class ')([\w.]+)", str(error)):
+        except Exception as error:  # whatever a damaged or foreign file makes of the loader
+            if refused := re.search(r"(?:GLOBAL |<class ')([\w.]+)", str(error)):
+                raise InputError(
+                    f"{shown}: holds {refused.group(1)}, and only tensors and plain values are loaded, because building anything else can "
+                    "run code. Write the dump again without it (docs/cli.md shows how)."
+                ) from error
+            text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
             raise InputError(
-                f"{shown}: holds {refused.group(1)}, and only tensors and plain values are loaded, because building anything else can "
-                "run code. Write the dump again without it (docs/cli.md shows how)."
+                f"{shown}: is no file of torch.save, was cut short, or holds objects ({printable(text.partition(chr(10))[0])}); only tensors "
+                "and plain values are loaded. Give a dump."
             ) from error
-        text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
-        raise InputError(
-            f"{shown}: is no file of torch.save, was cut short, or holds objects ({printable(text.partition(chr(10))[0])}); only tensors "
-            "and plain values are loaded. Give a dump."
-        ) from error
 
 
 def _plain_list(values: object) -> list | None:
