@@ -6,14 +6,15 @@ ratio: the gradient mass of a token is w·|A|. Weights come from `plan_step`, as
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_pg.cli.digest import Digest, digest_rollouts
-from megatron_pg.cli.pictures import check_picture, new_figure, save_figure
+from megatron_pg.cli.digest import Row, digest_rollouts
+from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, say, show_json, show_path, table
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.rollouts.lines import RolloutFileError
@@ -25,18 +26,12 @@ class Comparison:
     """What one aggregation makes of the file."""
 
     loss: float | None  # mean over the steps of Σ w·(-A); None where its scale is not given
-    weights: np.ndarray  # [S] weight of a trained token of each sample
     masses: np.ndarray  # [S] Σ w·|A| of each sample
     ess: float  # (Σ w)² / (T·Σ w²), mean over the steps
     heaviest: float  # T·max w / Σ w, largest of the steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """What the check of step boundaries reads of a sample."""
-
-    prompt_id: int | str
-    rollout_id: int | str
+Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,41 +39,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rollouts", metavar="ROLLOUTS", help="a rollout file (docs/rollout_file.md); megatron-pg convert makes them"
     )
-    parser.add_argument(
-        "--divisor",
-        type=_divisor,
-        metavar="L",
-        help="L of constant, without which its loss has no scale and is not shown",
-    )
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="N", help="prompts to list, by their largest share (default 5)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="a picture, .png, .svg or .pdf; needs matplotlib")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+    scale = "L of constant, without which its loss has no scale and is not shown"
+    parser.add_argument("--divisor", type=_divisor, metavar="L", help=scale)
+    top = "prompts to list, by their largest share (default 5)"
+    parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
+    add_picture_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the comparison and draw it."""
     if options.top < 0:
         raise InputError(f"--top {options.top} is negative, so no number of prompts. Give 0 or more.")
-    if options.output:
-        check_picture(options.output, overwrite=options.overwrite)
+    check_picture(options)
     try:
-        digest = digest_rollouts(options.rollouts)
+        rows = digest_rollouts(options.rollouts)
     except RolloutFileError as error:
         raise InputError(str(error)) from error
-    found = compare(digest, options.divisor, show_path(options.rollouts))
-    lengths, prompts = by_length(digest, found), by_prompt(digest, found)
+    found = compare(rows, options.divisor, show_path(options.rollouts))
+    lengths, prompts = by_length(rows, found), by_prompt(rows, found)
     if options.output:
         _draw(options, lengths, prompts)
+    document = _document(options, rows, found, lengths, prompts)
     if options.json:
-        show_json(_document(options, digest, found, lengths, prompts))
+        show_json(document)
     else:
-        _show(options, digest, found, lengths, prompts)
+        _show(document)
     return 0
 
 
-def compare(digest: Digest, divisor: float | None, path: str) -> dict[str, Comparison]:
+def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:
     """Every aggregation on the file's steps.
 
     Raises:
@@ -86,51 +75,43 @@ def compare(digest: Digest, divisor: float | None, path: str) -> dict[str, Compa
     """
     from megatron_pg.batch.pack import check_boundaries  # imports torch
 
-    steps = _steps(digest)
-    units = [_Unit(p, r) for p, r in zip(digest.prompt_ids, digest.rollout_ids, strict=True)]
+    steps: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        steps.setdefault(row.step, []).append(i)
     try:
-        check_boundaries([[units[i] for i in rows] for rows in steps.values()])
+        check_boundaries([[rows[i] for i in step] for step in steps.values()])
     except ValueError as error:
         raise InputError(f"{path}: {error}") from error
-    return {mode: _compare_one(digest, steps, mode, divisor, path) for mode in AGGREGATIONS}
-
-
-def _steps(digest: Digest) -> dict[int, np.ndarray]:
-    """Rows of the samples of each step, in the order of the file."""
-    rows: dict[int, list[int]] = {}
-    for i, step in enumerate(digest.steps):
-        rows.setdefault(step, []).append(i)
-    return {step: np.array(found) for step, found in rows.items()}
+    return {mode: _compare_one(rows, steps, mode, divisor, path) for mode in AGGREGATIONS}
 
 
 def _compare_one(
-    digest: Digest, steps: dict[int, np.ndarray], mode: str, divisor: float | None, path: str
+    rows: Sequence[Row], steps: Mapping[int, list[int]], mode: str, divisor: float | None, path: str
 ) -> Comparison:
-    trained, advantages = np.array(digest.trained), np.array(digest.advantages)
-    weights, losses, ess, heaviest = np.zeros(len(trained)), [], [], []
-    for step, rows in steps.items():
-        w = weights[rows] = 1 / _denominators(digest, rows, mode, divisor, f"{path}: step {step}")
-        tokens = trained[rows]
+    weights, losses, ess, heaviest = np.zeros(len(rows)), [], [], []
+    for step, indices in steps.items():
+        inside = [rows[i] for i in indices]
+        w = weights[indices] = 1 / _denominators(inside, mode, divisor, f"{path}: step {step}")
+        tokens = np.array([row.trained for row in inside])
         total, squares = w @ tokens, (w * w) @ tokens
-        losses.append(-(w @ advantages[rows]))
+        losses.append(-(w @ np.array([row.advantage for row in inside])))
         ess.append(total * total / (squares * tokens.sum()))
         heaviest.append(tokens.sum() * w[tokens > 0].max() / total)
     has_scale = mode != "constant" or divisor is not None
-    loss = float(np.mean(losses)) if has_scale else None
-    masses = weights * np.array(digest.magnitudes)
-    return Comparison(loss, weights, masses, float(np.mean(ess)), float(np.max(heaviest)))
+    masses = weights * np.array([row.magnitude for row in rows])
+    return Comparison(float(np.mean(losses)) if has_scale else None, masses, float(np.mean(ess)), float(max(heaviest)))
 
 
-def _denominators(digest: Digest, rows: np.ndarray, mode: str, divisor: float | None, where: str) -> np.ndarray:
+def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> np.ndarray:
     from megatron_pg.step.plan import plan_step  # imports torch
 
     try:
         plan = plan_step(
-            [digest.trained[i] for i in rows],
+            [row.trained for row in rows],
             aggregation=mode,
             divisor=(divisor or 1.0) if mode == "constant" else None,
-            rollout_ids=[digest.rollout_ids[i] for i in rows],
-            prompt_ids=[digest.prompt_ids[i] for i in rows],
+            rollout_ids=[row.rollout_id for row in rows],
+            prompt_ids=[row.prompt_id for row in rows],
         )
     except ValueError as error:
         raise InputError(f"{where}: {error}") from error
@@ -140,105 +121,62 @@ def _denominators(digest: Digest, rows: np.ndarray, mode: str, divisor: float | 
 # --- shares ---
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The file cut into units: of each its samples, its trained tokens, and its share of every aggregation's mass."""
-
-    names: list[str]
-    samples: list[int]
-    tokens: list[int]
-    shares: dict[str, list[float | None]]  # None where all advantages are 0
-
-
-def by_length(digest: Digest, found: dict[str, Comparison]) -> Shares:
+def by_length(rows: Sequence[Row], found: Mapping[str, Comparison]) -> list[Unit]:
     """By response length, in powers of two."""
-    exponents = np.frexp(np.array(digest.lengths, dtype=np.float64))[1] - 1  # 2^e <= length < 2^(e+1)
-    kinds, index = np.unique(exponents, return_inverse=True)
-    names = [f"{2**e}" if e == 0 else f"{2**e}-{2 ** (e + 1) - 1}" for e in kinds.tolist()]
-    return _shares(digest, found, names, index)
+    exponents = [row.length.bit_length() - 1 for row in rows]  # 2^e <= length < 2^(e+1)
+    names = {e: f"{2**e}" if e == 0 else f"{2**e}-{2 ** (e + 1) - 1}" for e in sorted(set(exponents))}
+    return _units(rows, found, "length", names, exponents)
 
 
-def by_prompt(digest: Digest, found: dict[str, Comparison]) -> Shares:
+def by_prompt(rows: Sequence[Row], found: Mapping[str, Comparison]) -> list[Unit]:
     """By prompt, in the order of the file."""
-    order = {unit: i for i, unit in enumerate(dict.fromkeys(digest.prompt_ids))}
-    index = np.array([order[unit] for unit in digest.prompt_ids])
-    return _shares(digest, found, [str(unit) for unit in order], index)
+    prompts = [row.prompt_id for row in rows]
+    return _units(rows, found, "prompt_id", {prompt: str(prompt) for prompt in prompts}, prompts)
 
 
-def _shares(digest: Digest, found: dict[str, Comparison], names: list[str], index: np.ndarray) -> Shares:
-    def sums(values: Sequence) -> list:
-        return np.bincount(index, weights=np.asarray(values), minlength=len(names)).tolist()
+def _units(
+    rows: Sequence[Row], found: Mapping[str, Comparison], kind: str, names: Mapping[object, str], of_row: Sequence
+) -> list[Unit]:
+    order = {unit: i for i, unit in enumerate(names)}
+    index = np.array([order[unit] for unit in of_row])
 
-    shares = {}
-    for mode, comparison in found.items():
-        total = comparison.masses.sum()
-        shares[mode] = [mass / total if total else None for mass in sums(comparison.masses)]
-    counts = [int(count) for count in sums(np.ones(len(index)))]
-    return Shares(names, counts, [int(tokens) for tokens in sums(digest.trained)], shares)
+    def sums(values: Sequence, dtype: type = float) -> list:
+        return np.bincount(index, weights=values).astype(dtype).tolist()
+
+    masses = {mode: sums(each.masses) for mode, each in found.items()}
+    totals = {mode: each.masses.sum() for mode, each in found.items()}  # 0 where all advantages are
+    samples, tokens = sums(np.ones(len(rows)), int), sums([row.trained for row in rows], int)
+    return [
+        {kind: name, "samples": samples[i], "trained_tokens": tokens[i]}
+        | {"share": {mode: masses[mode][i] / total if total else None for mode, total in totals.items()}}
+        for i, name in enumerate(names.values())
+    ]
 
 
 def effective(shares: Sequence[float | None]) -> float | None:
     """Number of equal shares that are as uneven as these: (Σ s)² / Σ s²."""
-    squares = sum(share * share for share in shares if share is not None)
-    return sum(share for share in shares if share is not None) ** 2 / squares if squares else None
-
-
-def _largest(prompts: Shares, count: int) -> list[int]:
-    most = [max(column[i] or 0.0 for column in prompts.shares.values()) for i in range(len(prompts.names))]
-    return sorted(range(len(most)), key=lambda i: -most[i])[:count]
+    known = [share for share in shares if share is not None]
+    squares = sum(share * share for share in known)
+    return sum(known) ** 2 / squares if squares else None
 
 
 # --- output ---
 
 
-def _show(
-    options: argparse.Namespace, digest: Digest, found: dict[str, Comparison], lengths: Shares, prompts: Shares
-) -> None:
-    say(
-        f"{show_path(options.rollouts)}: {len(digest.steps)} samples, {len(set(digest.steps))} steps, {len(prompts.names)} prompts, "
-        f"{sum(digest.trained)} trained tokens; at the first step over them (r = 1)"
-    )
-    rows = [
-        (
-            mode,
-            "needs --divisor" if each.loss is None else f"{each.loss:+.4g}",
-            f"{each.ess:.3f}",
-            f"{each.heaviest:.1f}",
-            _number(effective(prompts.shares[mode])),
-        )
-        for mode, each in found.items()
-    ]
-    say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
-    say("  ESS: (Σw)²/(T·Σw²), 1 when every token weighs the same; heaviest token: T·max w/Σw")
-    say("share of the gradient mass Σ w·|A| by response length")
-    say(_share_table("tokens", lengths, range(len(lengths.names))))
-    if options.top:
-        say("share of the gradient mass by prompt, largest first")
-        say(_share_table("prompt", prompts, _largest(prompts, options.top)))
-
-
-def _share_table(head: str, units: Shares, rows: Sequence[int]) -> str:
-    cells = [
-        [printable(units.names[i], limit=32), str(units.samples[i]), str(units.tokens[i])]
-        + ["–" if column[i] is None else f"{column[i]:.1%}" for column in units.shares.values()]
-        for i in rows
-    ]
-    return table((head, "samples", "trained tokens", *units.shares), cells)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
-
-
 def _document(
-    options, digest: Digest, found: dict[str, Comparison], lengths: Shares, prompts: Shares
+    options: argparse.Namespace,
+    rows: Sequence[Row],
+    found: Mapping[str, Comparison],
+    lengths: Sequence[Unit],
+    prompts: Sequence[Unit],
 ) -> dict[str, object]:
+    heaviest = sorted(prompts, key=lambda unit: -max(share or 0.0 for share in unit["share"].values()))
     return {
         "rollouts": str(options.rollouts),
-        "samples": len(digest.steps),
-        "steps": len(set(digest.steps)),
-        "prompts": len(prompts.names),
-        "trained_tokens": sum(digest.trained),
+        "samples": len(rows),
+        "steps": len({row.step for row in rows}),
+        "prompts": len(prompts),
+        "trained_tokens": sum(row.trained for row in rows),
         "divisor": options.divisor,
         "aggregations": {
             mode: {
@@ -246,38 +184,67 @@ def _document(
                 "gradient_mass": float(each.masses.sum()) if each.loss is not None else None,
                 "aggregation_ess": each.ess,
                 "heaviest_token": each.heaviest,
-                "effective_prompts": effective(prompts.shares[mode]),
+                "effective_prompts": effective([unit["share"][mode] for unit in prompts]),
             }
             for mode, each in found.items()
         },
-        "by_length": _listed(lengths, range(len(lengths.names)), "length"),
-        "by_prompt": _listed(prompts, _largest(prompts, options.top), "prompt_id"),
+        "by_length": lengths,
+        "by_prompt": heaviest[: options.top],
     }
 
 
-def _listed(units: Shares, rows: Sequence[int], name: str) -> list[dict[str, object]]:
-    return [
-        {name: units.names[i], "samples": units.samples[i], "trained_tokens": units.tokens[i]}
-        | {"share": {mode: column[i] for mode, column in units.shares.items()}}
-        for i in rows
+def _show(document: Mapping) -> None:
+    """The document as text."""
+    say(
+        "{}: {samples} samples, {steps} steps, {prompts} prompts, {trained_tokens} trained tokens; at the first step over them "
+        "(r = 1)".format(show_path(document["rollouts"]), **document)
+    )
+    rows = [
+        (
+            mode,
+            "needs --divisor" if each["loss"] is None else f"{each['loss']:+.4g}",
+            f"{each['aggregation_ess']:.3f}",
+            f"{each['heaviest_token']:.1f}",
+            _text(each["effective_prompts"], ".1f"),
+        )
+        for mode, each in document["aggregations"].items()
     ]
+    say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
+    say("  ESS: (Σw)²/(T·Σw²), 1 when every token weighs the same; heaviest token: T·max w/Σw")
+    say("share of the gradient mass Σ w·|A| by response length")
+    say(_share_table("tokens", document["by_length"]))
+    if document["by_prompt"]:
+        say("share of the gradient mass by prompt, largest first")
+        say(_share_table("prompt", document["by_prompt"]))
 
 
-def _draw(options: argparse.Namespace, lengths: Shares, prompts: Shares) -> None:
-    figure, ((left, right),) = new_figure(1, 2, width=11, height=4.2)
-    at = np.arange(len(lengths.names))
-    width = 0.8 / len(lengths.shares)
-    for n, (mode, column) in enumerate(lengths.shares.items()):
-        left.bar(at + (n - (len(lengths.shares) - 1) / 2) * width, [100 * (s or 0) for s in column], width, label=mode)
-        ordered = np.sort(np.array([s or 0 for s in prompts.shares[mode]]))[::-1]
-        right.plot(np.arange(1, len(ordered) + 1), 100 * np.cumsum(ordered), label=mode)
-    left.set_xticks(at, lengths.names, rotation=30, ha="right")
-    left.set(xlabel="response length, tokens", ylabel="share of the gradient mass, %", title="by response length")
-    right.set(xlabel="prompts, heaviest first", ylabel="cumulated share, %", title="by prompt", ylim=(0, 102))
-    left.legend(fontsize=8)
-    right.grid(alpha=0.3)
-    figure.suptitle(printable(Path(options.rollouts).name), fontsize=11)
-    save_figure(figure, options.output, overwrite=options.overwrite)
+def _share_table(head: str, units: Sequence[Mapping]) -> str:
+    rows = []
+    for name, samples, tokens, shares in map(Mapping.values, units):
+        rows.append(
+            (printable(name, limit=32), str(samples), str(tokens), *(_text(share, ".1%") for share in shares.values()))
+        )
+    return table((head, "samples", "trained tokens", *AGGREGATIONS), rows)
+
+
+def _text(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _draw(options: argparse.Namespace, lengths: Sequence[Unit], prompts: Sequence[Unit]) -> None:
+    at, width = np.arange(len(lengths)), 0.8 / len(AGGREGATIONS)
+    with picture(options, 1, 2, (11, 4.2)) as (figure, ((left, right),)):
+        for n, mode in enumerate(AGGREGATIONS):
+            offset = (n - (len(AGGREGATIONS) - 1) / 2) * width
+            left.bar(at + offset, [100 * (unit["share"][mode] or 0) for unit in lengths], width, label=mode)
+            heights = sorted((100 * (unit["share"][mode] or 0) for unit in prompts), reverse=True)
+            right.plot(np.arange(1, len(heights) + 1), np.cumsum(heights), label=mode)
+        left.set_xticks(at, [unit["length"] for unit in lengths], rotation=30, ha="right")
+        left.set(xlabel="response length, tokens", ylabel="share of the gradient mass, %", title="by response length")
+        right.set(xlabel="prompts, heaviest first", ylabel="cumulated share, %", title="by prompt", ylim=(0, 102))
+        left.legend(fontsize=8)
+        right.grid(alpha=0.3)
+        figure.suptitle(printable(Path(options.rollouts).name), fontsize=11)
 
 
 def _divisor(text: str) -> float:

@@ -4,10 +4,16 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
+from typing import TYPE_CHECKING
 
-from megatron_pg.cli.terminal import InputError, Progress, check_output, say, show_json, show_path, written_whole
+from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
+from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, is_int, is_number
 from megatron_pg.rollouts.printable import printable, shorten
+
+if TYPE_CHECKING:
+    from megatron_pg.cli.dumps import Row
+    from megatron_pg.rollouts.sample import Sample
 
 FORMATS = {  # and the options that have an effect on each
     "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
@@ -24,11 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, choices=FORMATS, help="who wrote them")
     parser.add_argument("--output", required=True, metavar="FILE", help="the rollout file")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
-    parser.add_argument(
-        "--old-logprobs",
-        choices=("rollout",),
-        help="old_logprobs are those of the rollout engine, where the dump has no other or in place of the other",
-    )
+    engine = "old_logprobs are those of the rollout engine, where the dump has no other or in place of the other"
+    parser.add_argument("--old-logprobs", choices=("rollout",), help=engine)
     parser.add_argument(
         "--advantage",
         choices=ADVANTAGES,
@@ -38,15 +41,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-data", metavar="FILE", help="slime: the --save-debug-train-data file of the one DUMP")
     parser.add_argument("--reward-key", metavar="KEY", help="slime, miles: which part of a reward that has several")
     parser.add_argument("--group-size", type=int, metavar="N", help="NeMo-RL: num_generations_per_prompt of the run")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="NeMo-RL: the step of the one DUMP, where its name does not say it"
-    )
-    parser.add_argument(
-        "--column",
-        action="append",
-        metavar="FIELD=NAME",
-        help="verl: the column that holds a field of ours; may be repeated",
-    )
+    step = "NeMo-RL: the step of the one DUMP, where its name does not say it"
+    parser.add_argument("--step", type=int, metavar="N", help=step)
+    column = "verl: the column that holds a field of ours; may be repeated"
+    parser.add_argument("--column", action="append", metavar="FIELD=NAME", help=column)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,41 +54,32 @@ def run(options: argparse.Namespace) -> int:
     from megatron_pg.cli import dumps  # imports torch
     from megatron_pg.rollouts.file import RolloutWriter
 
-    choices = dumps.Choices(
-        reward_key=options.reward_key,
-        group_size=options.group_size,
-        step=options.step,
-        columns=_columns(options.column or [], dumps.VERL_TAKES),
-        train_data=options.train_data,
-    )
-    units, steps, count = {}, set(), 0
+    units, count = {}, 0
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        writer = RolloutWriter(scratch)
-        try:
-            progress = Progress("converting", len(options.dumps), lambda n: f"{n} files")
-            for number, path in enumerate(options.dumps):
-                rows = complete(dumps.READERS[options.format](path, choices), options)
-                samples = _samples(rows)
+        with (
+            closing(RolloutWriter(scratch)) as writer,
+            progress("converting", len(options.dumps), lambda n: f"{n} files") as update,
+        ):
+            for number, path in enumerate(options.dumps, start=1):
+                rows = dumps.READERS[options.format](path, options)
+                complete(rows, options)
+                samples = [_sample(row) for row in rows]
                 _check_units(rows, units)
                 writer.write(samples)
-                steps |= {row.step for row in rows}
-                count += len(rows)
-                progress.update(number + 1)
-            progress.close()
-        finally:
-            writer.close()
+                count += len(samples)
+                update(number)
         if not count:
             raise InputError(f"{show_path(options.dumps[0])}: holds no sample, so there is nothing to convert.")
-    prompts = sum(kind == "prompt_id" for kind, _ in units)
+    prompts, steps = sum(kind == "prompt_id" for kind, _ in units), sorted(set(units.values()))
     if options.json:
-        show_json({"output": options.output, "samples": count, "prompts": prompts, "steps": sorted(steps)})
+        show_json({"output": options.output, "samples": count, "prompts": prompts, "steps": steps})
     else:
         say(f"{show_path(options.output)}: {count} samples of {prompts} prompts in {len(steps)} steps")
     return 0
 
 
-def complete(rows: Sequence, options: argparse.Namespace) -> list:
-    """The rows with the log-probabilities and advantages that the options choose.
+def complete(rows: "Sequence[Row]", options: argparse.Namespace) -> None:
+    """Give the rows the log-probabilities and advantages that the options choose.
 
     Raises:
         InputError: a dump does not hold them and none is chosen, or siblings of one rollout have different rewards.
@@ -98,78 +87,68 @@ def complete(rows: Sequence, options: argparse.Namespace) -> list:
     for row in rows:
         _check_row(row)
     if options.advantage:
-        rows = [replace(row, advantage=a) for row, a in zip(rows, _advantages(rows, options.advantage), strict=True)]
-    done = []
+        for row, advantage in zip(rows, _advantages(rows, options.advantage), strict=True):
+            row.record["advantage"] = advantage
     for row in rows:
         if options.old_logprobs:
-            row = replace(row, old_logprobs=row.rollout_logprobs)
-        if row.old_logprobs is None:
-            what = "rollout_log_probs" if options.old_logprobs else "log-probabilities under the trainer's own weights"
-            way = (
-                "Record them"
-                if options.old_logprobs
-                else "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)"
-            )
+            row.record["old_logprobs"] = row.record.get("rollout_logprobs")
+        if row.record.get("old_logprobs") is None:
+            if options.old_logprobs:
+                what, way = "rollout_log_probs", "Record them"
+            else:
+                what = "log-probabilities under the trainer's own weights"
+                way = "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)"
             raise InputError(f"{row.where}: the dump has no {what}, and old_logprobs cannot be derived. {way}.")
-        if row.advantage is None:
+        if row.record.get("advantage") is None:
             raise InputError(
                 f"{row.where}: the dump has no advantages. Choose how they follow from the rewards: --advantage."
             )
-        done.append(row)
-    return done
 
 
-def _check_row(row) -> None:
+def _check_row(row: "Row") -> None:
     """What grouping by prompt and rollout relies on."""
     for name in ("prompt_id", "rollout_id"):
-        if isinstance(getattr(row, name), bool) or not isinstance(getattr(row, name), (int, str)):
-            raise InputError(
-                f"{row.where}: {name} is {shorten(getattr(row, name))}, not an integer or a string. Name it by one."
-            )
-    if isinstance(row.reward, bool) or not isinstance(row.reward, (int, float)) or not math.isfinite(row.reward):
-        raise InputError(f"{row.where}: its reward is {shorten(row.reward)}, not a finite number. Was it scored?")
+        value = row.record[name]
+        if not is_int(value) and not isinstance(value, str):
+            raise InputError(f"{row.where}: {name} is {shorten(value)}, not an integer or a string. Name it by one.")
+    reward = row.record["reward"]
+    if not is_number(reward):
+        raise InputError(f"{row.where}: its reward is {shorten(reward)}, not a finite number. Was it scored?")
 
 
-def _advantages(rows: Sequence, rule: str) -> list[float]:
-    rewards: dict[object, dict[object, float]] = {}
+def _advantages(rows: "Sequence[Row]", rule: str) -> list[float]:
+    groups: dict[object, dict[object, float]] = {}
     for row in rows:
-        group = rewards.setdefault(row.prompt_id, {})
-        if group.setdefault(row.rollout_id, row.reward) != row.reward:
+        reward, group = row.record["reward"], groups.setdefault(row.record["prompt_id"], {})
+        if group.setdefault(row.record["rollout_id"], reward) != reward:
             raise InputError(
                 f"{row.where}: samples of one rollout have different rewards, so --advantage {rule} is not defined."
             )
+    return [_advantage(row, list(groups[row.record["prompt_id"]].values()), rule) for row in rows]
+
+
+def _advantage(row: "Row", group: Sequence[float], rule: str) -> float:
     if rule == "reward":
-        return [row.reward for row in rows]
-    return [_centred(row, list(rewards[row.prompt_id].values()), rule) for row in rows]
-
-
-def _centred(row, group: list[float], rule: str) -> float:
+        return row.record["reward"]
     if len(group) < 2:
         raise InputError(
             f"{row.where}: its prompt has one rollout, so --advantage {rule} would be 0. Use --advantage reward."
         )
-    centred = row.reward - math.fsum(group) / len(group)
+    centred = row.record["reward"] - math.fsum(group) / len(group)
     return centred / (statistics.stdev(group) + 1e-6) if rule == "group_norm" else centred
 
 
-def _samples(rows: Sequence) -> list:
-    """The rows as checked samples, through the checks of a rollout file's line."""
+def _sample(row: "Row") -> "Sample":
+    """The row, through the checks of a rollout file's line."""
     from megatron_pg.rollouts.file import sample_of
 
-    samples = []
-    for row in rows:
-        values = {name: getattr(row, name) for name in _FIELDS if getattr(row, name) is not None}
-        for name in _PER_TOKEN & values.keys():
-            values[name] = _without_masked(values[name], row.loss_mask)
-        try:
-            samples.append(sample_of(values | dict(row.extra), "of the dump"))
-        except ValueError as error:
-            raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
-    return samples
-
-
-_PER_TOKEN = {"old_logprobs", "advantage", "rollout_logprobs", "ref_logprobs"}
-_FIELDS = ("step", "prompt_id", "rollout_id", "tokens", "response_length", "loss_mask", "reward", *sorted(_PER_TOKEN))
+    record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
+    for name in {"advantage", *LOGPROBS} & record.keys():
+        record[name] = _without_masked(record[name], record["loss_mask"])
+    try:
+        return sample_of(record, "of the dump")
+    except ValueError as error:
+        raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
 
 
 def _without_masked(values: object, mask: object) -> object:
@@ -179,11 +158,11 @@ def _without_masked(values: object, mask: object) -> object:
     return [value if bit else 0.0 for value, bit in zip(values, mask, strict=True)]
 
 
-def _check_units(rows: Sequence, units: dict[tuple[str, object], int]) -> None:
+def _check_units(rows: "Sequence[Row]", units: dict[tuple[str, object], int]) -> None:
     for row in rows:
         for kind in ("prompt_id", "rollout_id"):
-            name = getattr(row, kind)
-            if units.setdefault((kind, name), row.step) != row.step:
+            name, step = row.record[kind], row.record["step"]
+            if units.setdefault((kind, name), step) != step:
                 raise InputError(
                     f"{row.where}: {kind} {printable(repr(name))} is also in step {units[kind, name]}, and a unit must lie in one step. Do the "
                     "files belong to one run, each once?"
@@ -204,17 +183,3 @@ def _check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--group-size {options.group_size} is no number of samples. Give 1 or more.")
     if options.step is not None and options.step < 0:
         raise InputError(f"--step {options.step} is no number of a step. Give 0 or more.")
-
-
-def _columns(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    columns: dict[str, str] = {}
-    for text in given:
-        name, equals, column = text.partition("=")
-        if not equals or not column or name not in known:
-            raise InputError(
-                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(known)}. Correct it."
-            )
-        if name in columns:
-            raise InputError(f"--column names {name} twice. Name it once.")
-        columns[name] = column
-    return columns

@@ -6,6 +6,7 @@ Everything that is imported is imported in a process of its own. Exit code 0: no
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_pg import __version__
-from megatron_pg.cli.terminal import busy, say, show_json
+from megatron_pg.cli.terminal import progress, say, show_json
 from megatron_pg.rollouts.printable import printable
 
 TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/megatron.md
@@ -33,6 +34,9 @@ class Finding:
     fix: str = ""
 
 
+Case = tuple  # whether it applies, then the status, what is found, and the fix if there is one
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What a probe said before it ended, and why it failed, where it did."""
@@ -47,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings."""
-    with busy("looking"):
+    with progress("looking"):
         findings = examine(_probe_all())
     failed = any(finding.status == "fail" for finding in findings)
     if options.json:
@@ -64,18 +68,24 @@ def run(options: argparse.Namespace) -> int:
 
 def examine(probes: Mapping[str, Probe]) -> list[Finding]:
     """Every finding, from what the probes said."""
+    torch, triton, megatron, gloo = (probes[name] for name in ("torch", "triton", "megatron", "gloo"))
     return [
         Finding("megatron_pg", "ok", __version__),
         _python(),
-        _torch(probes["torch"]),
-        _kernel(probes["torch"], probes["triton"]),
-        *_core(probes["megatron"]),
-        _training(probes["megatron"]),
-        _transformer_engine(probes["megatron"]),
-        _gloo(probes["gloo"]),
-        *(_package(name, required=True) for name in ("numpy", "packaging")),
-        *(_package(name, required=False) for name in ("matplotlib", "tensorboard", "wandb")),
+        _torch(torch),
+        _kernel(triton, on_cuda=bool(torch.facts.get("cuda_available"))),
+        *_core(megatron),
+        _training(megatron),
+        _transformer_engine(can_import_core="version" in megatron.facts),
+        _gloo(gloo),
+        *(_package(name, "fail", f"pip install {name}") for name in ("numpy", "packaging")),
+        *(_package(name, "note", "optional") for name in ("matplotlib", "tensorboard", "wandb")),
     ]
+
+
+def _first(name: str, *cases: Case) -> Finding:
+    """The finding of the first case that applies; the last one always does."""
+    return next(Finding(name, *said) for applies, *said in cases if applies)
 
 
 def _probe_all() -> dict[str, Probe]:
@@ -109,131 +119,116 @@ def _gloo_probe() -> Probe:
 
 
 def _python() -> Finding:
-    version = platform.python_version()
-    if sys.version_info < (3, 12):
-        return Finding("Python", "note", version, "megatron.training of megatron-core 0.18 and later needs Python 3.12")
-    return Finding("Python", "ok", version)
+    is_old = sys.version_info < (3, 12)
+    fix = "megatron.training of megatron-core 0.18 and later needs Python 3.12"
+    return Finding("Python", *("note" if is_old else "ok", platform.python_version(), fix if is_old else ""))
 
 
 def _torch(probe: Probe) -> Finding:
-    if "version" not in probe.facts:
-        return Finding("torch", "fail", f"cannot be imported: {probe.error}", "install torch 2.6 or later")
-    version = str(probe.facts["version"])
-    if _release(version) < (2, 6):
-        return Finding("torch", "fail", version, "install torch 2.6 or later")
-    if probe.error:
-        return Finding("torch", "fail", f"{version}: {probe.error}", "repair the CUDA driver or the installation")
-    devices = probe.facts["devices"]
-    if not probe.facts["cuda"]:
-        return Finding("torch", "note", f"{version}, a build without CUDA: gloo and the torch kernels only")
-    if not devices:
-        return Finding(
-            "torch",
+    facts = probe.facts
+    version, cuda, devices = facts.get("version"), facts.get("cuda"), facts.get("devices") or ["?"]
+    install = "install torch 2.6 or later"
+    return _first(
+        "torch",
+        (version is None, "fail", f"cannot be imported: {probe.error}", install),
+        (_release(version) < (2, 6), "fail", version, install),
+        (probe.error, "fail", f"{version}: {probe.error}", "repair the CUDA driver or the installation"),
+        (not cuda, "note", f"{version}, a build without CUDA: gloo and the torch kernels only"),
+        (
+            not facts.get("devices"),
             "note",
-            f"{version}, built for CUDA {probe.facts['cuda']}, no device visible",
+            f"{version}, built for CUDA {cuda}, no device visible",
             "is this a GPU machine?",
-        )
-    nccl = "NCCL" if probe.facts["nccl"] else "no NCCL"
-    return Finding("torch", "ok", f"{version}, CUDA {probe.facts['cuda']}, {nccl}, {len(devices)} × {devices[0]}")
-
-
-def _kernel(torch: Probe, triton: Probe) -> Finding:
-    on_cuda = bool(torch.facts.get("cuda_available"))
-    default = "triton" if on_cuda else "torch"
-    if triton.error:
-        fix = "install triton 3.2 or later, or choose --pg-kernel torch"
-        return Finding("--pg-kernel", "fail" if on_cuda else "note", f"default {default}; triton: {triton.error}", fix)
-    version = triton.facts["version"]
-    if not on_cuda:
-        return Finding(
-            "--pg-kernel", "ok", f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"
-        )
-    return Finding("--pg-kernel", "ok", f"default triton ({version}); neither falls back to the other")
-
-
-def _core(probe: Probe) -> list[Finding]:
-    if "version" not in probe.facts:
-        fix = "install megatron-core 0.16 or later"
-        if "transformer" in str(probe.error).lower() or "libcu" in str(probe.error):
-            fix = "uninstall transformer-engine where there is no CUDA: megatron.core imports it"
-        return [Finding("megatron-core", "fail", f"cannot be imported: {probe.error}", fix)]
-    version = str(probe.facts["version"])
-    tried = any(version.startswith(f"{release}.") for release in TRIED)
-    old = _release(version) < (0, 16)
-    status = "fail" if old else "ok" if tried else "note"
-    fix = "" if tried else "install 0.16 or later" if old else f"tried are {', '.join(TRIED)}; run the tests"
-    return [Finding("megatron-core", status, version, fix), *_contracts(probe)]
-
-
-def _contracts(probe: Probe) -> list[Finding]:
-    """What the schedule of this release does, against what docs/megatron.md says it does."""
-    rows = []
-    for name, key, expected, text in (
-        (
-            "contract, flag off",
-            "per_microbatch",
-            [0.5, 0.0],
-            "(K·D·S, report): the schedule multiplies by C and divides by K",
         ),
         (
-            "contract, flag on",
-            "per_token",
-            [1.0, 3.0],
-            "(Q·S, n, report): the schedule leaves it, finalize divides by Σ n",
+            True,
+            "ok",
+            f"{version}, CUDA {cuda}, {'' if facts.get('nccl') else 'no '}NCCL, {len(devices)} × {devices[0]}",
         ),
-    ):
-        if key not in probe.facts:
-            rows.append(Finding(name, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"))
-        elif probe.facts[key] == expected:
-            rows.append(Finding(name, "ok", f"{text} (tried on this release's schedule)"))
-        else:
-            fix = "gradients would be scaled wrongly: use a release of docs/megatron.md"
-            rows.append(Finding(name, "fail", f"a loss of 1 became {probe.facts[key]}, not {expected} (K 4, C 2)", fix))
-    return rows
-
-
-def _training(probe: Probe) -> Finding:
-    if "pretrain_hook" not in probe.facts:
-        error = printable(str(probe.facts.get("training_error") or probe.error), limit=240)
-        fix = "megatron_pg.pretrain needs it: pip install 'megatron-pg[training]', megatron-core 0.17 or later, its Python"
-        return Finding("megatron.training", "note", f"cannot be imported: {error}", fix)
-    if probe.facts["pretrain_hook"]:
-        return Finding("megatron.training", "ok", "flags enter by pretrain(extra_args_provider=)")
-    if probe.facts["parse_hook"]:
-        return Finding("megatron.training", "ok", "flags enter by parse_and_validate_args(extra_args_provider=)")
-    return Finding(
-        "megatron.training", "fail", "takes our flags in no way that is known", "use a release of docs/megatron.md"
     )
 
 
-def _transformer_engine(megatron: Probe) -> Finding:
+def _kernel(triton: Probe, *, on_cuda: bool) -> Finding:
+    default, version = "triton" if on_cuda else "torch", triton.facts.get("version")
+    fix = "install triton 3.2 or later, or choose --pg-kernel torch"
+    return _first(
+        "--pg-kernel",
+        (triton.error, "fail" if on_cuda else "note", f"default {default}; triton: {triton.error}", fix),
+        (on_cuda, "ok", f"default triton ({version}); neither falls back to the other"),
+        (True, "ok", f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"),
+    )
+
+
+def _core(probe: Probe) -> list[Finding]:
+    version, error = probe.facts.get("version"), str(probe.error)
+    is_te = "transformer" in error.lower() or "libcu" in error
+    remove_te = "uninstall transformer-engine where there is no CUDA: megatron.core imports it"
+    found = _first(
+        "megatron-core",
+        (version is None and is_te, "fail", f"cannot be imported: {error}", remove_te),
+        (version is None, "fail", f"cannot be imported: {error}", "install megatron-core 0.16 or later"),
+        (_release(version) < (0, 16), "fail", version, "install 0.16 or later"),
+        (str(version).startswith(tuple(f"{release}." for release in TRIED)), "ok", version),
+        (True, "note", version, f"tried are {', '.join(TRIED)}; run the tests"),
+    )
+    return [found] if version is None else [found, *(_contract(probe, *row) for row in CONTRACTS)]
+
+
+CONTRACTS = (  # docs/megatron.md: what a schedule makes of a loss of 1, and of a count of 3
+    ("off", "per_microbatch", [0.5, 0.0], "(K·D·S, report): the schedule multiplies by C and divides by K"),
+    ("on", "per_token", [1.0, 3.0], "(Q·S, n, report): the schedule leaves it, finalize divides by Σ n"),
+)
+
+
+def _contract(probe: Probe, flag: str, key: str, expected: list[float], text: str) -> Finding:
+    """What the schedule of this release does, against what docs/megatron.md says it does."""
+    found = probe.facts.get(key)
+    fix = "gradients would be scaled wrongly: use a release of docs/megatron.md"
+    return _first(
+        f"contract, flag {flag}",
+        (found is None, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"),
+        (found == expected, "ok", f"{text} (tried on this release's schedule)"),
+        (True, "fail", f"a loss of 1 became {found}, not {expected} (K 4, C 2)", fix),
+    )
+
+
+def _training(probe: Probe) -> Finding:
+    facts, error = probe.facts, printable(str(probe.facts.get("training_error") or probe.error), limit=240)
+    fix = "megatron_pg.pretrain needs it: pip install 'megatron-pg[training]', megatron-core 0.17 or later, its Python"
+    return _first(
+        "megatron.training",
+        ("pretrain_hook" not in facts, "note", f"cannot be imported: {error}", fix),
+        (facts.get("pretrain_hook"), "ok", "flags enter by pretrain(extra_args_provider=)"),
+        (facts.get("parse_hook"), "ok", "flags enter by parse_and_validate_args(extra_args_provider=)"),
+        (True, "fail", "takes our flags in no way that is known", "use a release of docs/megatron.md"),
+    )
+
+
+def _transformer_engine(*, can_import_core: bool) -> Finding:
     version = _version("transformer-engine") or _version("transformer_engine_torch")
-    if version is None:
-        return Finding(
-            "transformer-engine",
-            "note",
-            "absent: packed rows (thd) and context parallelism need it on GPUs",
-            "pip install --no-build-isolation 'megatron-pg[te]' on a machine with nvcc",
-        )
-    if megatron.error and "version" not in megatron.facts:
-        return Finding(
-            "transformer-engine", "fail", f"{version}, and megatron.core cannot be imported", "see megatron-core above"
-        )
-    return Finding("transformer-engine", "ok", version)
+    absent = "absent: packed rows (thd) and context parallelism need it on GPUs"
+    install = "pip install --no-build-isolation 'megatron-pg[te]' on a machine with nvcc"
+    return _first(
+        "transformer-engine",
+        (version is None, "note", absent, install),
+        (not can_import_core, "fail", f"{version}, and megatron.core cannot be imported", "see megatron-core above"),
+        (True, "ok", version),
+    )
 
 
 def _gloo(probe: Probe) -> Finding:
-    if probe.error or probe.facts.get("sum") != 2.0:
-        fix = "processes cannot meet: look at the firewall, GLOO_SOCKET_IFNAME and the shared memory"
-        return Finding("gloo, 2 processes", "fail", f"{probe.error or probe.facts}", fix)
-    return Finding("gloo, 2 processes", "ok", "an all-reduce is right")
+    fix = "processes cannot meet: look at the firewall, GLOO_SOCKET_IFNAME and the shared memory"
+    is_right = not probe.error and probe.facts.get("sum") == 2.0
+    return _first(
+        "gloo, 2 processes",
+        (is_right, "ok", "an all-reduce is right"),
+        (True, "fail", str(probe.error or probe.facts), fix),
+    )
 
 
-def _package(name: str, *, required: bool) -> Finding:
+def _package(name: str, without: str, fix: str) -> Finding:
     version = _version(name)
-    if version is not None:
-        return Finding(name, "ok", version)
-    return Finding(name, "fail" if required else "note", "absent", f"pip install {name}" if required else "optional")
+    return Finding(name, "ok", version) if version else Finding(name, without, "absent", fix)
 
 
 def _version(name: str) -> str | None:
@@ -243,6 +238,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
-    parts = version.split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdecimal()) if all(part.isdecimal() for part in parts) else (99,)
+def _release(version: object) -> tuple[int, ...]:
+    """The first two numbers of a version; beyond all others where it has none."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.|$)", str(version))
+    return (int(match[1]), int(match[2])) if match else (99,)

@@ -28,13 +28,8 @@ class Layout:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `explain`."""
     add_launch_options(parser)
-    parser.add_argument(
-        "--lengths",
-        type=_lengths,
-        default=(10, 100, 1000),
-        metavar="N,N,…",
-        help="trained tokens of the answers whose weight is shown (default 10,100,1000)",
-    )
+    lengths = "trained tokens of the answers whose weight is shown (default 10,100,1000)"
+    parser.add_argument("--lengths", type=_lengths, default=(10, 100, 1000), metavar="N,N,…", help=lengths)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,9 +43,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
-    if launch.ran:
-        say(launch.ran)
-    say(banner(launch.args))
+    for text in filter(None, (launch.ran, banner(launch.args))):
+        say(text)
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
@@ -64,37 +58,32 @@ def layout_of(launch: Launch) -> Layout:
         InputError: they do not divide each other.
     """
     found = {name: value for name, value in vars(launch.args).items() if value is not None}
-    for name in _SIZES & found.keys():
+    for name in found.keys() & {*_MODEL, "micro_batch_size", "global_batch_size"}:
         if found[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} {found[name]} is no size. Give 1 or more.")
-    world, context, micro = launch.world_size, found.get("context_parallel_size"), found.get("micro_batch_size")
-    model = math.prod(found.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context"))
+    world, model = launch.world_size, math.prod(found.get(name, 1) for name in _MODEL)
     if world is not None and (world < 1 or world % model):
         raise InputError(
             f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
         )
     data = world // model if world is not None else None
-    context = 1 if context is None and data else context
+    context = found.get("context_parallel_size", 1 if data else None)
+    batch, micro, microbatches = found.get("global_batch_size"), found.get("micro_batch_size"), None
     if documents := found.get("docs_per_step"):  # as many micro-batches as they take
-        exact = found.get("docs_per_step_policy", "exact") == "exact"
-        return Layout(world, data, context, documents if exact else None, micro, None)
-    if "rampup_batch_size" in found:
-        return Layout(world, data, context, None, micro, None)
-    batch = found.get("global_batch_size")
-    if batch is None or micro is None or data is None:
-        return Layout(world, data, context, batch, micro, None)
-    if batch % (micro * data):
-        raise InputError(
-            f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} times {data} data-parallel ranks, so Megatron "
-            "would not start. Correct one of them."
-        )
-    return Layout(world, data, context, batch, micro, batch // (micro * data))
+        batch = documents if found.get("docs_per_step_policy", "exact") == "exact" else None
+    elif "rampup_batch_size" in found:
+        batch = None
+    elif batch is not None and micro is not None and data is not None:
+        microbatches, rest = divmod(batch, micro * data)
+        if rest:
+            raise InputError(
+                f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} times {data} data-parallel ranks, so Megatron "
+                "would not start. Correct one of them."
+            )
+    return Layout(world, data, context, batch, micro, microbatches)
 
 
-_SIZES = {
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("micro_batch_size", "global_batch_size"),
-}
+_MODEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
@@ -103,27 +92,25 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str
         ("N_r", _rollouts_text(args, layout)),
         ("K", _microbatches_text(args, layout)),
         ("D, C", _ranks_text(layout)),
+        *_denominator_rows(args, layout),
     ]
-    rows += _denominator_rows(args, layout)
+    divisor, micro, data, context = args.pg_grad_divisor, layout.microbatches, layout.data, layout.context
+    gradient = "∇Σ w·ℓ, exactly" if divisor == 1 else f"∇Σ w·ℓ / {divisor:g}  (--pg-grad-divisor)"
     if vars(args).get("calculate_per_token_loss", False):
         counted = "kept or not, Q = Σ n" if args.pg_denominator == "kept" else "Q = Σ n = T"
-        rows += [
-            (
-                "returned",
-                f"Q·S and n: S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, {counted} (MoE: positions)",
-            ),
+        returned = f"S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, {counted} (MoE: positions)"
+        return [
+            *rows,
+            ("returned", f"Q·S and n: {returned}"),
             ("schedule, DDP", "× 1: neither K nor D nor C appears"),
-            ("finalize", f"÷ Σ n = Q, so the gradient is {_gradient(args)}"),
+            ("finalize", f"÷ Σ n = Q, so the gradient is {gradient}"),
         ]
-        return rows
+    product = f" = {micro}·{data}·S = {micro * data}·S" if micro else ""
     return [
         *rows,
-        ("returned", f"K·D·S{_product(layout)}, S = Σ w·ℓ of the rank and micro-batch"),
-        ("schedule", f"× C{_equal(layout.context)}, ÷ K{_equal(layout.microbatches)}"),
-        (
-            "DDP",
-            f"÷ (D·C){_equal(layout.data and layout.data * layout.context)}, then the sum over ranks: {_gradient(args)}",
-        ),
+        ("returned", f"K·D·S{product}, S = Σ w·ℓ of the rank and micro-batch"),
+        ("schedule", f"× C{_equal(context)}, ÷ K{_equal(micro)}"),
+        ("DDP", f"÷ (D·C){_equal(data and data * context)}, then the sum over ranks: {gradient}"),
     ]
 
 
@@ -149,29 +136,14 @@ def _fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
     return layout.batch if args.pg_denominator == "scheduled" else None
 
 
-def _gradient(args: argparse.Namespace) -> str:
-    divisor = args.pg_grad_divisor
-    return "∇Σ w·ℓ, exactly" if divisor == 1 else f"∇Σ w·ℓ / {divisor:g}  (--pg-grad-divisor)"
-
-
 def _equal(value: int | None) -> str:
     return "" if value is None else f" = {value}"
-
-
-def _product(layout: Layout) -> str:
-    if layout.microbatches is None:
-        return ""
-    return f" = {layout.microbatches}·{layout.data}·S = {layout.microbatches * layout.data}·S"
 
 
 def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
     if args.docs_per_step:
         return "as many micro-batches as the step's documents take"
-    sizes = (layout.batch, layout.micro, layout.data)
-    batch, micro, data = (
-        name if value is None else value
-        for value, name in zip(sizes, ("samples", "micro-batch size", "D"), strict=True)
-    )
+    batch, micro, data = layout.batch or "samples", layout.micro or "micro-batch size", layout.data or "D"
     count = f"{layout.microbatches} = " if layout.microbatches else ""
     return f"{count}{batch} / ({micro}·{data}) micro-batches"
 
@@ -231,13 +203,14 @@ def _assumption(args: argparse.Namespace) -> str:
 
 
 def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
-    rows = [("arguments", launch.source)]
-    rows.append(("elsewhere", AGGREGATIONS[launch.args.loss_aggregation].elsewhere))
-    rows += [("note", text) for text in (*remarks, *launch.notes)]
-    rows.append(("set", _given(launch.args) or "nothing: the defaults of megatron_pg"))
-    if launch.others:
-        rows.append(("not read", f"{len(launch.others)} further arguments, which belong to other parsers"))
-    return rows
+    others = f"{len(launch.others)} further arguments, which belong to other parsers"
+    return [
+        ("arguments", launch.source),
+        ("elsewhere", AGGREGATIONS[launch.args.loss_aggregation].elsewhere),
+        *(("note", text) for text in (*remarks, *launch.notes)),
+        ("set", _given(launch.args) or "nothing: the defaults of megatron_pg"),
+        *([("not read", others)] if launch.others else []),
+    ]
 
 
 def _given(args: argparse.Namespace) -> str:
@@ -254,14 +227,8 @@ def _document(
     factors: list[tuple[str, str]],
     weights: list[dict[str, float]],
 ) -> dict[str, object]:
-    own = {name: vars(launch.args)[name] for name in own_arguments()}
-    sizes = {
-        "world": layout.world,
-        "D": layout.data,
-        "C": layout.context,
-        "K": layout.microbatches,
-        "N_r": _fixed_rollouts(launch.args, layout),
-    }
+    own, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
+    sizes = {"world": layout.world, "D": layout.data, "C": layout.context, "K": layout.microbatches, "N_r": rollouts}
     return {
         "run": launch.ran,
         "source": launch.source,
@@ -270,7 +237,7 @@ def _document(
         "objective": dict(describe(launch.args)),
         "sizes": sizes,
         "factors": dict(factors),
-        "weights_unit": "1" if sizes["N_r"] else "1/N_r",
+        "weights_unit": "1" if rollouts else "1/N_r",
         "weights": weights,
         "elsewhere": AGGREGATIONS[launch.args.loss_aggregation].elsewhere,
         "remarks": list(remarks),

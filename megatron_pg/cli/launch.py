@@ -28,8 +28,14 @@ _MENTIONING = {  # recorded commands that may name a launcher and start none
     *("sed", "sort", "tail", "tee", "touch"),
 }
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
-_SCRIPT_OPTIONS = ("line", "nth", "show_output", "time_limit")
 _TIME_LIMIT = 30.0
+_SCRIPT_OPTIONS = {  # those of ours that only a script can have
+    "--nth": {"type": int, "metavar": "N", "help": "the N-th training that SCRIPT starts, of several"},
+    "--line": {"type": int, "metavar": "N", "help": "the training that line N of SCRIPT starts, of several"},
+    "--show-output": {"action": "store_true", "help": "show what SCRIPT prints, on the standard error"},
+    "--time-limit": {"type": float, "metavar": "SECONDS", "help": f"when SCRIPT is ended (default {_TIME_LIMIT:g})"},
+}
+_OPTIONS = ("--json", "--world-size", *_SCRIPT_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,6 @@ class _Parser(argparse.ArgumentParser):
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommands that take a launch, and the flags of megatron_pg in their help."""
-    name = parser.prog.split()[-1]
     parser.usage = (
         f"{parser.prog} [options] [flags of the launch]\n"
         f"       {parser.prog} [options] --run SCRIPT [arguments of SCRIPT]"
@@ -64,18 +69,14 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         "training that it would start gives the flags. Builtins, redirections and commands with a path are real; where the "
         "system allows it, what they write goes to a scratch layer. All further words are arguments of SCRIPT",
     )
-    parser.add_argument("--nth", type=int, metavar="N", help="the N-th training that SCRIPT starts, of several")
-    parser.add_argument("--line", type=int, metavar="N", help="the training that line N of SCRIPT starts, of several")
-    parser.add_argument("--show-output", action="store_true", help="show what SCRIPT prints, on the standard error")
-    parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help=f"when SCRIPT is ended (default {_TIME_LIMIT:g})"
-    )
+    for name, keywords in _SCRIPT_OPTIONS.items():
+        parser.add_argument(name, **keywords)
     shown = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     flags = add_arguments(shown).format_help().partition("\n")[2].strip()
     parser.epilog = (
         "The certain way for a script is a dry run of the job itself: MEGATRON_PG_DRY_RUN=1 bash launch.sh. Examples:\n"
-        f"  megatron-pg {name} --loss-aggregation constant --loss-aggregation-divisor 8192\n"
-        f"  NUM_GPUS=8 megatron-pg {name} --run launch.sh --pg-temperature 0.9\n\n"
+        f"  {parser.prog} --loss-aggregation constant --loss-aggregation-divisor 8192\n"
+        f"  NUM_GPUS=8 {parser.prog} --run launch.sh --pg-temperature 0.9\n\n"
         f"flags of megatron_pg:\n  {flags}"
     )
 
@@ -94,10 +95,8 @@ def read_launch(options: argparse.Namespace) -> Launch:
             f"{show_path(words[0])} is no flag. A script shows its flags only when it runs. Start the job with MEGATRON_PG_DRY_RUN=1 "
             "in the environment (or --pg-dry-run), which is certain; or give --run and the script, only if you would run it."
         )
-    if given := [name for name in _SCRIPT_OPTIONS if vars(options)[name]]:
-        raise InputError(
-            f"--{given[0].replace('_', '-')} is for a script, and none is given. Leave it out, or add --run SCRIPT."
-        )
+    if given := [name for name in _SCRIPT_OPTIONS if vars(options)[name[2:].replace("-", "_")]]:
+        raise InputError(f"{given[0]} is for a script, and none is given. Leave it out, or add --run SCRIPT.")
     if not words:
         raise InputError(
             "neither flags nor --run SCRIPT are given. Give one of them, for instance --loss-aggregation token_mean."
@@ -133,25 +132,20 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
         sys.stderr.write(recording.output)
     try:
         found = _trainings(recording, limit)
-        chosen, others_started = _choose(found, options)
+        chosen, choice = _choose(found, options)
         before, after = _split(chosen.words)
         args, others = _parse(after)
     except InputError as error:
         raise InputError(f"{show_path(path)}: {error}") from error
     _fill_in(args)
-    misplaced = [word for word in arguments if word in ("--json", "--world-size", "--nth", "--line", "--show-output")]
     notes = [
         f"{word} stands behind the script and went to it; megatron-pg's own options stand before --run"
-        for word in misplaced
+        for word in arguments
+        if word in _OPTIONS
     ]
-    return Launch(
-        args,
-        _place(chosen),
-        options.world_size or _world_size(before),
-        others,
-        (*notes, *others_started, *_notes(recording, found, limit)),
-        _how(path, recording),
-    )
+    notes += [*choice, *_notes(recording, found, limit)]
+    world_size = options.world_size or _world_size(before)
+    return Launch(args, _place(chosen), world_size, others, tuple(notes), _how(path, recording))
 
 
 def _how(path: str, recording: Recording) -> str:
@@ -176,12 +170,9 @@ def _trainings(recording: Recording, limit: float) -> list[Command]:
 
 
 def _no_training_message(recording: Recording, limit: float) -> str:
-    recorded = _summary(recording.commands)
-    recorded = (
-        " ".join(["", f"Recorded: {recorded}.", *(f"{text}." for text in _unanswered(recording.commands)[-1:])])
-        if recorded
-        else ""
-    )
+    names = _summary(recording.commands)
+    said = [f"Recorded: {names}", *_unanswered(recording.commands)[-1:]] if names else []
+    recorded = "".join(f" {text}." for text in said)
     if recording.is_cut:
         return (
             f"it was ended after {limit:g} s, before it started a training.{recorded} Does it wait for a command's output? Start the job "
@@ -310,10 +301,8 @@ def _check_spelling(others: Sequence[str], own: set[str]) -> None:
             raise InputError(f"{printable(word)} begins with a dash that is no hyphen, so it is no flag. Write --.")
         if not flag.startswith("--"):
             continue
-        megatrons = {
-            name for name in own if name == f"--pg-{flag[2:]}"
-        }  # --vocab-size is not a misspelt --pg-vocab-size
-        close = difflib.get_close_matches(flag.replace("_", "-"), own - megatrons, n=1, cutoff=0.9)
+        # --vocab-size is not a misspelt --pg-vocab-size
+        close = difflib.get_close_matches(flag.replace("_", "-"), own - {f"--pg-{flag[2:]}"}, n=1, cutoff=0.9)
         if _OURS.match(flag) or close:
             guess = close or difflib.get_close_matches(flag, own, n=1, cutoff=0.5)
             hint = f" Did you mean {guess[0]}?" if guess else ""

@@ -1,5 +1,8 @@
 """Pictures, for the subcommands that can draw them. matplotlib is an extra: without it there is a message, no picture."""
 
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +11,25 @@ from megatron_pg.cli.terminal import InputError, check_output, show_path, writte
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def check_picture(path: str, *, overwrite: bool) -> None:
-    """Refuse a picture that could not be made before any work is done.
+def add_picture_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a subcommand that can draw."""
+    parser.add_argument("--output", metavar="FILE", help="a picture, .png, .svg or .pdf; needs matplotlib")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+
+
+def check_picture(options: argparse.Namespace) -> None:
+    """Refuse a picture that is asked for and could not be made, before any work is done.
 
     Raises:
         InputError: another kind of file, a path that cannot be written, or matplotlib is missing.
     """
-    if Path(path).suffix not in SUFFIXES:
+    if not options.output:
+        return
+    if Path(options.output).suffix not in SUFFIXES:
         raise InputError(
-            f"{show_path(path)}: is no {', '.join(SUFFIXES)} file, so its format is unknown. Give it such a name."
+            f"{show_path(options.output)}: is no {', '.join(SUFFIXES)} file, so its format is unknown. Give it such a name."
         )
-    check_output(path, overwrite=overwrite)
-    _matplotlib()
-
-
-def _matplotlib() -> Any:
+    check_output(options.output, overwrite=options.overwrite)
     try:
         import matplotlib
     except Exception as error:  # missing, or broken in any way
@@ -31,22 +38,18 @@ def _matplotlib() -> Any:
             "leave --output out."
         ) from error
     matplotlib.use("Agg")
-    return matplotlib
 
 
-def new_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Any, Any]:
-    """A figure and its axes."""
-    _matplotlib()
+@contextmanager
+def picture(
+    options: argparse.Namespace, rows: int, columns: int, size: tuple[float, float]
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes to draw on, written whole or not at all when the block ends."""
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False)
-
-
-def save_figure(figure: Any, path: str, *, overwrite: bool) -> None:
-    """Write the figure, whole or not at all."""
-    import matplotlib.pyplot as plt
-
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    yield figure, axes
     figure.tight_layout()
-    with written_whole(path, overwrite=overwrite) as scratch:
-        figure.savefig(scratch, format=Path(path).suffix[1:], dpi=110)
+    with written_whole(options.output, overwrite=options.overwrite) as scratch:
+        figure.savefig(scratch, format=Path(options.output).suffix[1:], dpi=110)
     plt.close(figure)

@@ -12,45 +12,37 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_pg.cli.pictures import check_picture, new_figure, save_figure
-from megatron_pg.cli.terminal import (
-    InputError,
-    Progress,
-    megabytes,
-    say,
-    show_json,
-    show_path,
-    table,
-    unreadable_message,
-)
+from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
+from megatron_pg.cli.terminal import InputError, megabytes, opened, progress, say, show_json, show_path, table
 from megatron_pg.metrics.reporting import CONSOLE
+from megatron_pg.rollouts.fields import is_int, is_number
 from megatron_pg.rollouts.printable import printable
 
 SHOWN = (*CONSOLE, "aggregation_ess", "reward", "response_length")
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_LINE = 2**20  # bytes; a step's metrics are a few kilobytes
 
-Curve = dict[int, float]  # value by optimizer step
+Curve = dict[int, float]  # value by optimizer step, in order
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `plot`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a metrics.jsonl, or the folder that holds it")
     parser.add_argument("--metrics", metavar="NAME,…", help=f"default: those of {', '.join(SHOWN)} that a run has")
-    parser.add_argument("--output", metavar="FILE", help="a picture, .png, .svg or .pdf; needs matplotlib")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+    add_picture_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the curves and draw them."""
-    if options.output:
-        check_picture(options.output, overwrite=options.overwrite)
+    check_picture(options)
     runs = {label: read_metrics(path) for label, path in _labelled(options.runs).items()}
     names = _chosen(options.metrics, runs)
     if options.output:
         _draw(runs, names, options)
     if options.json:
-        show_json({label: {n: _listed(curves[n]) for n in names if n in curves} for label, curves in runs.items()})
+        show_json(
+            {label: {name: _listed(curves[name]) for name in names if name in curves} for label, curves in runs.items()}
+        )
         return 0
     for name in names:
         say(name)
@@ -65,29 +57,22 @@ def read_metrics(path: Path) -> dict[str, Curve]:
         InputError: the file cannot be read, or a line is no step's record.
     """
     shown, curves = show_path(path), {}
-    try:
-        progress = Progress(f"reading {shown}", path.stat().st_size, megabytes)
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
-                if len(line) <= _MAX_LINE and not line.endswith(b"\n"):
-                    break  # its run is writing it
-                _add(curves, line, f"{shown}:{number}")
-                progress.update(file.tell())
-        progress.close()
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise InputError(unreadable_message(path, error)) from error
+    with opened(path) as file, progress(f"reading {shown}", path.stat().st_size, megabytes) as update:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
+            if len(line) <= _MAX_LINE and not line.endswith(b"\n"):
+                break  # its run is writing it
+            _add(curves, line, f"{shown}:{number}")
+            update(file.tell())
     if not curves:
         raise InputError(f"{shown}: holds no step yet, so there is nothing to draw. Wait for the first one.")
-    return curves
+    return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 
 def _add(curves: dict[str, Curve], line: bytes, where: str) -> None:
     try:
         record = json.loads(line) if len(line) <= _MAX_LINE else None
         step = record["iteration"]
-        if isinstance(step, bool) or not isinstance(step, int):
+        if not is_int(step):
             raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
@@ -95,7 +80,7 @@ def _add(curves: dict[str, Curve], line: bytes, where: str) -> None:
             "metrics.jsonl of a run."
         ) from error
     for name, value in record.items():
-        if name != "iteration" and type(value) in (int, float) and abs(value) < math.inf:
+        if name != "iteration" and is_number(value):
             curves.setdefault(name, {})[step] = float(value)
 
 
@@ -130,7 +115,7 @@ def _rows(runs: Mapping[str, dict[str, Curve]], name: str) -> list[tuple[str, ..
         if name not in curves:
             rows.append((label, "0", "–", "–", "–", "–", ""))
             continue
-        values = [value for _, value in sorted(curves[name].items())]
+        values = list(curves[name].values())
         numbers = (values[0], values[-1], min(values), max(values))
         rows.append((label, str(len(values)), *(f"{value:.4g}" for value in numbers), small_curve(values)))
     return rows
@@ -150,24 +135,21 @@ def _visible(value: float) -> float:
 
 
 def _listed(curve: Curve) -> dict[str, list]:
-    steps = sorted(curve)
-    return {"iterations": steps, "values": [curve[step] for step in steps]}
+    return {"iterations": list(curve), "values": list(curve.values())}
 
 
 def _draw(runs: Mapping[str, dict[str, Curve]], names: Sequence[str], options: argparse.Namespace) -> None:
     columns = min(len(names), 3)
     rows = -(-len(names) // columns)
-    figure, axes = new_figure(rows, columns, width=4.2 * columns, height=2.9 * rows)
-    panels = list(axes.flat)
-    for name, axis in zip(names, panels, strict=False):
-        for label, curves in runs.items():
-            curve = curves.get(name, {})
-            steps = sorted(curve)
-            axis.plot(steps, [_visible(curve[step]) for step in steps], label=label, linewidth=1.3)
-        axis.set_title(printable(name), fontsize=10)
-        axis.grid(alpha=0.3)
-    for axis in panels[len(names) :]:
-        axis.set_visible(False)
-    panels[0].legend(fontsize=8)
-    figure.supxlabel("optimizer step", fontsize=10)
-    save_figure(figure, options.output, overwrite=options.overwrite)
+    with picture(options, rows, columns, (4.2 * columns, 2.9 * rows)) as (figure, axes):
+        for name, axis in itertools.zip_longest(names, axes.flat):
+            if name is None:
+                axis.set_visible(False)
+                continue
+            for label, curves in runs.items():
+                curve = curves.get(name, {})
+                axis.plot([*curve], [*map(_visible, curve.values())], label=label, linewidth=1.3)
+            axis.set_title(printable(name), fontsize=10)
+            axis.grid(alpha=0.3)
+        axes[0][0].legend(fontsize=8)
+        figure.supxlabel("optimizer step", fontsize=10)

@@ -22,28 +22,11 @@ from megatron_pg.cli.terminal import InputError, read_text, show_path
 
 HERE = Path(__file__).parent
 # Tools that only read. xargs starts what it is given, which is a recorder.
-READING = (
-    *("awk", "base64", "basename", "bc", "cat", "cmp", "comm", "cut", "date", "df", "diff", "dirname", "du", "egrep"),
-    *("expr", "fgrep", "file", "fold", "free", "getconf", "getopt", "grep", "groups", "head", "hostname", "id", "jq"),
-    *("join", "locale", "ls", "lscpu", "md5sum", "nl", "nproc", "numfmt", "od", "paste", "pgrep", "ps", "readlink"),
-    *(
-        "realpath",
-        "rev",
-        "sed",
-        "seq",
-        "sha256sum",
-        "shuf",
-        "sort",
-        "stat",
-        "tac",
-        "tail",
-        "tr",
-        "tty",
-        "uname",
-        "uniq",
-    ),
-    *("wc", "which", "whoami", "xargs"),
-)
+READING = """
+    awk base64 basename bc cat cmp comm cut date df diff dirname du egrep expr fgrep file fold free getconf
+    getopt grep groups head hostname id jq join locale ls lscpu md5sum nl nproc numfmt od paste pgrep ps
+    readlink realpath rev sed seq sha256sum shuf sort stat tac tail tr tty uname uniq wc which whoami xargs
+"""
 # Words with which such a tool writes a file or waits for ever; with them it is recorded.
 GUARDED = {
     "sed": r" -([[:alpha:]]*i|-in-place)",
@@ -53,11 +36,10 @@ GUARDED = {
 }
 WRITING = ("chmod", "cp", "install", "ln", "mkdir", "mktemp", "mv", "tee", "touch")  # real on a scratch layer only
 # Recorded also where they are not installed, and where a script finds them in a PATH of its own.
-COMMANDS = (
-    *("accelerate", "bash", "conda", "curl", "dd", "deepspeed", "git", "hf", "killall", "make", "pip", "pip3", "pkill"),
-    *("python", "python3", "ray", "rm", "rmdir", "rsync", "scp", "sh", "sleep", "ssh", "torchrun", "truncate", "uv"),
-    *("wandb", "wget"),
-)
+COMMANDS = """
+    accelerate bash conda curl dd deepspeed git hf killall make pip pip3 pkill python python3 ray rm rmdir rsync
+    scp sh sleep ssh torchrun truncate uv wandb wget
+"""
 LAUNCHER = r"(?:python[\d.]*|torchrun|accelerate|deepspeed|ray|srun|sbatch|mpirun|mpiexec)"
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _PATH = re.compile(rf"[\w./~+-]*/{LAUNCHER}(?![\w./-])", re.ASCII)
@@ -147,9 +129,10 @@ def _furnish(scratch: Path, launchers: set[str]) -> str:
     stub = scratch / "stub"
     stub.write_text(_STUB.format(bash=bash, scratch=shlex.quote(str(scratch))))
     stub.chmod(0o755)
-    tools = {name: path for name in (*READING, *WRITING) if (path := shutil.which(name))}
-    names = {name for name in (*known, *COMMANDS) if _NAME.fullmatch(name)} - {*tools, *own.split()}
-    stubs = {name for name in names if name in COMMANDS or re.fullmatch(LAUNCHER, name)}
+    recorded = COMMANDS.split()
+    tools = {name: path for name in (*READING.split(), *WRITING) if (path := shutil.which(name))}
+    names = {name for name in (*known, *recorded) if _NAME.fullmatch(name)} - {*tools, *own.split()}
+    stubs = {name for name in names if name in recorded or re.fullmatch(LAUNCHER, name)}
     for name in stubs | tools.keys():  # what `exec`, xargs and `command` find; functions stand before them
         (scratch / "bin" / name).symlink_to(tools.get(name, stub))
     answers = dict.fromkeys((*names, *launchers, "command_not_found_handle"), "__pg_stub")

@@ -8,8 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_pg.rollouts.printable import printable
+
+DELAY = 2.0  # seconds before the first word on what lasts
+PERIOD = 1.0  # seconds between two on a terminal
+LOG_PERIOD = 5.0  # and in a log
 
 
 class InputError(ValueError):
@@ -42,10 +47,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  " + "  ".join(line).rstrip() for line in aligned)
 
 
-def unreadable_message(path: str | Path, error: OSError | ValueError) -> str:
-    """What is wrong with a file that cannot be opened or read."""
-    reason = getattr(error, "strerror", None) or error
-    return f"{show_path(path)}: cannot be read ({reason}). Give an existing file."
+@contextmanager
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to read.
+
+    Raises:
+        InputError: it cannot be opened, or the block cannot read it.
+    """
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{show_path(path)}: cannot be read ({reason}). Give an existing file.") from error
 
 
 def read_text(path: str | Path, *, limit: int = 16 * 2**20) -> str:
@@ -54,11 +70,8 @@ def read_text(path: str | Path, *, limit: int = 16 * 2**20) -> str:
     Raises:
         InputError: it cannot be read, is larger, or is not UTF-8.
     """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(limit + 1)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise InputError(unreadable_message(path, error)) from error
+    with opened(path) as file:
+        content = file.read(limit + 1)
     if len(content) > limit:
         raise InputError(
             f"{show_path(path)}: is larger than {limit} bytes, so it is no launch script. Give another file."
@@ -107,63 +120,40 @@ def check_output(path: str | Path, *, overwrite: bool) -> None:
         raise InputError(f"{show_path(path)}: its folder cannot be written to. Give another path.")
 
 
-class Progress:
-    """A line on the standard error from the second second on: what is done, of how much, and the time left.
+@contextmanager
+def progress(what: str, total: int = 0, show: Callable[[int], str] = str) -> Iterator[Callable[[int], None]]:
+    """Say on the standard error from the second second on that `what` lasts: a line in a log, one that changes on a terminal.
 
-    Args:
-        what: the work, as a verb.
-        total: its size.
-        show: how a size is written.
+    The block is given a function that it may tell how much of `total` is done, which `show` writes.
     """
+    done, text, start, is_over, is_terminal = 0, "", time.monotonic(), threading.Event(), sys.stderr.isatty()
 
-    DELAY = 2.0  # seconds before the first line
-    PERIOD = 1.0  # seconds between two on a terminal
-    LOG_PERIOD = 5.0  # and in a log
+    def update(amount: int) -> None:
+        nonlocal done
+        done = amount
 
-    def __init__(self, what: str, total: int, show: Callable[[int], str] = str):
-        self._what, self._total, self._show = what, total, show
-        self._start = self._last = time.monotonic()
-        self._shown = False
-
-    def update(self, done: int) -> None:
-        """Say how far the work is, if it is time to."""
-        now, is_terminal = time.monotonic(), sys.stderr.isatty()
-        period = self.PERIOD if is_terminal else self.LOG_PERIOD
-        if now - self._start < self.DELAY or (self._shown and now - self._last < period):
-            return
-        self._last, self._shown = now, True
-        left = (now - self._start) / done * (self._total - done) if done else 0.0
-        text = f"{self._what}: {self._show(done)} of {self._show(self._total)}, {left:.0f} s left"
-        sys.stderr.write(f"{text}\x1b[K\r" if is_terminal else f"{text}\n")
-        sys.stderr.flush()
-
-    def close(self) -> None:
-        """Remove the line from a terminal."""
-        if self._shown and sys.stderr.isatty():
+    def tick() -> None:
+        nonlocal text
+        wait = DELAY
+        while not is_over.wait(wait):
+            seconds, wait = time.monotonic() - start, PERIOD if is_terminal else LOG_PERIOD
+            text = f"{what}: {seconds:.0f} s"
+            if done and total:
+                text = f"{what}: {show(done)} of {show(total)}, {seconds / done * (total - done):.0f} s left"
+            sys.stderr.write(f"{text}\x1b[K\r" if is_terminal else f"{text}\n")
+            sys.stderr.flush()
+        if text and is_terminal:
             sys.stderr.write("\r\x1b[K")
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def megabytes(size: int) -> str:
     """A size in bytes as text."""
     return f"{size / 1e6:,.0f} MB"
-
-
-@contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Say from the second second on that one long call is still under way."""
-    done, start = threading.Event(), time.monotonic()
-
-    def tick() -> None:
-        wait = Progress.DELAY
-        while not done.wait(wait):
-            sys.stderr.write(f"{what}: {time.monotonic() - start:.0f} s\n")
-            sys.stderr.flush()
-            wait = Progress.LOG_PERIOD
-
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -37,23 +37,31 @@ def is_id(value: Any) -> bool:
     return is_int(value) and abs(value) < 2**62
 
 
-def _list_of(accepts: Callable[[Any], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(accepts(item) for item in value)
+def _are_tokens(value: Any) -> bool:
+    """Whether it is a list of token ids. Lists are long: here and below every item is looked at without a call of ours."""
+    return _holds(value, {int}) and (not value or (min(value) >= 0 and max(value) < 2**31))
 
 
-_numbers = _list_of(is_number)
+def _are_numbers(value: Any) -> bool:
+    return _holds(value, {int, float}) and all(map(sys.float_info.max.__ge__, map(abs, value)))
+
+
+def _holds(value: object, kinds: set[type]) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= kinds
+
+
 FIELDS = {
     "step": Field(lambda value: is_int(value) and 0 <= value < 2**62),
     "prompt_id": Field(is_id),
     "rollout_id": Field(is_id),
-    "tokens": Field(_list_of(lambda value: is_int(value) and 0 <= value < 2**31)),
+    "tokens": Field(_are_tokens),
     "response_length": Field(is_int),
-    "loss_mask": Field(_numbers, is_per_token=True),
-    "old_logprobs": Field(_numbers, is_per_token=True, is_logprob=True),
+    "loss_mask": Field(_are_numbers, is_per_token=True),
+    "old_logprobs": Field(_are_numbers, is_per_token=True, is_logprob=True),
     "reward": Field(is_number),
-    "advantage": Field(lambda value: is_number(value) or _numbers(value)),
-    "rollout_logprobs": Field(_numbers, is_required=False, is_per_token=True, is_logprob=True),
-    "ref_logprobs": Field(_numbers, is_required=False, is_per_token=True, is_logprob=True),
+    "advantage": Field(lambda value: is_number(value) or _are_numbers(value)),
+    "rollout_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
+    "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
 }
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
 OPTIONAL = tuple(name for name, each in FIELDS.items() if not each.is_required)

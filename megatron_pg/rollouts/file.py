@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, REQUIRED
-from megatron_pg.rollouts.lines import FORMAT, VERSION, RolloutFileError, no_samples_message, read_records
+from megatron_pg.rollouts.lines import FORMAT, VERSION, RolloutFileError, read_records
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.sample import Sample
 
@@ -20,17 +20,28 @@ def read_rollouts(path: str | Path) -> list[Sample]:
     Raises:
         RolloutFileError: with file and line, for whatever does not follow docs/rollout_file.md.
     """
-    path = Path(path)
+    return list(iterate_rollouts(path))
+
+
+def iterate_rollouts(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[Sample]:
+    """The samples of a rollout file one by one, each checked; `update` is told how many bytes are read.
+
+    Raises:
+        RolloutFileError: as `read_rollouts`, when the reading comes to it.
+    """
+    path, is_empty = Path(path), True
     shown = printable(str(path), limit=None)
-    samples = []
-    for number, record in read_records(path):
+    for number, record in read_records(path, update=update):
         try:
-            samples.append(sample_of(record, f"{path.name}:{number}"))
+            sample = sample_of(record, f"{path.name}:{number}")
         except ValueError as error:
             raise RolloutFileError(f"{shown}:{number}: {error}") from error
-    if not samples:
-        raise RolloutFileError(no_samples_message(path))
-    return samples
+        yield sample
+        is_empty = False
+    if is_empty:
+        raise RolloutFileError(
+            f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
+        )
 
 
 class RolloutWriter:

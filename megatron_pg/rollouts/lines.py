@@ -1,7 +1,7 @@
 """The lines of a rollout file: one header, then one JSON object each. Needs no torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_pg.rollouts.printable import printable, shorten
@@ -15,14 +15,14 @@ class RolloutFileError(ValueError):
     """A rollout file is malformed; the message begins with file and line."""
 
 
-def read_records(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """Line number and object of every sample; the header is checked.
+def read_records(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[tuple[int, dict]]:
+    """Line number and object of every sample; the header is checked. `update` is told how many bytes are read.
 
     Raises:
         RolloutFileError: the file cannot be read, or a line is not one JSON object.
     """
     shown = printable(str(path), limit=None)
-    for number, line in enumerate(raw_lines(path), start=1):
+    for number, line in enumerate(raw_lines(path, update=update), start=1):
         record = parse_line(line, f"{shown}:{number}")
         if number == 1:
             check_header(record, shown)
@@ -30,8 +30,8 @@ def read_records(path: str | Path) -> Iterator[tuple[int, dict]]:
             yield number, record
 
 
-def raw_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """The lines that begin at bytes `start` to `stop` - 1; one that is too long is cut behind MAX_LINE_BYTES.
+def raw_lines(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[bytes]:
+    """The lines of a file, of which one that is too long is cut behind MAX_LINE_BYTES.
 
     Raises:
         RolloutFileError: the file cannot be read.
@@ -41,22 +41,14 @@ def raw_lines(path: str | Path, start: int = 0, stop: int | None = None) -> Iter
         raise RolloutFileError(f"{shown}: no file can have this name. Give an existing rollout file.")
     try:
         with open(path, "rb") as file:
-            if start:
-                file.seek(start - 1)
-                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
-                    pass  # the rest of a line that begins before `start`
-            at = file.tell() if start else 0
-            while (stop is None or at < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
-                at += len(line)
+            done = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
                 yield line
+                done += len(line)
+                if update is not None:
+                    update(done)
     except OSError as error:
         raise RolloutFileError(f"{shown}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
-
-
-def no_samples_message(path: str | Path) -> str:
-    """What is wrong with a file that holds a header at most."""
-    shown = printable(str(path), limit=None)
-    return f"{shown}: holds no sample, so there is nothing to train. Check that it was written whole."
 
 
 def parse_line(line: bytes, where: str) -> dict:

@@ -94,8 +94,9 @@ class Sample:
         if len(loss_mask) != response_length:
             raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
         if isinstance(advantage, numbers.Real):
-            advantage = [float(advantage)] * response_length
-        if torch.as_tensor(tokens).dtype.is_floating_point:
+            advantage = torch.full((response_length,), float(advantage), dtype=torch.float64)
+        tokens = torch.as_tensor(tokens)
+        if tokens.dtype.is_floating_point:
             raise ValueError(
                 f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
             )
@@ -109,7 +110,7 @@ class Sample:
             if rest.get(name) is not None:
                 rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
         return cls(
-            tokens=torch.as_tensor(tokens, dtype=torch.int64),
+            tokens=tokens.to(torch.int64),
             loss_mask=mask.bool(),
             old_logprobs=torch.as_tensor(old_logprobs, dtype=torch.float64),
             advantages=torch.as_tensor(advantage, dtype=torch.float64),

@@ -116,7 +116,7 @@ BAD_SLIME = {
     "no group": ({"group_index": None}, CHOICES, "sample 0: group_index is not set"),
     "no index": ({"index": None}, CHOICES, "sample 0: rollout_id and index is not set"),
     "no log-probabilities": ({"rollout_log_probs": None}, CHOICES, "the dump has no rollout_log_probs"),
-    "no reward": ({"reward": None}, CHOICES, "its reward is None, not a number"),
+    "no reward": ({"reward": None}, CHOICES, "its reward is None, not a finite number"),
     "a reward of parts": ({"reward": {"math": 1.0}}, CHOICES, r"several parts (math). Choose one with --reward-key"),
     "a reward without parts": ({}, (*CHOICES, "--reward-key", "math"), "its reward 1.0 has no parts"),
     "a reward that is not finite": ({"reward": math.nan}, CHOICES, "its reward is nan, not a finite number"),

@@ -156,7 +156,7 @@ def test_this_machine(full):
         pytest.skip("runs in the full tier")
     code = (
         "import sys\nfrom megatron_pg.cli import main, terminal\n"
-        "terminal.Progress.DELAY = 0.0\nsys.exit(main(['doctor', '--json']))"
+        "terminal.DELAY = 0.0\nsys.exit(main(['doctor', '--json']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     said = json.loads(done.stdout)

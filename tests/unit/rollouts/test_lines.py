@@ -1,5 +1,6 @@
 """The lines of a rollout file: their ends, their header, one JSON object each. Malformed ones: test_untrusted_input."""
 
+import itertools
 import json
 
 import pytest
@@ -23,16 +24,12 @@ def test_records_come_with_their_line_numbers_and_without_the_header(path):
 
 
 @pytest.mark.parametrize("content", [CONTENT, CONTENT[:-1], b"\n\n\n", b"no end", b""])
-def test_parts_of_a_file_tile_its_lines_wherever_they_are_cut(tmp_path, content):
-    """Several processes read one file: a line belongs to the part in which it begins."""
-    path = tmp_path / "parts.jsonl"
+def test_the_lines_are_the_file_and_the_bytes_that_are_read_are_told(tmp_path, content):
+    path, told = tmp_path / "lines.jsonl", []
     path.write_bytes(content)
     whole = content.splitlines(keepends=True)
-    assert list(raw_lines(path)) == whole
-    for cut in range(len(content) + 1):
-        assert [*raw_lines(path, 0, cut), *raw_lines(path, cut)] == whole, cut
-        for second in range(cut, len(content) + 1, 7):
-            assert [*raw_lines(path, 0, cut), *raw_lines(path, cut, second), *raw_lines(path, second)] == whole
+    assert list(raw_lines(path, update=told.append)) == list(raw_lines(path)) == whole
+    assert told == list(itertools.accumulate(map(len, whole)))
 
 
 def test_a_line_without_end_is_not_read_into_memory(path, monkeypatch):
