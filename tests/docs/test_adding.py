@@ -33,7 +33,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def blocks() -> dict[str, str]:
     """The page's python blocks by the file name in their first line."""
-    found = re.findall(r"```python\n(# (\S+)\n.*?)```", (DOCS / "adding.md").read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(
+        r"```python(?: excerpt)?\n(# (\S+)\n.*?)```", (DOCS / "adding.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     return {name: source for source, name in found}
 
 

@@ -1,5 +1,6 @@
 """The pages: their code runs, their commands exist, their flags validate, their links lead somewhere, no message is missing."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -82,8 +83,31 @@ def test_the_flags_of_every_shell_block_parse_and_validate(page):
 
 @every_page
 def test_every_flag_of_ours_that_a_page_names_exists(page):
-    known = set(re.findall(r"--[a-z0-9-]+", add_arguments(ArgumentParser()).format_help()))
-    assert set(OURS.findall(page.read_text(encoding="utf-8"))) <= known
+    known, text = add_arguments(ArgumentParser()).format_help(), page.read_text(encoding="utf-8")
+    declared = {f"--pg-{name}" for name in re.findall(r'Number\(\s*name="(\w+)"', text)}  # by the page itself
+    assert set(OURS.findall(text)) <= set(re.findall(r"--[a-z0-9-]+", known)) | declared
+
+
+def test_the_page_of_flags_has_every_flag():
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    flags = [f for action in add_arguments(ArgumentParser(add_help=False))._actions for f in action.option_strings]
+    assert [flag for flag in flags if f"`{flag}`" not in page] == []
+
+
+def test_the_words_of_the_index_are_kept():
+    """A word in backticks in the last column is no identifier of the package."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    rows = [
+        row.split("|") for row in index.partition("## Words")[2].partition("Symbols:")[0].splitlines() if "|" in row
+    ]
+    refused = {word for cells in rows for word in re.findall(r"`(\w+)`", cells[3])}
+    assert len(refused) > 20
+    found = set()
+    for path in (ROOT / "megatron_pg").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))
+            found |= {(path.name, name) for name in names if isinstance(name, str) and name in refused}
+    assert not found
 
 
 def headings(page: Path) -> set[str]:
