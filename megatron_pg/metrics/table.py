@@ -12,7 +12,6 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,17 +36,11 @@ class Metric:
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
     healthy: str = "–"
     red_flag: str = "–"
-    elsewhere: str = ""  # what frameworks call it, `framework: name` by `; `
 
 
 def _k3(x: Tensor) -> Tensor:
     """e^-x - 1 + x, not negative: its mean over samples of p estimates KL(p‖q) for x = log p - log q."""
     return torch.expm1(-x) + x
-
-
-def _count(name: str, *words: str, elsewhere: str = "") -> Metric:
-    """An integer of the step plan, under its name there."""
-    return Metric(name, attrgetter(name), *words, kind="step", elsewhere=elsewhere)
 
 
 METRICS = (
@@ -61,7 +54,6 @@ METRICS = (
         level="none",
         healthy="near 0, either sign",
         red_flag="a jump; never compare its size across aggregations",
-        elsewhere="slime, miles: pg_loss; verl: actor/pg_loss; TRL: loss; NeMo-RL: loss; PipelineRL: rl/loss",
     ),
     Metric(
         "loss",
@@ -72,7 +64,6 @@ METRICS = (
         kind="sum",
         level="none",
         only_with="auxiliary",
-        elsewhere="slime, miles: loss",
     ),
     Metric(
         "kl_loss",
@@ -85,7 +76,6 @@ METRICS = (
         only_with="kl",
         healthy="grows slowly",
         red_flag="β·kl_loss near |pg_loss|: the reference decides",
-        elsewhere="slime, miles: kl_loss; verl: actor/kl_loss",
     ),
     Metric(
         "entropy_loss",
@@ -96,9 +86,8 @@ METRICS = (
         kind="sum",
         level="none",
         only_with="entropy",
-        elsewhere="slime, miles: entropy_loss; verl: actor/entropy_loss",
     ),
-    _count("num_tokens", "T", "tokens", "trained tokens", elsewhere="PipelineRL: rl/num_output_tokens_sum"),
+    Metric("num_tokens", lambda plan: plan.num_tokens, "T", "tokens", "trained tokens", kind="step"),
     Metric(
         "num_tokens_masked",
         lambda plan: plan.num_response_tokens - plan.num_tokens,
@@ -108,15 +97,30 @@ METRICS = (
         kind="step",
         red_flag="most of the responses",
     ),
-    _count(
+    Metric(
         "num_samples",
+        lambda plan: plan.num_samples,
         "S",
         "samples",
         "training sequences (documents), fully masked ones included",
-        elsewhere="NeMo-RL: num_valid_samples",
+        kind="step",
     ),
-    _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included"),
-    _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id"),
+    Metric(
+        "num_rollouts",
+        lambda plan: plan.num_rollouts,
+        "N_r",
+        "rollouts",
+        "trajectories, fully masked ones included",
+        kind="step",
+    ),
+    Metric(
+        "num_prompts",
+        lambda plan: plan.num_prompts,
+        "P",
+        "prompts",
+        "prompt groups; absent when samples have no prompt_id",
+        kind="step",
+    ),
     Metric(
         "new_logprobs",
         lambda t: t.result.logprobs,
@@ -125,16 +129,8 @@ METRICS = (
         "log-probability under the model being trained",
         healthy="rises slowly",
         red_flag="runs towards 0: the policy collapses",
-        elsewhere="PipelineRL: rl/new_logprobs",
     ),
-    Metric(
-        "old_logprobs",
-        lambda t: t.fields.old_logprobs,
-        "o",
-        "nats",
-        "log-probability under the sampling policy",
-        elsewhere="PipelineRL: rl/old_logprobs",
-    ),
+    Metric("old_logprobs", lambda t: t.fields.old_logprobs, "o", "nats", "log-probability under the sampling policy"),
     Metric(
         "ratio_new_old",
         lambda t: t.ratios,
@@ -143,7 +139,6 @@ METRICS = (
         "probability ratio, new over old",
         healthy="1 on the first step over a rollout batch, then within a few percent",
         red_flag="not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
-        elsewhere="NeMo-RL: probs_ratio; PipelineRL: rl/ratio_new_old",
     ),
     Metric(
         "ratio_new_old_sum",
@@ -152,7 +147,6 @@ METRICS = (
         "tokens",
         "sum of the ratios; divided by num_tokens it is near 1 on-policy",
         kind="sum",
-        elsewhere="PipelineRL: rl/ratio_new_old_sum",
     ),
     Metric(
         "ratio_new_old_squared_sum",
@@ -161,7 +155,6 @@ METRICS = (
         "tokens",
         "sum of the squared ratios",
         kind="sum",
-        elsewhere="PipelineRL: rl/ratio_new_old_squared_sum",
     ),
     Metric(
         "ess",
@@ -172,7 +165,6 @@ METRICS = (
         kind="ratio",
         healthy="> 0.9",
         red_flag="< 0.5: few tokens carry the step; fewer steps per rollout batch",
-        elsewhere="slime, miles: ess_ratio (miles); PipelineRL: rl/ess",
     ),
     Metric(
         "mean_abs_log_ratio",
@@ -191,7 +183,6 @@ METRICS = (
         "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
         healthy="0 on-policy, < 1e-2",
         red_flag="> 0 on the first step over a rollout batch",
-        elsewhere="slime, miles: ppo_kl (k1); verl: actor/ppo_kl (k1); PipelineRL: rl/kl_new_old",
     ),
     Metric(
         "clipped_ratio_fraction",
@@ -203,7 +194,6 @@ METRICS = (
         only_with="clip",
         healthy="< 0.2",
         red_flag="> 0.5: learning rate, steps per rollout batch",
-        elsewhere="slime, miles: pg_clipfrac (sign-aware); verl: actor/pg_clipfrac (sign-aware); TRL: clip_ratio/region_mean (sign-aware); PipelineRL: rl/clamp_log_ratio_new_old_indicator",
     ),
     Metric(
         "clipped_high_fraction",
@@ -214,7 +204,6 @@ METRICS = (
         only_with="clip",
         healthy="< 0.1",
         red_flag="far above clipped_low_fraction: raise ε_high or lower the learning rate",
-        elsewhere="TRL: clip_ratio/high_mean",
     ),
     Metric(
         "clipped_low_fraction",
@@ -225,7 +214,6 @@ METRICS = (
         only_with="clip",
         healthy="< 0.1",
         red_flag="rises over the run",
-        elsewhere="TRL: clip_ratio/low_mean",
     ),
     Metric(
         "segment_ratio_sum",
@@ -235,7 +223,6 @@ METRICS = (
         "sum of the sequence ratios R = exp(mean of l - o)",
         kind="sum",
         only_with="sequence",
-        elsewhere="PipelineRL: rl/ratio_new_old_sum (gspo)",
     ),
     Metric(
         "segment_ratio_squared_sum",
@@ -245,7 +232,6 @@ METRICS = (
         "sum of the squared sequence ratios",
         kind="sum",
         only_with="sequence",
-        elsewhere="PipelineRL: rl/ratio_new_old_squared_sum (gspo)",
     ),
     Metric(
         "num_segments",
@@ -265,7 +251,6 @@ METRICS = (
         only_with="correction",
         healthy="near 1",
         red_flag="far from 1: trainer and rollout engine are two policies",
-        elsewhere="verl: rollout_corr/rollout_is_mean; TRL: sampling/importance_sampling_ratio/mean",
     ),
     Metric(
         "rejected_fraction",
@@ -276,7 +261,6 @@ METRICS = (
         only_with="correction",
         healthy="< 0.05",
         red_flag="> 0.2: few tokens are left to learn from",
-        elsewhere="verl: rollout_corr/rollout_rs_masked_fraction",
     ),
     Metric(
         "clamped_log_ratio_fraction",
@@ -288,25 +272,23 @@ METRICS = (
         red_flag="> 0: misaligned tokens or log-probabilities of another model",
     ),
     Metric(
-        "advantage",
-        lambda t: t.fields.advantages,
-        "A",
-        "reward",
-        "advantage",
-        healthy="near 0 with a group baseline",
-        elsewhere="verl: critic/advantages/mean; PipelineRL: rl/advantage",
+        "advantage", lambda t: t.fields.advantages, "A", "reward", "advantage", healthy="near 0 with a group baseline"
     ),
-    *(
-        Metric(
-            f"{kind}_advantage",
-            lambda t: t.fields.advantages,
-            f"{kind} A",
-            "reward",
-            f"{word} advantage of a trained token",
-            kind=kind,
-            elsewhere=f"verl: critic/advantages/{kind}; PipelineRL: rl/{kind}_advantage",
-        )
-        for kind, word in (("max", "largest"), ("min", "smallest"))
+    Metric(
+        "max_advantage",
+        lambda t: t.fields.advantages,
+        "max A",
+        "reward",
+        "largest advantage of a trained token",
+        kind="max",
+    ),
+    Metric(
+        "min_advantage",
+        lambda t: t.fields.advantages,
+        "min A",
+        "reward",
+        "smallest advantage of a trained token",
+        kind="min",
     ),
     Metric(
         "aggregation_ess",
@@ -326,7 +308,6 @@ METRICS = (
         needs="ref_logprobs",
         healthy="grows slowly",
         red_flag="a jump",
-        elsewhere="slime, miles: kl_loss; verl: actor/kl_loss; TRL: kl; NeMo-RL: kl_penalty; PipelineRL: rl/kl",
     ),
     Metric(
         "ratio_new_ref",
@@ -335,7 +316,6 @@ METRICS = (
         "1",
         "probability ratio, new over reference",
         needs="ref_logprobs",
-        elsewhere="PipelineRL: rl/ratio_ref_new (inverse)",
     ),
     Metric(
         "mismatch_kl",
@@ -346,7 +326,6 @@ METRICS = (
         needs="rollout_logprobs",
         healthy="< 1e-3",
         red_flag="an upward trend: precision, weight sync, sampling filter, temperature",
-        elsewhere="slime, miles: train_rollout_logprob_abs_diff (mean gap); verl: rollout_corr/kl; TRL: sampling/sampling_logp_difference/mean (mean gap); NeMo-RL: gen_kl_error",
     ),
     Metric(
         "mismatch_max",
@@ -358,7 +337,6 @@ METRICS = (
         needs="rollout_logprobs",
         healthy="< 1",
         red_flag="> 5: another token, template or model",
-        elsewhere="verl: training/rollout_probs_diff_max (probabilities)",
     ),
     Metric(
         "entropy",
@@ -369,7 +347,6 @@ METRICS = (
         level="with_entropy",
         healthy="falls slowly",
         red_flag="near 0 early",
-        elsewhere="slime, miles: entropy_loss; verl: actor/entropy; TRL: entropy; NeMo-RL: approx_entropy (sampled); PipelineRL: rl/entropy",
     ),
     Metric("_weights", lambda t: t.fields.weights, "Σ w", "1", "part of aggregation_ess", kind="part"),
     Metric(
