@@ -12,6 +12,7 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ class Metric:
 def _k3(x: Tensor) -> Tensor:
     """e^-x - 1 + x, not negative: its mean over samples of p estimates KL(p‖q) for x = log p - log q."""
     return torch.expm1(-x) + x
+
+
+def _count(name: str, *words: str) -> Metric:
+    """An integer of the step plan, under its name there."""
+    return Metric(name, attrgetter(name), *words, kind="step")
 
 
 METRICS = (
@@ -87,7 +93,7 @@ METRICS = (
         level="none",
         only_with="entropy",
     ),
-    Metric("num_tokens", lambda plan: plan.num_tokens, "T", "tokens", "trained tokens", kind="step"),
+    _count("num_tokens", "T", "tokens", "trained tokens"),
     Metric(
         "num_tokens_masked",
         lambda plan: plan.num_response_tokens - plan.num_tokens,
@@ -97,30 +103,9 @@ METRICS = (
         kind="step",
         red_flag="most of the responses",
     ),
-    Metric(
-        "num_samples",
-        lambda plan: plan.num_samples,
-        "S",
-        "samples",
-        "training sequences (documents), fully masked ones included",
-        kind="step",
-    ),
-    Metric(
-        "num_rollouts",
-        lambda plan: plan.num_rollouts,
-        "N_r",
-        "rollouts",
-        "trajectories, fully masked ones included",
-        kind="step",
-    ),
-    Metric(
-        "num_prompts",
-        lambda plan: plan.num_prompts,
-        "P",
-        "prompts",
-        "prompt groups; absent when samples have no prompt_id",
-        kind="step",
-    ),
+    _count("num_samples", "S", "samples", "training sequences (documents), fully masked ones included"),
+    _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included"),
+    _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id"),
     Metric(
         "new_logprobs",
         lambda t: t.result.logprobs,
@@ -274,21 +259,16 @@ METRICS = (
     Metric(
         "advantage", lambda t: t.fields.advantages, "A", "reward", "advantage", healthy="near 0 with a group baseline"
     ),
-    Metric(
-        "max_advantage",
-        lambda t: t.fields.advantages,
-        "max A",
-        "reward",
-        "largest advantage of a trained token",
-        kind="max",
-    ),
-    Metric(
-        "min_advantage",
-        lambda t: t.fields.advantages,
-        "min A",
-        "reward",
-        "smallest advantage of a trained token",
-        kind="min",
+    *(
+        Metric(
+            f"{kind}_advantage",
+            lambda t: t.fields.advantages,
+            f"{kind} A",
+            "reward",
+            f"{word} advantage of a trained token",
+            kind=kind,
+        )
+        for kind, word in (("max", "largest"), ("min", "smallest"))
     ),
     Metric(
         "aggregation_ess",
