@@ -105,7 +105,7 @@ def metrics() -> str:
 def _metric_row(m: Metric) -> tuple[str, ...]:
     needs = f"; needs `{m.needs}`" if m.needs else f"; {ONLY_WITH[m.only_with]}" if m.only_with else ""
     what = (m.equation, DIVIDED_BY[m.kind], m.unit, m.meaning + needs)
-    return (f"`{m.name}`", f"`{m.level}`", *what, m.healthy, m.red_flag)
+    return (f"`{m.name}`", f"`{m.level}`", *what, *m.signs)
 
 
 def metric_names() -> str:

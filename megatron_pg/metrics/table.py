@@ -35,8 +35,7 @@ class Metric:
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of TokenFields without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
-    healthy: str = "–"
-    red_flag: str = "–"
+    signs: tuple[str, str] = ("–", "–")  # of a healthy run, and a red flag
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -58,8 +57,7 @@ METRICS = (
         "the policy term, with the weights of `--loss-aggregation` and its correction; no factor K, D or T in it",
         kind="sum",
         level="none",
-        healthy="near 0, either sign",
-        red_flag="a jump; never compare its size across aggregations",
+        signs=("near 0, either sign", "a jump; never compare its size across aggregations"),
     ),
     Metric(
         "loss",
@@ -80,8 +78,7 @@ METRICS = (
         kind="sum",
         level="none",
         only_with="kl",
-        healthy="grows slowly",
-        red_flag="β·kl_loss near |pg_loss|: the reference decides",
+        signs=("grows slowly", "β·kl_loss near |pg_loss|: the reference decides"),
     ),
     Metric(
         "entropy_loss",
@@ -101,7 +98,7 @@ METRICS = (
         "tokens",
         "response tokens that are not trained (tool output, truncated samples)",
         kind="step",
-        red_flag="most of the responses",
+        signs=("–", "most of the responses"),
     ),
     _count("num_samples", "S", "samples", "training sequences (documents), fully masked ones included"),
     _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included"),
@@ -112,8 +109,7 @@ METRICS = (
         "l",
         "nats",
         "log-probability under the model being trained",
-        healthy="rises slowly",
-        red_flag="runs towards 0: the policy collapses",
+        signs=("rises slowly", "runs towards 0: the policy collapses"),
     ),
     Metric("old_logprobs", lambda t: t.fields.old_logprobs, "o", "nats", "log-probability under the sampling policy"),
     Metric(
@@ -122,8 +118,10 @@ METRICS = (
         "r = e^(l - o)",
         "1",
         "probability ratio, new over old",
-        healthy="1 on the first step over a rollout batch, then within a few percent",
-        red_flag="not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
+        signs=(
+            "1 on the first step over a rollout batch, then within a few percent",
+            "not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
+        ),
     ),
     Metric(
         "ratio_new_old_sum",
@@ -148,8 +146,7 @@ METRICS = (
         "fraction",
         "effective sample size of the importance ratios, at most 1",
         kind="ratio",
-        healthy="> 0.9",
-        red_flag="< 0.5: few tokens carry the step; fewer steps per rollout batch",
+        signs=("> 0.9", "< 0.5: few tokens carry the step; fewer steps per rollout batch"),
     ),
     Metric(
         "mean_abs_log_ratio",
@@ -157,8 +154,7 @@ METRICS = (
         "|l - o|",
         "nats",
         "distance of the two policies on the samples",
-        healthy="0 on-policy, < 0.05",
-        red_flag="> 0 on the first step over a rollout batch",
+        signs=("0 on-policy, < 0.05", "> 0 on the first step over a rollout batch"),
     ),
     Metric(
         "kl_new_old",
@@ -166,8 +162,7 @@ METRICS = (
         "k3 = r - 1 - log r",
         "nats",
         "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
-        healthy="0 on-policy, < 1e-2",
-        red_flag="> 0 on the first step over a rollout batch",
+        signs=("0 on-policy, < 1e-2", "> 0 on the first step over a rollout batch"),
     ),
     Metric(
         "clipped_ratio_fraction",
@@ -177,8 +172,7 @@ METRICS = (
         "outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; dppo: "
         "the trust region): an upper bound of the tokens without gradient",
         only_with="clip",
-        healthy="< 0.2",
-        red_flag="> 0.5: learning rate, steps per rollout batch",
+        signs=("< 0.2", "> 0.5: learning rate, steps per rollout batch"),
     ),
     Metric(
         "clipped_high_fraction",
@@ -187,8 +181,7 @@ METRICS = (
         "fraction",
         "tokens that lost their gradient because they already rose enough",
         only_with="clip",
-        healthy="< 0.1",
-        red_flag="far above clipped_low_fraction: raise ε_high or lower the learning rate",
+        signs=("< 0.1", "far above clipped_low_fraction: raise ε_high or lower the learning rate"),
     ),
     Metric(
         "clipped_low_fraction",
@@ -197,8 +190,7 @@ METRICS = (
         "fraction",
         "tokens that lost their gradient because they already fell enough",
         only_with="clip",
-        healthy="< 0.1",
-        red_flag="rises over the run",
+        signs=("< 0.1", "rises over the run"),
     ),
     Metric(
         "segment_ratio_sum",
@@ -234,8 +226,7 @@ METRICS = (
         "1",
         "factor of `--pg-correction` on the policy term",
         only_with="correction",
-        healthy="near 1",
-        red_flag="far from 1: trainer and rollout engine are two policies",
+        signs=("near 1", "far from 1: trainer and rollout engine are two policies"),
     ),
     Metric(
         "rejected_fraction",
@@ -244,8 +235,7 @@ METRICS = (
         "fraction",
         "trained tokens that `--pg-correction` takes out of the policy term",
         only_with="correction",
-        healthy="< 0.05",
-        red_flag="> 0.2: few tokens are left to learn from",
+        signs=("< 0.05", "> 0.2: few tokens are left to learn from"),
     ),
     Metric(
         "clamped_log_ratio_fraction",
@@ -253,11 +243,15 @@ METRICS = (
         f"1[|l - o| > {MAX_LOG_RATIO:g}]",
         "fraction",
         "log-ratio beyond any meaning: value clamped, gradient 0",
-        healthy="0",
-        red_flag="> 0: misaligned tokens or log-probabilities of another model",
+        signs=("0", "> 0: misaligned tokens or log-probabilities of another model"),
     ),
     Metric(
-        "advantage", lambda t: t.fields.advantages, "A", "reward", "advantage", healthy="near 0 with a group baseline"
+        "advantage",
+        lambda t: t.fields.advantages,
+        "A",
+        "reward",
+        "advantage",
+        signs=("near 0 with a group baseline", "–"),
     ),
     *(
         Metric(
@@ -277,7 +271,7 @@ METRICS = (
         "fraction",
         "how evenly the aggregation spreads the gradient over tokens; 1 for token_mean and constant",
         kind="ratio",
-        red_flag="near 0: a few short answers own the step",
+        signs=("–", "near 0: a few short answers own the step"),
     ),
     Metric(
         "kl_new_ref",
@@ -286,8 +280,7 @@ METRICS = (
         "nats",
         "estimates KL(new‖ref) on near-on-policy samples; not clamped",
         needs="ref_logprobs",
-        healthy="grows slowly",
-        red_flag="a jump",
+        signs=("grows slowly", "a jump"),
     ),
     Metric(
         "ratio_new_ref",
@@ -304,8 +297,7 @@ METRICS = (
         "nats",
         "estimates KL(rollout engine‖trainer) of the sampling policy",
         needs="rollout_logprobs",
-        healthy="< 1e-3",
-        red_flag="an upward trend: precision, weight sync, sampling filter, temperature",
+        signs=("< 1e-3", "an upward trend: precision, weight sync, sampling filter, temperature"),
     ),
     Metric(
         "mismatch_max",
@@ -315,8 +307,7 @@ METRICS = (
         "largest gap between trainer and rollout engine on one token",
         kind="max",
         needs="rollout_logprobs",
-        healthy="< 1",
-        red_flag="> 5: another token, template or model",
+        signs=("< 1", "> 5: another token, template or model"),
     ),
     Metric(
         "entropy",
@@ -325,8 +316,7 @@ METRICS = (
         "nats",
         "exact entropy of softmax(z/τ) over the whole vocabulary, from the pass that gives the log-probabilities",
         level="with_entropy",
-        healthy="falls slowly",
-        red_flag="near 0 early",
+        signs=("falls slowly", "near 0 early"),
     ),
     Metric("_weights", lambda t: t.fields.weights, "Σ w", "1", "part of aggregation_ess", kind="part"),
     Metric(
