@@ -12,6 +12,64 @@ from megatron_pg.metrics.table import METRICS, Metric
 
 DOCS = Path(__file__).parent
 FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
+ELSEWHERE = {  # what a metric is called there
+    "pg_loss": {
+        "slime, miles": "pg_loss",
+        "verl": "actor/pg_loss",
+        "TRL": "loss",
+        "NeMo-RL": "loss",
+        "PipelineRL": "rl/loss",
+    },
+    "loss": {"slime, miles": "loss"},
+    "kl_loss": {"slime, miles": "kl_loss", "verl": "actor/kl_loss"},
+    "entropy_loss": {"slime, miles": "entropy_loss", "verl": "actor/entropy_loss"},
+    "num_tokens": {"PipelineRL": "rl/num_output_tokens_sum"},
+    "num_samples": {"NeMo-RL": "num_valid_samples"},
+    "new_logprobs": {"PipelineRL": "rl/new_logprobs"},
+    "old_logprobs": {"PipelineRL": "rl/old_logprobs"},
+    "ratio_new_old": {"NeMo-RL": "probs_ratio", "PipelineRL": "rl/ratio_new_old"},
+    "ratio_new_old_sum": {"PipelineRL": "rl/ratio_new_old_sum"},
+    "ratio_new_old_squared_sum": {"PipelineRL": "rl/ratio_new_old_squared_sum"},
+    "ess": {"slime, miles": "ess_ratio (miles)", "PipelineRL": "rl/ess"},
+    "kl_new_old": {"slime, miles": "ppo_kl (k1)", "verl": "actor/ppo_kl (k1)", "PipelineRL": "rl/kl_new_old"},
+    "clipped_ratio_fraction": {
+        "slime, miles": "pg_clipfrac (sign-aware)",
+        "verl": "actor/pg_clipfrac (sign-aware)",
+        "TRL": "clip_ratio/region_mean (sign-aware)",
+        "PipelineRL": "rl/clamp_log_ratio_new_old_indicator",
+    },
+    "clipped_high_fraction": {"TRL": "clip_ratio/high_mean"},
+    "clipped_low_fraction": {"TRL": "clip_ratio/low_mean"},
+    "segment_ratio_sum": {"PipelineRL": "rl/ratio_new_old_sum (gspo)"},
+    "segment_ratio_squared_sum": {"PipelineRL": "rl/ratio_new_old_squared_sum (gspo)"},
+    "correction_factor": {"verl": "rollout_corr/rollout_is_mean", "TRL": "sampling/importance_sampling_ratio/mean"},
+    "rejected_fraction": {"verl": "rollout_corr/rollout_rs_masked_fraction"},
+    "advantage": {"verl": "critic/advantages/mean", "PipelineRL": "rl/advantage"},
+    "max_advantage": {"verl": "critic/advantages/max", "PipelineRL": "rl/max_advantage"},
+    "min_advantage": {"verl": "critic/advantages/min", "PipelineRL": "rl/min_advantage"},
+    "kl_new_ref": {
+        "slime, miles": "kl_loss",
+        "verl": "actor/kl_loss",
+        "TRL": "kl",
+        "NeMo-RL": "kl_penalty",
+        "PipelineRL": "rl/kl",
+    },
+    "ratio_new_ref": {"PipelineRL": "rl/ratio_ref_new (inverse)"},
+    "mismatch_kl": {
+        "slime, miles": "train_rollout_logprob_abs_diff (mean gap)",
+        "verl": "rollout_corr/kl",
+        "TRL": "sampling/sampling_logp_difference/mean (mean gap)",
+        "NeMo-RL": "gen_kl_error",
+    },
+    "mismatch_max": {"verl": "training/rollout_probs_diff_max (probabilities)"},
+    "entropy": {
+        "slime, miles": "entropy_loss",
+        "verl": "actor/entropy",
+        "TRL": "entropy",
+        "NeMo-RL": "approx_entropy (sampled)",
+        "PipelineRL": "rl/entropy",
+    },
+}
 ONLY_WITH = {
     "auxiliary": "with a KL or entropy term only",
     "kl": "with a KL term only",
@@ -47,18 +105,15 @@ def metrics() -> str:
 def _metric_row(m: Metric) -> tuple[str, ...]:
     needs = f"; needs `{m.needs}`" if m.needs else f"; {ONLY_WITH[m.only_with]}" if m.only_with else ""
     what = (m.equation, DIVIDED_BY[m.kind], m.unit, m.meaning + needs)
-    return (f"`{m.name}`", f"`{m.level}`", *what, m.healthy, m.red_flag)
+    return (f"`{m.name}`", f"`{m.level}`", *what, *m.signs)
 
 
 def metric_names() -> str:
     """What it is called elsewhere."""
-    rows = []
-    for m in METRICS:
-        names = dict(part.split(": ", 1) for part in m.elsewhere.split("; ") if part)
-        if m.kind != "part":
-            rows.append((f"`{m.name}`", *(names.pop(framework, "–") for framework in FRAMEWORKS)))
-        if names:
-            raise ValueError(f"{m.name}: {', '.join(names)} is no column of this table")
+    shown = [m.name for m in METRICS if m.kind != "part"]
+    if unknown := ELSEWHERE.keys() - shown:
+        raise ValueError(f"{', '.join(sorted(unknown))}: no metric has this name")
+    rows = [(f"`{name}`", *(ELSEWHERE.get(name, {}).get(each, "–") for each in FRAMEWORKS)) for name in shown]
     return table(("metric", *FRAMEWORKS[:-1], "Fast-LLM, PipelineRL"), rows)
 
 

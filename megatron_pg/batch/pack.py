@@ -155,7 +155,7 @@ def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multip
     # the last sample takes the filling: a row of padding of its own would be a phantom segment
     padded = [*lengths[:-1], lengths[-1] + filling] if lengths else [filling]
     starts = [0, *itertools.accumulate(padded)]
-    return _lay_out("thd", samples, (1, starts[-1]), [(0, start) for start in starts], tuple(padded))
+    return _lay_out("thd", samples, (1, starts[-1]), starts, tuple(padded))
 
 
 def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows: int) -> PackedBatch:
@@ -178,34 +178,29 @@ def _pack_bshd(samples: Sequence[Sample], cp_size: int, width: int | None, rows:
         raise ValueError(
             f"rows={rows} for {len(samples)} samples: none may be dropped. Give at least one row per sample."
         )
-    return _lay_out("bshd", samples, (rows, width), [(row, 0) for row in range(rows)], (width,))
+    return _lay_out("bshd", samples, (rows, width), range(0, rows * width, width), (width,))
 
 
 def _lay_out(
-    qkv_format: str,
-    samples: Sequence[Sample],
-    shape: tuple[int, int],
-    origins: Sequence[tuple[int, int]],
-    padded_lengths: tuple[int, ...],
+    qkv_format: str, samples: Sequence[Sample], shape: tuple[int, int], starts: Sequence[int], lengths: tuple[int, ...]
 ) -> PackedBatch:
-    tokens, labels, position_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    sample_index = torch.full(shape, -1)
+    tokens, labels, position_ids = (torch.zeros(math.prod(shape), dtype=torch.int64) for _ in range(3))
+    sample_index = torch.full(tokens.shape, -1)
     response_positions = [torch.zeros(0, dtype=torch.int64)]
-    for i, (sample, (row, start)) in enumerate(zip(samples, origins, strict=False)):
-        n, r = len(sample.tokens), sample.response_length
-        tokens[row, start : start + n] = sample.tokens
-        labels[row, start : start + n - 1] = sample.tokens[1:]
-        position_ids[row, start : start + n] = torch.arange(n)
-        sample_index[row, start : start + n] = i
-        first = row * shape[1] + start + n - r - 1
-        response_positions.append(torch.arange(first, first + r))
+    for i, (sample, start) in enumerate(zip(samples, starts, strict=False)):
+        end = start + len(sample.tokens)
+        tokens[start:end] = sample.tokens
+        labels[start : end - 1] = sample.tokens[1:]
+        position_ids[start:end] = torch.arange(end - start)
+        sample_index[start:end] = i
+        response_positions.append(torch.arange(end - sample.response_length - 1, end - 1))
     return PackedBatch(
         qkv_format=qkv_format,
         samples=tuple(samples),
-        tokens=tokens,
-        labels=labels,
-        position_ids=position_ids,
-        sample_index=sample_index,
+        tokens=tokens.view(shape),
+        labels=labels.view(shape),
+        position_ids=position_ids.view(shape),
+        sample_index=sample_index.view(shape),
         response_positions=torch.cat(response_positions),
-        padded_lengths=padded_lengths,
+        padded_lengths=lengths,
     )

@@ -17,7 +17,8 @@ from megatron_pg.declarations.choices import METRIC_LEVELS
 from megatron_pg.metrics.table import METRICS, Metric
 from megatron_pg.metrics.values import TokenValues
 
-_FIELDS = (None, *dict.fromkeys(m.needs for m in METRICS if m.needs))  # what a sample must have to be counted
+_NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs))
+_FIELDS = (None, *_NEEDED)  # what a sample must have to be counted
 
 
 class Reduction:
@@ -53,14 +54,17 @@ class Reduction:
 
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
-        masks = {field: _has(tokens, field) for field in _FIELDS}
-        weights = tokens.fields.sample_weights
+        mask, weights = tokens.fields.mask, tokens.fields.sample_weights
+        masks: dict[str | None, Tensor] = {None: mask}
+        for field in _NEEDED:
+            known = getattr(tokens.fields, field)
+            masks[field] = torch.zeros_like(mask) if known is None else mask & ~torch.isnan(known)
 
         def table(metrics: Sequence[Metric], neutral: float) -> Tensor:  # [n, T]
             rows = [_select(metric, tokens, masks, neutral) for metric in metrics]
             return torch.stack(rows) if rows else weights.new_zeros(0, 1)
 
-        means = table(self._means, 0.0) * torch.where(masks[None], weights, 0)
+        means = table(self._means, 0.0) * torch.where(mask, weights, 0)
         sums = table(self._added[len(self._means) :], 0.0)
         extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # of no position, too
         documents = torch.stack([torch.where(masks[field], weights, 0).sum() for field in _FIELDS])
@@ -87,11 +91,8 @@ class Reduction:
 
     def lacking(self, values: dict[str, float]) -> dict[str, list[str]]:
         """Metrics that are absent from `values` because no sample has the field: names by field."""
-        found: dict[str, list[str]] = {}
-        for metric in self.metrics:
-            if metric.needs is not None and metric.name not in values:
-                found.setdefault(metric.needs, []).append(metric.name)
-        return found
+        absent = [metric for metric in self.metrics if metric.needs is not None and metric.name not in values]
+        return {field: [m.name for m in absent if m.needs == field] for field in dict.fromkeys(m.needs for m in absent)}
 
     def nonfinite(self, rows: Sequence[Sequence[float]]) -> dict[str, list[int]]:
         """For every metric the ranks whose contribution is not finite; `rows` are the ranks' partial results."""
@@ -110,10 +111,3 @@ def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor]
         return torch.full_like(tokens.fields.sample_weights, neutral)
     values = metric.formula(tokens).double()
     return torch.where(masks[metric.needs], -values if metric.kind == "min" else values, neutral)
-
-
-def _has(tokens: TokenValues, field: str | None) -> Tensor:
-    if field is None:
-        return tokens.fields.mask
-    known = getattr(tokens.fields, field)
-    return torch.zeros_like(tokens.fields.mask) if known is None else tokens.fields.mask & ~torch.isnan(known)

@@ -35,9 +35,7 @@ class Metric:
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of TokenFields without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
-    healthy: str = "–"
-    red_flag: str = "–"
-    elsewhere: str = ""  # what frameworks call it, `framework: name` by `; `
+    signs: tuple[str, str] = ("–", "–")  # of a healthy run, and a red flag
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -45,9 +43,9 @@ def _k3(x: Tensor) -> Tensor:
     return torch.expm1(-x) + x
 
 
-def _count(name: str, *words: str, elsewhere: str = "") -> Metric:
+def _count(name: str, *words: str) -> Metric:
     """An integer of the step plan, under its name there."""
-    return Metric(name, attrgetter(name), *words, kind="step", elsewhere=elsewhere)
+    return Metric(name, attrgetter(name), *words, kind="step")
 
 
 METRICS = (
@@ -59,9 +57,7 @@ METRICS = (
         "the policy term, with the weights of `--loss-aggregation` and its correction; no factor K, D or T in it",
         kind="sum",
         level="none",
-        healthy="near 0, either sign",
-        red_flag="a jump; never compare its size across aggregations",
-        elsewhere="slime, miles: pg_loss; verl: actor/pg_loss; TRL: loss; NeMo-RL: loss; PipelineRL: rl/loss",
+        signs=("near 0, either sign", "a jump; never compare its size across aggregations"),
     ),
     Metric(
         "loss",
@@ -72,7 +68,6 @@ METRICS = (
         kind="sum",
         level="none",
         only_with="auxiliary",
-        elsewhere="slime, miles: loss",
     ),
     Metric(
         "kl_loss",
@@ -83,9 +78,7 @@ METRICS = (
         kind="sum",
         level="none",
         only_with="kl",
-        healthy="grows slowly",
-        red_flag="β·kl_loss near |pg_loss|: the reference decides",
-        elsewhere="slime, miles: kl_loss; verl: actor/kl_loss",
+        signs=("grows slowly", "β·kl_loss near |pg_loss|: the reference decides"),
     ),
     Metric(
         "entropy_loss",
@@ -96,9 +89,8 @@ METRICS = (
         kind="sum",
         level="none",
         only_with="entropy",
-        elsewhere="slime, miles: entropy_loss; verl: actor/entropy_loss",
     ),
-    _count("num_tokens", "T", "tokens", "trained tokens", elsewhere="PipelineRL: rl/num_output_tokens_sum"),
+    _count("num_tokens", "T", "tokens", "trained tokens"),
     Metric(
         "num_tokens_masked",
         lambda plan: plan.num_response_tokens - plan.num_tokens,
@@ -106,15 +98,9 @@ METRICS = (
         "tokens",
         "response tokens that are not trained (tool output, truncated samples)",
         kind="step",
-        red_flag="most of the responses",
+        signs=("–", "most of the responses"),
     ),
-    _count(
-        "num_samples",
-        "S",
-        "samples",
-        "training sequences (documents), fully masked ones included",
-        elsewhere="NeMo-RL: num_valid_samples",
-    ),
+    _count("num_samples", "S", "samples", "training sequences (documents), fully masked ones included"),
     _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included"),
     _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id"),
     Metric(
@@ -123,27 +109,19 @@ METRICS = (
         "l",
         "nats",
         "log-probability under the model being trained",
-        healthy="rises slowly",
-        red_flag="runs towards 0: the policy collapses",
-        elsewhere="PipelineRL: rl/new_logprobs",
+        signs=("rises slowly", "runs towards 0: the policy collapses"),
     ),
-    Metric(
-        "old_logprobs",
-        lambda t: t.fields.old_logprobs,
-        "o",
-        "nats",
-        "log-probability under the sampling policy",
-        elsewhere="PipelineRL: rl/old_logprobs",
-    ),
+    Metric("old_logprobs", lambda t: t.fields.old_logprobs, "o", "nats", "log-probability under the sampling policy"),
     Metric(
         "ratio_new_old",
         lambda t: t.ratios,
         "r = e^(l - o)",
         "1",
         "probability ratio, new over old",
-        healthy="1 on the first step over a rollout batch, then within a few percent",
-        red_flag="not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
-        elsewhere="NeMo-RL: probs_ratio; PipelineRL: rl/ratio_new_old",
+        signs=(
+            "1 on the first step over a rollout batch, then within a few percent",
+            "not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
+        ),
     ),
     Metric(
         "ratio_new_old_sum",
@@ -152,7 +130,6 @@ METRICS = (
         "tokens",
         "sum of the ratios; divided by num_tokens it is near 1 on-policy",
         kind="sum",
-        elsewhere="PipelineRL: rl/ratio_new_old_sum",
     ),
     Metric(
         "ratio_new_old_squared_sum",
@@ -161,7 +138,6 @@ METRICS = (
         "tokens",
         "sum of the squared ratios",
         kind="sum",
-        elsewhere="PipelineRL: rl/ratio_new_old_squared_sum",
     ),
     Metric(
         "ess",
@@ -170,9 +146,7 @@ METRICS = (
         "fraction",
         "effective sample size of the importance ratios, at most 1",
         kind="ratio",
-        healthy="> 0.9",
-        red_flag="< 0.5: few tokens carry the step; fewer steps per rollout batch",
-        elsewhere="slime, miles: ess_ratio (miles); PipelineRL: rl/ess",
+        signs=("> 0.9", "< 0.5: few tokens carry the step; fewer steps per rollout batch"),
     ),
     Metric(
         "mean_abs_log_ratio",
@@ -180,8 +154,7 @@ METRICS = (
         "|l - o|",
         "nats",
         "distance of the two policies on the samples",
-        healthy="0 on-policy, < 0.05",
-        red_flag="> 0 on the first step over a rollout batch",
+        signs=("0 on-policy, < 0.05", "> 0 on the first step over a rollout batch"),
     ),
     Metric(
         "kl_new_old",
@@ -189,9 +162,7 @@ METRICS = (
         "k3 = r - 1 - log r",
         "nats",
         "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
-        healthy="0 on-policy, < 1e-2",
-        red_flag="> 0 on the first step over a rollout batch",
-        elsewhere="slime, miles: ppo_kl (k1); verl: actor/ppo_kl (k1); PipelineRL: rl/kl_new_old",
+        signs=("0 on-policy, < 1e-2", "> 0 on the first step over a rollout batch"),
     ),
     Metric(
         "clipped_ratio_fraction",
@@ -201,9 +172,7 @@ METRICS = (
         "outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; dppo: "
         "the trust region): an upper bound of the tokens without gradient",
         only_with="clip",
-        healthy="< 0.2",
-        red_flag="> 0.5: learning rate, steps per rollout batch",
-        elsewhere="slime, miles: pg_clipfrac (sign-aware); verl: actor/pg_clipfrac (sign-aware); TRL: clip_ratio/region_mean (sign-aware); PipelineRL: rl/clamp_log_ratio_new_old_indicator",
+        signs=("< 0.2", "> 0.5: learning rate, steps per rollout batch"),
     ),
     Metric(
         "clipped_high_fraction",
@@ -212,9 +181,7 @@ METRICS = (
         "fraction",
         "tokens that lost their gradient because they already rose enough",
         only_with="clip",
-        healthy="< 0.1",
-        red_flag="far above clipped_low_fraction: raise ε_high or lower the learning rate",
-        elsewhere="TRL: clip_ratio/high_mean",
+        signs=("< 0.1", "far above clipped_low_fraction: raise ε_high or lower the learning rate"),
     ),
     Metric(
         "clipped_low_fraction",
@@ -223,9 +190,7 @@ METRICS = (
         "fraction",
         "tokens that lost their gradient because they already fell enough",
         only_with="clip",
-        healthy="< 0.1",
-        red_flag="rises over the run",
-        elsewhere="TRL: clip_ratio/low_mean",
+        signs=("< 0.1", "rises over the run"),
     ),
     Metric(
         "segment_ratio_sum",
@@ -235,7 +200,6 @@ METRICS = (
         "sum of the sequence ratios R = exp(mean of l - o)",
         kind="sum",
         only_with="sequence",
-        elsewhere="PipelineRL: rl/ratio_new_old_sum (gspo)",
     ),
     Metric(
         "segment_ratio_squared_sum",
@@ -245,7 +209,6 @@ METRICS = (
         "sum of the squared sequence ratios",
         kind="sum",
         only_with="sequence",
-        elsewhere="PipelineRL: rl/ratio_new_old_squared_sum (gspo)",
     ),
     Metric(
         "num_segments",
@@ -263,9 +226,7 @@ METRICS = (
         "1",
         "factor of `--pg-correction` on the policy term",
         only_with="correction",
-        healthy="near 1",
-        red_flag="far from 1: trainer and rollout engine are two policies",
-        elsewhere="verl: rollout_corr/rollout_is_mean; TRL: sampling/importance_sampling_ratio/mean",
+        signs=("near 1", "far from 1: trainer and rollout engine are two policies"),
     ),
     Metric(
         "rejected_fraction",
@@ -274,9 +235,7 @@ METRICS = (
         "fraction",
         "trained tokens that `--pg-correction` takes out of the policy term",
         only_with="correction",
-        healthy="< 0.05",
-        red_flag="> 0.2: few tokens are left to learn from",
-        elsewhere="verl: rollout_corr/rollout_rs_masked_fraction",
+        signs=("< 0.05", "> 0.2: few tokens are left to learn from"),
     ),
     Metric(
         "clamped_log_ratio_fraction",
@@ -284,8 +243,7 @@ METRICS = (
         f"1[|l - o| > {MAX_LOG_RATIO:g}]",
         "fraction",
         "log-ratio beyond any meaning: value clamped, gradient 0",
-        healthy="0",
-        red_flag="> 0: misaligned tokens or log-probabilities of another model",
+        signs=("0", "> 0: misaligned tokens or log-probabilities of another model"),
     ),
     Metric(
         "advantage",
@@ -293,8 +251,7 @@ METRICS = (
         "A",
         "reward",
         "advantage",
-        healthy="near 0 with a group baseline",
-        elsewhere="verl: critic/advantages/mean; PipelineRL: rl/advantage",
+        signs=("near 0 with a group baseline", "–"),
     ),
     *(
         Metric(
@@ -304,7 +261,6 @@ METRICS = (
             "reward",
             f"{word} advantage of a trained token",
             kind=kind,
-            elsewhere=f"verl: critic/advantages/{kind}; PipelineRL: rl/{kind}_advantage",
         )
         for kind, word in (("max", "largest"), ("min", "smallest"))
     ),
@@ -315,7 +271,7 @@ METRICS = (
         "fraction",
         "how evenly the aggregation spreads the gradient over tokens; 1 for token_mean and constant",
         kind="ratio",
-        red_flag="near 0: a few short answers own the step",
+        signs=("–", "near 0: a few short answers own the step"),
     ),
     Metric(
         "kl_new_ref",
@@ -324,9 +280,7 @@ METRICS = (
         "nats",
         "estimates KL(new‖ref) on near-on-policy samples; not clamped",
         needs="ref_logprobs",
-        healthy="grows slowly",
-        red_flag="a jump",
-        elsewhere="slime, miles: kl_loss; verl: actor/kl_loss; TRL: kl; NeMo-RL: kl_penalty; PipelineRL: rl/kl",
+        signs=("grows slowly", "a jump"),
     ),
     Metric(
         "ratio_new_ref",
@@ -335,7 +289,6 @@ METRICS = (
         "1",
         "probability ratio, new over reference",
         needs="ref_logprobs",
-        elsewhere="PipelineRL: rl/ratio_ref_new (inverse)",
     ),
     Metric(
         "mismatch_kl",
@@ -344,9 +297,7 @@ METRICS = (
         "nats",
         "estimates KL(rollout engine‖trainer) of the sampling policy",
         needs="rollout_logprobs",
-        healthy="< 1e-3",
-        red_flag="an upward trend: precision, weight sync, sampling filter, temperature",
-        elsewhere="slime, miles: train_rollout_logprob_abs_diff (mean gap); verl: rollout_corr/kl; TRL: sampling/sampling_logp_difference/mean (mean gap); NeMo-RL: gen_kl_error",
+        signs=("< 1e-3", "an upward trend: precision, weight sync, sampling filter, temperature"),
     ),
     Metric(
         "mismatch_max",
@@ -356,9 +307,7 @@ METRICS = (
         "largest gap between trainer and rollout engine on one token",
         kind="max",
         needs="rollout_logprobs",
-        healthy="< 1",
-        red_flag="> 5: another token, template or model",
-        elsewhere="verl: training/rollout_probs_diff_max (probabilities)",
+        signs=("< 1", "> 5: another token, template or model"),
     ),
     Metric(
         "entropy",
@@ -367,9 +316,7 @@ METRICS = (
         "nats",
         "exact entropy of softmax(z/τ) over the whole vocabulary, from the pass that gives the log-probabilities",
         level="with_entropy",
-        healthy="falls slowly",
-        red_flag="near 0 early",
-        elsewhere="slime, miles: entropy_loss; verl: actor/entropy; TRL: entropy; NeMo-RL: approx_entropy (sampled); PipelineRL: rl/entropy",
+        signs=("falls slowly", "near 0 early"),
     ),
     Metric("_weights", lambda t: t.fields.weights, "Σ w", "1", "part of aggregation_ess", kind="part"),
     Metric(

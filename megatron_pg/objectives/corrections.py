@@ -89,19 +89,6 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     factors_of = CORRECTIONS[correction.name].load()
     if factors_of is None:
         return None
-    _check_two_policies(samples, correction)
-    factors, kept = [torch.ones(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
-    for sample in samples:
-        mask = sample.loss_mask
-        factors.append(torch.ones(len(mask), dtype=torch.float64))
-        kept.append(torch.zeros(len(mask), dtype=torch.bool))
-        if mask.any():
-            log_rho = (sample.old_logprobs - sample.rollout_logprobs)[mask]
-            factors[-1][mask], kept[-1][mask] = factors_of(log_rho, correction.low, correction.high)
-    return torch.cat(factors), torch.cat(kept)
-
-
-def _check_two_policies(samples: Sequence[Sample], correction: Correction) -> None:
     trained = [(s.old_logprobs[s.loss_mask], s.rollout_logprobs[s.loss_mask]) for s in samples]
     informative = sum(int((old != 0).sum()) for old, _ in trained)  # a certain token is 0 under both
     if informative >= _ENOUGH and all(torch.equal(old, rollout) for old, rollout in trained):
@@ -110,3 +97,11 @@ def _check_two_policies(samples: Sequence[Sample], correction: Correction) -> No
             f"{correction.name} would correct nothing: the ratio already starts from the rollout engine. Recompute old_logprobs "
             "with the trainer, or remove the flag."
         )
+    factors, kept = [torch.ones(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
+    for sample, (old, rollout) in zip(samples, trained, strict=True):
+        mask = sample.loss_mask
+        factors.append(torch.ones(len(mask), dtype=torch.float64))
+        kept.append(torch.zeros(len(mask), dtype=torch.bool))
+        if mask.any():
+            factors[-1][mask], kept[-1][mask] = factors_of(old - rollout, correction.low, correction.high)
+    return torch.cat(factors), torch.cat(kept)

@@ -27,12 +27,5 @@ def objective_of(name: str, **numbers: float | None) -> Objective:
     """The declared objective of that name, with its numbers, which `validate_args` has checked."""
     declared = OBJECTIVES[name]
     loss, outside = declared.load()
-    return Objective(
-        name=name,
-        loss=loss,
-        outside=outside,
-        reads_sequences=declared.reads_sequences,
-        has_one_loss_per_sequence=declared.has_one_loss_per_sequence,
-        row=declared.row,
-        parameters=Parameters(**numbers),
-    )
+    kind = {key: getattr(declared, key) for key in ("reads_sequences", "has_one_loss_per_sequence", "row")}
+    return Objective(name=name, loss=loss, outside=outside, parameters=Parameters(**numbers), **kind)
