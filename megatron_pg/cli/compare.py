@@ -218,12 +218,11 @@ def _show(document: Mapping) -> None:
         say(_share_table("prompt", document["by_prompt"]))
 
 
-def _share_table(head: str, units: Sequence[Mapping]) -> str:
+def _share_table(head: str, units: Sequence[Unit]) -> str:
     rows = []
-    for name, samples, tokens, shares in map(Mapping.values, units):
-        rows.append(
-            (printable(name, limit=32), str(samples), str(tokens), *(_text(share, ".1%") for share in shares.values()))
-        )
+    for name, samples, tokens, shares in (unit.values() for unit in units):
+        percentages = [_text(share, ".1%") for share in shares.values()]
+        rows.append((printable(name, limit=32), str(samples), str(tokens), *percentages))
     return table((head, "samples", "trained tokens", *AGGREGATIONS), rows)
 
 

@@ -69,9 +69,10 @@ def run(options: argparse.Namespace) -> int:
 def examine(probes: Mapping[str, Probe]) -> list[Finding]:
     """Every finding, from what the probes said."""
     torch, triton, megatron, gloo = (probes[name] for name in ("torch", "triton", "megatron", "gloo"))
+    python, newer = platform.python_version(), "megatron.training of megatron-core 0.18 and later needs Python 3.12"
     return [
         Finding("megatron_pg", "ok", __version__),
-        _python(),
+        _first("Python", (sys.version_info >= (3, 12), "ok", python), (True, "note", python, newer)),
         _torch(torch),
         _kernel(triton, on_cuda=bool(torch.facts.get("cuda_available"))),
         *_core(megatron),
@@ -116,12 +117,6 @@ def _gloo_probe() -> Probe:
         file = str(Path(folder) / "meeting")
         both = list(pool.map(lambda rank: _probe("gloo", str(rank), file), range(2)))
     return next((probe for probe in both if probe.error), both[0])
-
-
-def _python() -> Finding:
-    is_old = sys.version_info < (3, 12)
-    fix = "megatron.training of megatron-core 0.18 and later needs Python 3.12"
-    return Finding("Python", *("note" if is_old else "ok", platform.python_version(), fix if is_old else ""))
 
 
 def _torch(probe: Probe) -> Finding:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_pg.args import add_arguments, own_arguments
-from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check_or_stop
 from megatron_pg.declarations.aggregations import AGGREGATIONS
@@ -43,8 +43,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
-    for text in filter(None, (launch.ran, banner(launch.args))):
-        say(text)
+    if launch.ran:
+        say(launch.ran)
+    say(banner(launch.args))
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
@@ -58,10 +59,10 @@ def layout_of(launch: Launch) -> Layout:
         InputError: they do not divide each other.
     """
     found = {name: value for name, value in vars(launch.args).items() if value is not None}
-    for name in found.keys() & {*_MODEL, "micro_batch_size", "global_batch_size"}:
+    for name in found.keys() & {*MODEL_SIZES, "micro_batch_size", "global_batch_size"}:
         if found[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} {found[name]} is no size. Give 1 or more.")
-    world, model = launch.world_size, math.prod(found.get(name, 1) for name in _MODEL)
+    world, model = launch.world_size, math.prod(found.get(name, 1) for name in MODEL_SIZES)
     if world is not None and (world < 1 or world % model):
         raise InputError(
             f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
@@ -81,9 +82,6 @@ def layout_of(launch: Launch) -> Layout:
                 "would not start. Correct one of them."
             )
     return Layout(world, data, context, batch, micro, microbatches)
-
-
-_MODEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ _MENTIONING = {  # recorded commands that may name a launcher and start none
     *("sed", "sort", "tail", "tee", "touch"),
 }
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
+MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _TIME_LIMIT = 30.0
 _SCRIPT_OPTIONS = {  # those of ours that only a script can have
     "--nth": {"type": int, "metavar": "N", "help": "the N-th training that SCRIPT starts, of several"},
@@ -315,7 +316,7 @@ def _fill_in(args: argparse.Namespace) -> None:
     """What Megatron derives from its flags before the checks run."""
     found = vars(args)
     found.setdefault("dataloader_type", "single")
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+    for name in MODEL_SIZES:
         found.setdefault(name, 1)
     if shards := found.get("tensor_parallel_num_weight_shards"):
         args.gtp_weight_remat_size = shards // max(args.tensor_model_parallel_size, 1)
