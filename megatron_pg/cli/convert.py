@@ -144,7 +144,7 @@ def _sample(row: "Row") -> "Sample":
 
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
     for name in {"advantage", *LOGPROBS} & record.keys():
-        record[name] = _without_masked(record[name], record["loss_mask"])
+        record[name] = _without_masked(record[name], record.get("loss_mask"))
     try:
         return sample_of(record, "of the dump")
     except ValueError as error:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_pg.cli.terminal import megabytes, progress, show_path
+from megatron_pg.cli.terminal import progress, show_path
 from megatron_pg.rollouts.fields import Id
 
 
@@ -28,7 +28,7 @@ def digest_rollouts(path: str | Path) -> list[Row]:
     from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
 
     rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
-    with progress(f"reading {show_path(path)}", size, megabytes) as update:
+    with progress(f"reading {show_path(path)}", size) as update:
         for sample in iterate_rollouts(path, update=update):
             advantages = sample.advantages[sample.loss_mask]
             sums = float(advantages.sum()), float(advantages.abs().sum())

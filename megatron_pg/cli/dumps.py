@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg.cli.terminal import InputError, opened, show_path
 from megatron_pg.rollouts.fields import FIELDS, REQUIRED, is_int
-from megatron_pg.rollouts.lines import RolloutFileError, raw_lines
+from megatron_pg.rollouts.lines import raw_lines
 from megatron_pg.rollouts.printable import printable, shorten
 
 
@@ -283,18 +283,15 @@ def _columns(given: Sequence[str]) -> dict[str, str]:
 
 
 def _json_lines(path: str) -> Iterator[tuple[object, str]]:
-    shown = show_path(path)
-    try:
-        for number, line in enumerate(raw_lines(path), start=1):
-            where = f"{shown}:{number}"
-            if not line.endswith(b"\n"):
-                raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.")
-            try:
-                yield json.loads(line.decode("utf-8")), where
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
-    except RolloutFileError as error:
-        raise InputError(str(error)) from error
+    for number, line in enumerate(raw_lines(path), start=1):
+        where = f"{show_path(path)}:{number}"
+        if not line.endswith(b"\n"):
+            raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.")
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
+        yield record, where
 
 
 READERS: Mapping[str, Callable[[str, argparse.Namespace], list[Row]]] = {

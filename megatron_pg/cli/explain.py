@@ -12,6 +12,8 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
 
+Rows = list[tuple[str, str]]  # what is named, and how it stands
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -84,7 +86,7 @@ def layout_of(launch: Launch) -> Layout:
     return Layout(world, data, context, batch, micro, microbatches)
 
 
-def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
+def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
     rows = [
         ("N_r", _rollouts_text(args, layout)),
@@ -161,7 +163,7 @@ def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
     return f"{layout.batch} rollouts, one sample each; counted anew in every step"
 
 
-def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
+def _denominator_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
         return []
     counted, tokens, _ = DENOMINATORS[args.pg_denominator]
@@ -171,7 +173,7 @@ def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[st
     return [("denominator", text.format(counted=counted, tokens=tokens, **numbers))]
 
 
-def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
+def _say_rows(title: str, rows: Rows) -> None:
     say(f"── {title} ──")
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -200,7 +202,7 @@ def _assumption(args: argparse.Namespace) -> str:
     return text
 
 
-def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
+def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
     others = f"{len(launch.others)} further arguments, which belong to other parsers"
     return [
         ("arguments", launch.source),
@@ -219,11 +221,7 @@ def _given(args: argparse.Namespace) -> str:
 
 
 def _document(
-    launch: Launch,
-    layout: Layout,
-    remarks: tuple[str, ...],
-    factors: list[tuple[str, str]],
-    weights: list[dict[str, float]],
+    launch: Launch, layout: Layout, remarks: tuple[str, ...], factors: Rows, weights: list[dict[str, float]]
 ) -> dict[str, object]:
     own, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
     sizes = {"world": layout.world, "D": layout.data, "C": layout.context, "K": layout.microbatches, "N_r": rollouts}
