@@ -9,15 +9,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pg.cli.digest import Row, digest_rollouts
 from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
-from megatron_pg.cli.terminal import InputError, say, show_json, show_path, table
+from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
 from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.printable import printable
+
+
+class Row(NamedTuple):
+    """One sample: its ids, its lengths, and the sums of the advantages A over its trained tokens."""
+
+    step: int
+    prompt_id: Id
+    rollout_id: Id
+    length: int  # response tokens
+    trained: int  # trained tokens
+    advantage: float  # Σ A
+    magnitude: float  # Σ |A|
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,24 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(document)
     return 0
+
+
+def digest_rollouts(path: str | Path) -> list[Row]:
+    """The digest of a whole rollout file, of which one sample at a time is held.
+
+    Raises:
+        RolloutFileError: the file that `read_rollouts` refuses, with its message.
+    """
+    from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
+
+    rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
+    with progress(f"reading {show_path(path)}", size) as update:
+        for sample in iterate_rollouts(path, update=update):
+            advantages = sample.advantages[sample.loss_mask]
+            sums = float(advantages.sum()), float(advantages.abs().sum())
+            ids = sample.step, sample.prompt_id, sample.rollout_id
+            rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
+    return rows
 
 
 def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
@@ -32,9 +31,6 @@ class Finding:
     status: str  # "ok", "note" or "fail"
     found: str
     fix: str = ""
-
-
-Case = tuple  # whether it applies, then the status, what is found, and the fix if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +80,17 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
     ]
 
 
-def _first(name: str, *cases: Case) -> Finding:
-    """The finding of the first case that applies; the last one always does."""
+def _first(name: str, *cases: tuple) -> Finding:
+    """The finding of the first case that applies: whether it does, then status, what is found, and the fix if any."""
     return next(Finding(name, *said) for applies, *said in cases if applies)
 
 
 def _probe_all() -> dict[str, Probe]:
     names = ("megatron", "torch", "triton")  # the longest first
-    with ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         found = dict(zip(names, pool.map(_probe, names), strict=True))
-    return found | {"gloo": _gloo_probe()}
+        both = list(pool.map(lambda rank: _probe("gloo", str(rank), f"{folder}/meeting"), range(2)))
+    return found | {"gloo": next((probe for probe in both if probe.error), both[0])}
 
 
 def _probe(*words: str) -> Probe:
@@ -110,13 +107,6 @@ def _probe(*words: str) -> Probe:
         return Probe(facts, None)
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
     return Probe(facts, printable(last.strip(), limit=240))
-
-
-def _gloo_probe() -> Probe:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        file = str(Path(folder) / "meeting")
-        both = list(pool.map(lambda rank: _probe("gloo", str(rank), file), range(2)))
-    return next((probe for probe in both if probe.error), both[0])
 
 
 def _torch(probe: Probe) -> Finding:

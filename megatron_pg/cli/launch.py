@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import basename
 from pathlib import Path
 from typing import NoReturn
 
@@ -205,17 +206,13 @@ def _choose(found: list[Command], options: argparse.Namespace) -> tuple[Command,
 
 def _is_likely(command: Command) -> bool:
     """Whether it is no mere tool."""
-    names = [_base(word) for word in command.words]
+    names = [basename(word) for word in command.words]
     return names[0] == "ray" or not _LAUNCHERS.isdisjoint(names) or any(map(_OURS.match, command.words))
-
-
-def _base(word: str) -> str:
-    return word.rpartition("/")[2]
 
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]] | None:
     """What the launcher reads and what the training reads; None where the command starts none."""
-    names = [_base(word) for word in words]
+    names = [basename(word) for word in words]
     if names[0] in _MENTIONING:
         return None
     launcher = next((i for i, name in enumerate(names) if name in _LAUNCHERS), None)
@@ -272,7 +269,7 @@ def _unanswered(commands: Sequence[Command]) -> list[str]:
 
 def _summary(commands: Sequence[Command]) -> str:
     """Names of commands with how often each was called."""
-    counts = Counter(printable(_base(command.words[0])) for command in commands)
+    counts = Counter(printable(basename(command.words[0])) for command in commands)
     return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())
 
 
