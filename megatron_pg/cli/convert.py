@@ -94,11 +94,13 @@ def complete(rows: "Sequence[Row]", options: argparse.Namespace) -> None:
             row.record["old_logprobs"] = row.record.get("rollout_logprobs")
         if row.record.get("old_logprobs") is None:
             if options.old_logprobs:
-                what, way = "rollout_log_probs", "Record them"
-            else:
-                what = "log-probabilities under the trainer's own weights"
-                way = "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)"
-            raise InputError(f"{row.where}: the dump has no {what}, and old_logprobs cannot be derived. {way}.")
+                raise InputError(
+                    f"{row.where}: the dump has no rollout_log_probs, and old_logprobs cannot be derived. Record them."
+                )
+            raise InputError(
+                f"{row.where}: the dump has no log-probabilities under the trainer's own weights, and old_logprobs cannot be derived. "
+                "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)."
+            )
         if row.record.get("advantage") is None:
             raise InputError(
                 f"{row.where}: the dump has no advantages. Choose how they follow from the rewards: --advantage."

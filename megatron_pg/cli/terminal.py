@@ -38,12 +38,10 @@ def show_path(path: str | Path) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, the first one left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for first, *others in (head, *rows):
-        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "\n".join("  " + "  ".join(cells).rstrip() for cells in aligned)
 
 
 @contextmanager
