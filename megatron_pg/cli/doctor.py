@@ -110,26 +110,18 @@ def _probe(*words: str) -> Probe:
 
 
 def _torch(probe: Probe) -> Finding:
-    facts = probe.facts
-    version, cuda, devices = facts.get("version"), facts.get("cuda"), facts.get("devices") or ["?"]
-    install = "install torch 2.6 or later"
+    facts, install = probe.facts, "install torch 2.6 or later"
+    version, cuda, devices = facts.get("version"), facts.get("cuda"), facts.get("devices") or []
+    unseen = f"{version}, built for CUDA {cuda}, no device visible"
+    seen = f"{version}, CUDA {cuda}, {'' if facts.get('nccl') else 'no '}NCCL, {len(devices)} × {''.join(devices[:1])}"
     return _first(
         "torch",
         (version is None, "fail", f"cannot be imported: {probe.error}", install),
         (_release(version) < (2, 6), "fail", version, install),
         (probe.error, "fail", f"{version}: {probe.error}", "repair the CUDA driver or the installation"),
         (not cuda, "note", f"{version}, a build without CUDA: gloo and the torch kernels only"),
-        (
-            not facts.get("devices"),
-            "note",
-            f"{version}, built for CUDA {cuda}, no device visible",
-            "is this a GPU machine?",
-        ),
-        (
-            True,
-            "ok",
-            f"{version}, CUDA {cuda}, {'' if facts.get('nccl') else 'no '}NCCL, {len(devices)} × {devices[0]}",
-        ),
+        (not devices, "note", unseen, "is this a GPU machine?"),
+        (True, "ok", seen),
     )
 
 

@@ -151,9 +151,8 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
 
 
 def _how(path: str, recording: Recording) -> str:
-    kept = (
-        "what it wrote went to a scratch layer" if recording.is_isolated else "NOT isolated: what it wrote itself stays"
-    )
+    layer, stays = "what it wrote went to a scratch layer", "NOT isolated: what it wrote itself stays"
+    kept = layer if recording.is_isolated else stays
     return f"{show_path(path)} was run by bash, commands recorded instead of started; {kept}; only for a script that you would run"
 
 
