@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import InputError
+from megatron_pg.rollouts.lines import RolloutFileError
 from megatron_pg.rollouts.printable import printable
 
 SUBCOMMANDS = {
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(argv, name)
         sys.stdout.flush()
         return code
-    except InputError as error:
+    except (InputError, RolloutFileError) as error:
         sys.stderr.write(f"megatron-pg{f' {name}' if name else ''}: {printable(str(error), limit=None)}\n")
         return 2
     except BrokenPipeError:  # the reader of our output has seen enough

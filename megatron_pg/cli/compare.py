@@ -9,16 +9,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pg.cli.digest import Row, digest_rollouts
 from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
-from megatron_pg.cli.terminal import InputError, say, show_json, show_path, table
+from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.rollouts.lines import RolloutFileError
+from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.printable import printable
+
+
+class Row(NamedTuple):
+    """One sample: its ids, its lengths, and the sums of the advantages A over its trained tokens."""
+
+    step: int
+    prompt_id: Id
+    rollout_id: Id
+    length: int  # response tokens
+    trained: int  # trained tokens
+    advantage: float  # Σ A
+    magnitude: float  # Σ |A|
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,7 @@ class Comparison:
     heaviest: float  # T·max w / Σ w, largest of the steps
 
 
+Comparisons = Mapping[str, Comparison]  # by aggregation
 Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
 
@@ -51,10 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if options.top < 0:
         raise InputError(f"--top {options.top} is negative, so no number of prompts. Give 0 or more.")
     check_picture(options)
-    try:
-        rows = digest_rollouts(options.rollouts)
-    except RolloutFileError as error:
-        raise InputError(str(error)) from error
+    rows = digest_rollouts(options.rollouts)
     found = compare(rows, options.divisor, show_path(options.rollouts))
     lengths, prompts = by_length(rows, found), by_prompt(rows, found)
     if options.output:
@@ -65,6 +74,24 @@ def run(options: argparse.Namespace) -> int:
     else:
         _show(document)
     return 0
+
+
+def digest_rollouts(path: str | Path) -> list[Row]:
+    """The digest of a whole rollout file, of which one sample at a time is held.
+
+    Raises:
+        RolloutFileError: the file that `read_rollouts` refuses, with its message.
+    """
+    from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
+
+    rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
+    with progress(f"reading {show_path(path)}", size) as update:
+        for sample in iterate_rollouts(path, update=update):
+            advantages = sample.advantages[sample.loss_mask]
+            sums = float(advantages.sum()), float(advantages.abs().sum())
+            ids = sample.step, sample.prompt_id, sample.rollout_id
+            rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
+    return rows
 
 
 def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:
@@ -121,21 +148,21 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
 # --- shares ---
 
 
-def by_length(rows: Sequence[Row], found: Mapping[str, Comparison]) -> list[Unit]:
+def by_length(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
     """By response length, in powers of two."""
     exponents = [row.length.bit_length() - 1 for row in rows]  # 2^e <= length < 2^(e+1)
     names = {e: f"{2**e}" if e == 0 else f"{2**e}-{2 ** (e + 1) - 1}" for e in sorted(set(exponents))}
     return _units(rows, found, "length", names, exponents)
 
 
-def by_prompt(rows: Sequence[Row], found: Mapping[str, Comparison]) -> list[Unit]:
+def by_prompt(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
     """By prompt, in the order of the file."""
     prompts = [row.prompt_id for row in rows]
     return _units(rows, found, "prompt_id", {prompt: str(prompt) for prompt in prompts}, prompts)
 
 
 def _units(
-    rows: Sequence[Row], found: Mapping[str, Comparison], kind: str, names: Mapping[object, str], of_row: Sequence
+    rows: Sequence[Row], found: Comparisons, kind: str, names: Mapping[object, str], of_row: Sequence
 ) -> list[Unit]:
     order = {unit: i for i, unit in enumerate(names)}
     index = np.array([order[unit] for unit in of_row])
@@ -164,11 +191,7 @@ def effective(shares: Sequence[float | None]) -> float | None:
 
 
 def _document(
-    options: argparse.Namespace,
-    rows: Sequence[Row],
-    found: Mapping[str, Comparison],
-    lengths: Sequence[Unit],
-    prompts: Sequence[Unit],
+    options: argparse.Namespace, rows: Sequence[Row], found: Comparisons, lengths: list[Unit], prompts: list[Unit]
 ) -> dict[str, object]:
     heaviest = sorted(prompts, key=lambda unit: -max(share or 0.0 for share in unit["share"].values()))
     return {
@@ -218,12 +241,11 @@ def _show(document: Mapping) -> None:
         say(_share_table("prompt", document["by_prompt"]))
 
 
-def _share_table(head: str, units: Sequence[Mapping]) -> str:
+def _share_table(head: str, units: Sequence[Unit]) -> str:
     rows = []
-    for name, samples, tokens, shares in map(Mapping.values, units):
-        rows.append(
-            (printable(name, limit=32), str(samples), str(tokens), *(_text(share, ".1%") for share in shares.values()))
-        )
+    for name, samples, tokens, shares in (unit.values() for unit in units):
+        percentages = [_text(share, ".1%") for share in shares.values()]
+        rows.append((printable(name, limit=32), str(samples), str(tokens), *percentages))
     return table((head, "samples", "trained tokens", *AGGREGATIONS), rows)
 
 

@@ -94,11 +94,13 @@ def complete(rows: "Sequence[Row]", options: argparse.Namespace) -> None:
             row.record["old_logprobs"] = row.record.get("rollout_logprobs")
         if row.record.get("old_logprobs") is None:
             if options.old_logprobs:
-                what, way = "rollout_log_probs", "Record them"
-            else:
-                what = "log-probabilities under the trainer's own weights"
-                way = "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)"
-            raise InputError(f"{row.where}: the dump has no {what}, and old_logprobs cannot be derived. {way}.")
+                raise InputError(
+                    f"{row.where}: the dump has no rollout_log_probs, and old_logprobs cannot be derived. Record them."
+                )
+            raise InputError(
+                f"{row.where}: the dump has no log-probabilities under the trainer's own weights, and old_logprobs cannot be derived. "
+                "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)."
+            )
         if row.record.get("advantage") is None:
             raise InputError(
                 f"{row.where}: the dump has no advantages. Choose how they follow from the rewards: --advantage."
@@ -143,19 +145,16 @@ def _sample(row: "Row") -> "Sample":
     from megatron_pg.rollouts.file import sample_of
 
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
+    mask = record.get("loss_mask")
     for name in {"advantage", *LOGPROBS} & record.keys():
-        record[name] = _without_masked(record[name], record["loss_mask"])
+        values = record[name]
+        if isinstance(values, list) and isinstance(mask, list) and len(values) == len(mask):
+            # nobody reads what is masked, and some dumps hold NaN there
+            record[name] = [value if bit else 0.0 for value, bit in zip(values, mask, strict=True)]
     try:
         return sample_of(record, "of the dump")
     except ValueError as error:
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
-
-
-def _without_masked(values: object, mask: object) -> object:
-    """Per-token values with 0 at masked tokens, where nobody reads them and some dumps hold NaN."""
-    if not (isinstance(values, list) and isinstance(mask, list) and len(values) == len(mask)):
-        return values
-    return [value if bit else 0.0 for value, bit in zip(values, mask, strict=True)]
 
 
 def _check_units(rows: "Sequence[Row]", units: dict[tuple[str, object], int]) -> None:

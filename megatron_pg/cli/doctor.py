@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
@@ -32,9 +31,6 @@ class Finding:
     status: str  # "ok", "note" or "fail"
     found: str
     fix: str = ""
-
-
-Case = tuple  # whether it applies, then the status, what is found, and the fix if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +65,10 @@ def run(options: argparse.Namespace) -> int:
 def examine(probes: Mapping[str, Probe]) -> list[Finding]:
     """Every finding, from what the probes said."""
     torch, triton, megatron, gloo = (probes[name] for name in ("torch", "triton", "megatron", "gloo"))
+    python, newer = platform.python_version(), "megatron.training of megatron-core 0.18 and later needs Python 3.12"
     return [
         Finding("megatron_pg", "ok", __version__),
-        _python(),
+        _first("Python", (sys.version_info >= (3, 12), "ok", python), (True, "note", python, newer)),
         _torch(torch),
         _kernel(triton, on_cuda=bool(torch.facts.get("cuda_available"))),
         *_core(megatron),
@@ -83,16 +80,17 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
     ]
 
 
-def _first(name: str, *cases: Case) -> Finding:
-    """The finding of the first case that applies; the last one always does."""
+def _first(name: str, *cases: tuple) -> Finding:
+    """The finding of the first case that applies: whether it does, then status, what is found, and the fix if any."""
     return next(Finding(name, *said) for applies, *said in cases if applies)
 
 
 def _probe_all() -> dict[str, Probe]:
     names = ("megatron", "torch", "triton")  # the longest first
-    with ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         found = dict(zip(names, pool.map(_probe, names), strict=True))
-    return found | {"gloo": _gloo_probe()}
+        both = list(pool.map(lambda rank: _probe("gloo", str(rank), f"{folder}/meeting"), range(2)))
+    return found | {"gloo": next((probe for probe in both if probe.error), both[0])}
 
 
 def _probe(*words: str) -> Probe:
@@ -111,40 +109,19 @@ def _probe(*words: str) -> Probe:
     return Probe(facts, printable(last.strip(), limit=240))
 
 
-def _gloo_probe() -> Probe:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        file = str(Path(folder) / "meeting")
-        both = list(pool.map(lambda rank: _probe("gloo", str(rank), file), range(2)))
-    return next((probe for probe in both if probe.error), both[0])
-
-
-def _python() -> Finding:
-    is_old = sys.version_info < (3, 12)
-    fix = "megatron.training of megatron-core 0.18 and later needs Python 3.12"
-    return Finding("Python", *("note" if is_old else "ok", platform.python_version(), fix if is_old else ""))
-
-
 def _torch(probe: Probe) -> Finding:
-    facts = probe.facts
-    version, cuda, devices = facts.get("version"), facts.get("cuda"), facts.get("devices") or ["?"]
-    install = "install torch 2.6 or later"
+    facts, install = probe.facts, "install torch 2.6 or later"
+    version, cuda, devices = facts.get("version"), facts.get("cuda"), facts.get("devices") or []
+    unseen = f"{version}, built for CUDA {cuda}, no device visible"
+    seen = f"{version}, CUDA {cuda}, {'' if facts.get('nccl') else 'no '}NCCL, {len(devices)} × {''.join(devices[:1])}"
     return _first(
         "torch",
         (version is None, "fail", f"cannot be imported: {probe.error}", install),
         (_release(version) < (2, 6), "fail", version, install),
         (probe.error, "fail", f"{version}: {probe.error}", "repair the CUDA driver or the installation"),
         (not cuda, "note", f"{version}, a build without CUDA: gloo and the torch kernels only"),
-        (
-            not facts.get("devices"),
-            "note",
-            f"{version}, built for CUDA {cuda}, no device visible",
-            "is this a GPU machine?",
-        ),
-        (
-            True,
-            "ok",
-            f"{version}, CUDA {cuda}, {'' if facts.get('nccl') else 'no '}NCCL, {len(devices)} × {devices[0]}",
-        ),
+        (not devices, "note", unseen, "is this a GPU machine?"),
+        (True, "ok", seen),
     )
 
 

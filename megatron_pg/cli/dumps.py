@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pg.cli.terminal import InputError, opened, show_path
 from megatron_pg.rollouts.fields import FIELDS, REQUIRED, is_int
-from megatron_pg.rollouts.lines import RolloutFileError, raw_lines
+from megatron_pg.rollouts.lines import raw_lines
 from megatron_pg.rollouts.printable import printable, shorten
 
 
@@ -75,10 +75,8 @@ def read_slime(path: str, options: argparse.Namespace) -> list[Row]:
 def _slime_row(sample: object, step: int, where: str, reward_key: str | None) -> Row:
     prompt_id, index = _field(sample, "group_index", where), _field(sample, "index", where)
     rollout_id = sample.get("rollout_id")
-    for name, value in (
-        ("group_index", prompt_id),
-        ("rollout_id and index", index if rollout_id is None else rollout_id),
-    ):
+    unit = index if rollout_id is None else rollout_id
+    for name, value in (("group_index", prompt_id), ("rollout_id and index", unit)):
         if value is None:
             raise InputError(
                 f"{where}: {name} is not set, so its unit cannot be counted. Set it in the rollout function."
@@ -193,9 +191,8 @@ def read_nemo_rl(path: str, options: argparse.Namespace) -> list[Row]:
             raise InputError(
                 f"{where}: its prompt differs from that of its group's first row, so --group-size {size} is wrong."
             )
-        rows.append(
-            Row(where, {"step": step, "prompt_id": f"{step}/{i // size}", "rollout_id": f"{step}/{i}"} | fields)
-        )
+        ids = {"step": step, "prompt_id": f"{step}/{i // size}", "rollout_id": f"{step}/{i}"}
+        rows.append(Row(where, ids | fields))
     if len(rows) % size:
         raise InputError(f"{shown}: {len(rows)} rows are no multiple of --group-size {size}. Correct it.")
     return rows
@@ -283,23 +280,15 @@ def _columns(given: Sequence[str]) -> dict[str, str]:
 
 
 def _json_lines(path: str) -> Iterator[tuple[object, str]]:
-    shown = show_path(path)
-    try:
-        for number, line in enumerate(raw_lines(path), start=1):
-            where = f"{shown}:{number}"
-            if not line.endswith(b"\n"):
-                raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.")
-            try:
-                yield json.loads(line.decode("utf-8")), where
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
-    except RolloutFileError as error:
-        raise InputError(str(error)) from error
+    for number, line in enumerate(raw_lines(path), start=1):
+        where = f"{show_path(path)}:{number}"
+        if not line.endswith(b"\n"):
+            raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.")
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
+        yield record, where
 
 
-READERS: Mapping[str, Callable[[str, argparse.Namespace], list[Row]]] = {
-    "slime": read_slime,
-    "miles": read_slime,
-    "nemo_rl": read_nemo_rl,
-    "verl": read_verl,
-}
+READERS = {"slime": read_slime, "miles": read_slime, "nemo_rl": read_nemo_rl, "verl": read_verl}

@@ -5,12 +5,14 @@ import math
 from dataclasses import dataclass
 
 from megatron_pg.args import add_arguments, own_arguments
-from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check_or_stop
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
+
+Rows = list[tuple[str, str]]  # what is named, and how it stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
-    for text in filter(None, (launch.ran, banner(launch.args))):
-        say(text)
+    if launch.ran:
+        say(launch.ran)
+    say(banner(launch.args))
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
@@ -58,10 +61,10 @@ def layout_of(launch: Launch) -> Layout:
         InputError: they do not divide each other.
     """
     found = {name: value for name, value in vars(launch.args).items() if value is not None}
-    for name in found.keys() & {*_MODEL, "micro_batch_size", "global_batch_size"}:
+    for name in found.keys() & {*MODEL_SIZES, "micro_batch_size", "global_batch_size"}:
         if found[name] < 1:
             raise InputError(f"--{name.replace('_', '-')} {found[name]} is no size. Give 1 or more.")
-    world, model = launch.world_size, math.prod(found.get(name, 1) for name in _MODEL)
+    world, model = launch.world_size, math.prod(found.get(name, 1) for name in MODEL_SIZES)
     if world is not None and (world < 1 or world % model):
         raise InputError(
             f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
@@ -83,10 +86,7 @@ def layout_of(launch: Launch) -> Layout:
     return Layout(world, data, context, batch, micro, microbatches)
 
 
-_MODEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
-
-def factor_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
+def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
     rows = [
         ("N_r", _rollouts_text(args, layout)),
@@ -163,7 +163,7 @@ def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
     return f"{layout.batch} rollouts, one sample each; counted anew in every step"
 
 
-def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[str, str]]:
+def _denominator_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     if args.custom_pg_loss_reducer_function_path is not None or layout.batch is None:
         return []
     counted, tokens, _ = DENOMINATORS[args.pg_denominator]
@@ -173,7 +173,7 @@ def _denominator_rows(args: argparse.Namespace, layout: Layout) -> list[tuple[st
     return [("denominator", text.format(counted=counted, tokens=tokens, **numbers))]
 
 
-def _say_rows(title: str, rows: list[tuple[str, str]]) -> None:
+def _say_rows(title: str, rows: Rows) -> None:
     say(f"── {title} ──")
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -202,7 +202,7 @@ def _assumption(args: argparse.Namespace) -> str:
     return text
 
 
-def _origin(launch: Launch, remarks: tuple[str, ...]) -> list[tuple[str, str]]:
+def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
     others = f"{len(launch.others)} further arguments, which belong to other parsers"
     return [
         ("arguments", launch.source),
@@ -221,11 +221,7 @@ def _given(args: argparse.Namespace) -> str:
 
 
 def _document(
-    launch: Launch,
-    layout: Layout,
-    remarks: tuple[str, ...],
-    factors: list[tuple[str, str]],
-    weights: list[dict[str, float]],
+    launch: Launch, layout: Layout, remarks: tuple[str, ...], factors: Rows, weights: list[dict[str, float]]
 ) -> dict[str, object]:
     own, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
     sizes = {"world": layout.world, "D": layout.data, "C": layout.context, "K": layout.microbatches, "N_r": rollouts}

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import basename
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ _MENTIONING = {  # recorded commands that may name a launcher and start none
     *("sed", "sort", "tail", "tee", "touch"),
 }
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
+MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _TIME_LIMIT = 30.0
 _SCRIPT_OPTIONS = {  # those of ours that only a script can have
     "--nth": {"type": int, "metavar": "N", "help": "the N-th training that SCRIPT starts, of several"},
@@ -149,9 +151,8 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
 
 
 def _how(path: str, recording: Recording) -> str:
-    kept = (
-        "what it wrote went to a scratch layer" if recording.is_isolated else "NOT isolated: what it wrote itself stays"
-    )
+    layer, stays = "what it wrote went to a scratch layer", "NOT isolated: what it wrote itself stays"
+    kept = layer if recording.is_isolated else stays
     return f"{show_path(path)} was run by bash, commands recorded instead of started; {kept}; only for a script that you would run"
 
 
@@ -204,17 +205,13 @@ def _choose(found: list[Command], options: argparse.Namespace) -> tuple[Command,
 
 def _is_likely(command: Command) -> bool:
     """Whether it is no mere tool."""
-    names = [_base(word) for word in command.words]
+    names = [basename(word) for word in command.words]
     return names[0] == "ray" or not _LAUNCHERS.isdisjoint(names) or any(map(_OURS.match, command.words))
-
-
-def _base(word: str) -> str:
-    return word.rpartition("/")[2]
 
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]] | None:
     """What the launcher reads and what the training reads; None where the command starts none."""
-    names = [_base(word) for word in words]
+    names = [basename(word) for word in words]
     if names[0] in _MENTIONING:
         return None
     launcher = next((i for i, name in enumerate(names) if name in _LAUNCHERS), None)
@@ -271,7 +268,7 @@ def _unanswered(commands: Sequence[Command]) -> list[str]:
 
 def _summary(commands: Sequence[Command]) -> str:
     """Names of commands with how often each was called."""
-    counts = Counter(printable(_base(command.words[0])) for command in commands)
+    counts = Counter(printable(basename(command.words[0])) for command in commands)
     return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())
 
 
@@ -315,7 +312,7 @@ def _fill_in(args: argparse.Namespace) -> None:
     """What Megatron derives from its flags before the checks run."""
     found = vars(args)
     found.setdefault("dataloader_type", "single")
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+    for name in MODEL_SIZES:
         found.setdefault(name, 1)
     if shards := found.get("tensor_parallel_num_weight_shards"):
         args.gtp_weight_remat_size = shards // max(args.tensor_model_parallel_size, 1)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
-from megatron_pg.cli.terminal import InputError, megabytes, opened, progress, say, show_json, show_path, table
+from megatron_pg.cli.terminal import InputError, opened, progress, say, show_json, show_path, table
 from megatron_pg.metrics.reporting import CONSOLE
 from megatron_pg.rollouts.fields import is_int, is_number
 from megatron_pg.rollouts.printable import printable
@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> dict[str, Curve]:
         InputError: the file cannot be read, or a line is no step's record.
     """
     shown, curves = show_path(path), {}
-    with opened(path) as file, progress(f"reading {shown}", path.stat().st_size, megabytes) as update:
+    with opened(path) as file, progress(f"reading {shown}", path.stat().st_size) as update:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
             if len(line) <= _MAX_LINE and not line.endswith(b"\n"):
                 break  # its run is writing it

@@ -49,22 +49,13 @@ def _scaled(*, per_token: bool) -> list[float]:
     schedules = import_module("megatron.core.pipeline_parallel.schedules")
     fields = {"timers": None, "num_moe_experts": None, "mtp_num_layers": None, "grad_scale_func": None}
     one, count = torch.ones((), requires_grad=True), torch.tensor(3, dtype=torch.int32)
+    config = SimpleNamespace(**fields, calculate_per_token_loss=per_token)
 
     def loss_function(output):
         return (output * 1.0, count, {}) if per_token else (output * 1.0, {})
 
-    loss, counted = schedules.forward_step_calc_loss(
-        None,
-        one,
-        loss_function,
-        SimpleNamespace(**fields, calculate_per_token_loss=per_token),
-        None,
-        False,
-        4,
-        [],
-        cp_group_size=2,
-        is_last_stage=True,
-    )
+    sizes = {"cp_group_size": 2, "is_last_stage": True}
+    loss, counted = schedules.forward_step_calc_loss(None, one, loss_function, config, None, False, 4, [], **sizes)
     return [float(loss.detach()), float(counted)]
 
 

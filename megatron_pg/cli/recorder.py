@@ -165,15 +165,11 @@ def _launchers(text: str) -> set[str]:
     for value in os.environ.values():
         if value.startswith("/") and os.path.isdir(f"{value}/bin"):
             folders.append(Path(value, "bin"))
-    found = {str(path) for folder in set(folders) for path in _listed(folder) if re.fullmatch(LAUNCHER, path.name)}
+    found = set()
+    for folder in set(folders):
+        with suppress(OSError):
+            found |= {str(path) for path in folder.iterdir() if re.fullmatch(LAUNCHER, path.name)}
     return {*found, *_PATH.findall(text), *filter(_PATH.fullmatch, os.environ.values())}
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _environment() -> dict[str, str]:

@@ -38,13 +38,10 @@ def show_path(path: str | Path) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, the first one left-aligned, the others right-aligned."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    aligned = [
-        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        for line in lines
-    ]
-    return "\n".join("  " + "  ".join(line).rstrip() for line in aligned)
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "\n".join("  " + "  ".join(cells).rstrip() for cells in aligned)
 
 
 @contextmanager
@@ -120,8 +117,12 @@ def check_output(path: str | Path, *, overwrite: bool) -> None:
         raise InputError(f"{show_path(path)}: its folder cannot be written to. Give another path.")
 
 
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
 @contextmanager
-def progress(what: str, total: int = 0, show: Callable[[int], str] = str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int = 0, show: Callable[[int], str] = _megabytes) -> Iterator[Callable[[int], None]]:
     """Say on the standard error from the second second on that `what` lasts: a line in a log, one that changes on a terminal.
 
     The block is given a function that it may tell how much of `total` is done, which `show` writes.
@@ -152,8 +153,3 @@ def progress(what: str, total: int = 0, show: Callable[[int], str] = str) -> Ite
     finally:
         is_over.set()
         thread.join()
-
-
-def megabytes(size: int) -> str:
-    """A size in bytes as text."""
-    return f"{size / 1e6:,.0f} MB"

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import warnings
-from dataclasses import dataclass
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
 from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
@@ -18,16 +17,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the verdict; every violation is a line on the standard error."""
     launch = read_launch(options)
-    verdict = check(launch)
-    valid = not verdict.violations
+    violations, remarks = check(launch)
+    valid = not violations
     if options.json:
         show_json(
             {
                 "run": launch.ran,
                 "source": launch.source,
                 "valid": valid,
-                "violations": [{"rule": rule, "message": message} for rule, message in verdict.violations],
-                "remarks": list(verdict.remarks),
+                "violations": [{"rule": rule, "message": message} for rule, message in violations],
+                "remarks": list(remarks),
                 "notes": list(launch.notes),
                 "arguments": read_arguments(launch) if valid else None,
                 "other_arguments": list(launch.others),
@@ -37,24 +36,19 @@ def run(options: argparse.Namespace) -> int:
         if launch.ran:
             say(launch.ran)
         say(f"valid: {launch.source}")
-        for remark in (*verdict.remarks, *launch.notes):
+        for remark in (*remarks, *launch.notes):
             say(f"  note: {remark}")
         say(f"  {len(launch.others)} further arguments belong to other parsers and were not checked")
-    for rule, message in verdict.violations:
+    for rule, message in violations:
         sys.stderr.write(f"megatron-pg validate: [{rule}] {message}\n")
     return 0 if valid else 2
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the startup checks found."""
+def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """Violations (rule, message) or remarks of the decision table on the launch's arguments, which it reconciles.
 
-    violations: tuple[tuple[str, str], ...]  # (rule, message)
-    remarks: tuple[str, ...]  # reconciliations and warnings
-
-
-def check(launch: Launch) -> Verdict:
-    """Run the decision table on the launch's arguments, which it reconciles; a user's functions are tried."""
+    A user's functions are tried.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -71,9 +65,9 @@ def check(launch: Launch) -> Verdict:
 
                 custom_objective_of(args)
         except ArgumentError as error:
-            return Verdict(tuple(error.violations), ())
+            return list(error.violations), ()
     ours = (each for each in caught if issubclass(each.category, (ArgumentNotice, ArgumentWarning)))
-    return Verdict((), tuple(str(each.message) for each in ours))
+    return [], tuple(str(each.message) for each in ours)
 
 
 def check_or_stop(launch: Launch) -> tuple[str, ...]:
@@ -82,7 +76,7 @@ def check_or_stop(launch: Launch) -> tuple[str, ...]:
     Raises:
         InputError: with every violation, where it does not.
     """
-    verdict = check(launch)
-    if verdict.violations:
-        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in verdict.violations))
-    return verdict.remarks
+    violations, remarks = check(launch)
+    if violations:
+        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in violations))
+    return remarks

@@ -367,6 +367,7 @@ BAD_VERL = {
         (*COLUMNS, "--advantage", "reward"),
         "step is '5', not an integer",
     ),
+    "no mask": ([verl_row(0, "a", mask=None)], (*COLUMNS, "--advantage", "reward"), "field 'loss_mask' is missing"),
     "a text for a mask": (
         [verl_row(0, "a", mask="11")],
         (*COLUMNS, "--advantage", "reward"),
