@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 TRAINING = ["pyyaml", "einops", "psutil"]  # what megatron.training imports and megatron-core does not require
 DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
-TEST = [*DEMO, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17"]
+TEST = [*DEMO, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
 
 setup(
     name="megatron-pg",

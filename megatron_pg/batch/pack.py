@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[
     return steps
 
 
-def check_boundaries(steps: Sequence[Sequence[Sample]]) -> None:
+def check_boundaries(steps: Sequence[Sequence[Any]]) -> None:
     """Raise unless every prompt group and every rollout lies wholly in one of the steps of a rollout batch."""
     for kind, noun in (("prompt_id", "prompt group"), ("rollout_id", "rollout")):
         seen: dict[Id, int] = {}

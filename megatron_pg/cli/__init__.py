@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import InputError
@@ -73,12 +73,13 @@ def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"megatron-pg {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for each, summary in SUBCOMMANDS.items():
-        shape = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         sub = choices.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **shape)
         if each == name:
             import_module(f"megatron_pg.cli.{each}").add_options(sub)
             sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
     if name not in LAUNCHES:
         return parser.parse_args(argv)
-    options, options.words = parser.parse_known_args(argv)
+    options, words = parser.parse_known_args(argv)
+    options.words = words
     return options

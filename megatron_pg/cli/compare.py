@@ -162,12 +162,12 @@ def by_prompt(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
 
 
 def _units(
-    rows: Sequence[Row], found: Comparisons, kind: str, names: Mapping[object, str], of_row: Sequence
+    rows: Sequence[Row], found: Comparisons, kind: str, names: Mapping[Any, str], of_row: Sequence
 ) -> list[Unit]:
     order = {unit: i for i, unit in enumerate(names)}
     index = np.array([order[unit] for unit in of_row])
 
-    def sums(values: Sequence, dtype: type = float) -> list:
+    def sums(values: Any, dtype: type = float) -> list:
         return np.bincount(index, weights=values).astype(dtype).tolist()
 
     masses = {mode: sums(each.masses) for mode, each in found.items()}

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
 from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, is_int, is_number
@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     from megatron_pg.cli import dumps  # imports torch
     from megatron_pg.rollouts.file import RolloutWriter
 
-    units, count = {}, 0
+    units: dict[Any, int] = {}
+    count = 0
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
         with (
             closing(RolloutWriter(scratch)) as writer,
@@ -119,7 +120,7 @@ def _check_row(row: "Row") -> None:
 
 
 def _advantages(rows: "Sequence[Row]", rule: str) -> list[float]:
-    groups: dict[object, dict[object, float]] = {}
+    groups: dict[Any, dict[Any, float]] = {}
     for row in rows:
         reward, group = row.record["reward"], groups.setdefault(row.record["prompt_id"], {})
         if group.setdefault(row.record["rollout_id"], reward) != reward:
@@ -157,7 +158,7 @@ def _sample(row: "Row") -> "Sample":
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
 
 
-def _check_units(rows: "Sequence[Row]", units: dict[tuple[str, object], int]) -> None:
+def _check_units(rows: "Sequence[Row]", units: dict[tuple[str, Any], int]) -> None:
     for row in rows:
         for kind in ("prompt_id", "rollout_id"):
             name, step = row.record[kind], row.record["step"]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import Any
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
@@ -37,7 +38,7 @@ class Finding:
 class Probe:
     """What a probe said before it ended, and why it failed, where it did."""
 
-    facts: Mapping[str, object]
+    facts: Mapping[str, Any]
     error: str | None
 
 

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,10 @@ class Row:
     """One sample of a dump."""
 
     where: str  # file and sample, for messages
-    record: dict[str, object]  # a line of the rollout file; what the dump does not hold is None or absent
+    record: dict[str, Any]  # a line of the rollout file; what the dump does not hold is None or absent
 
 
-def _field(record: object, name: str, where: str) -> object:
+def _field(record: Any, name: str, where: str) -> Any:
     """A field that must be there."""
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
@@ -38,7 +39,7 @@ def _field(record: object, name: str, where: str) -> object:
     return record[name]
 
 
-def _integer(record: object, name: str, where: str) -> int:
+def _integer(record: Any, name: str, where: str) -> int:
     value = _field(record, name, where)
     if not is_int(value):
         raise _foreign(where, f"{name} is {shorten(value)}, not an integer")
@@ -72,7 +73,7 @@ def read_slime(path: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _slime_row(sample: object, step: int, where: str, reward_key: str | None) -> Row:
+def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Row:
     prompt_id, index = _field(sample, "group_index", where), _field(sample, "index", where)
     rollout_id = sample.get("rollout_id")
     unit = index if rollout_id is None else rollout_id
@@ -97,7 +98,7 @@ def _slime_row(sample: object, step: int, where: str, reward_key: str | None) ->
     return Row(where, fields)
 
 
-def _reward(reward: object, where: str, key: str | None) -> object:
+def _reward(reward: Any, where: str, key: str | None) -> Any:
     if isinstance(reward, Mapping):
         if key not in reward:
             raise InputError(f"{where}: its reward has several parts ({_names(reward)}). Choose one with --reward-key.")
@@ -131,8 +132,8 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
         row.record["ref_logprobs"] = _plain_list(sample.get("ref_log_probs"))
 
 
-def load_tensors(path: str) -> object:
-    """What `torch.save` wrote, as tensors and plain values; an object of any class is refused, and never built.
+def load_tensors(path: str) -> Any:
+    """What `torch.save` wrote, as tensors and plain values; an Any of any class is refused, and never built.
 
     Raises:
         InputError: the file cannot be read, is no such file, or holds other objects.
@@ -155,7 +156,7 @@ def load_tensors(path: str) -> object:
             ) from error
 
 
-def _plain_list(values: object) -> list | None:
+def _plain_list(values: Any) -> list | None:
     """A list of numbers from a list, a tuple or a tensor; None stays None."""
     if isinstance(values, Tensor):
         return values.reshape(-1).tolist()
@@ -198,8 +199,8 @@ def read_nemo_rl(path: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _nemo_rl_fields(record: object, where: str) -> dict[str, object]:
-    def one(name: str) -> object:
+def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
+    def one(name: str) -> Any:
         values = _field(record, name, where)
         if not isinstance(values, list) or len(values) != 1:
             raise _foreign(where, f"{name} is {shorten(values)}, not a list of one value")
@@ -279,7 +280,7 @@ def _columns(given: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def _json_lines(path: str) -> Iterator[tuple[object, str]]:
+def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
     for number, line in enumerate(raw_lines(path), start=1):
         where = f"{show_path(path)}:{number}"
         if not line.endswith(b"\n"):
@@ -287,7 +288,7 @@ def _json_lines(path: str) -> Iterator[tuple[object, str]]:
         try:
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
+            raise InputError(f"{where}: is not one JSON Any per line ({printable(str(error))}).") from error
         yield record, where
 
 

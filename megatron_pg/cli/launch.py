@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import basename
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.recorder import Command, Recording, record
@@ -31,7 +31,7 @@ _MENTIONING = {  # recorded commands that may name a launcher and start none
 _OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
 MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _TIME_LIMIT = 30.0
-_SCRIPT_OPTIONS = {  # those of ours that only a script can have
+_SCRIPT_OPTIONS: dict[str, dict[str, Any]] = {  # those of ours that only a script can have
     "--nth": {"type": int, "metavar": "N", "help": "the N-th training that SCRIPT starts, of several"},
     "--line": {"type": int, "metavar": "N", "help": "the training that line N of SCRIPT starts, of several"},
     "--show-output": {"action": "store_true", "help": "show what SCRIPT prints, on the standard error"},

@@ -56,7 +56,8 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     Raises:
         InputError: the file cannot be read, or a line is no step's record.
     """
-    shown, curves = show_path(path), {}
+    shown = show_path(path)
+    curves: dict[str, Curve] = {}
     with opened(path) as file, progress(f"reading {shown}", path.stat().st_size) as update:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
             if len(line) <= _MAX_LINE and not line.endswith(b"\n"):
@@ -110,7 +111,7 @@ def _chosen(asked: str | None, runs: Mapping[str, dict[str, Curve]]) -> list[str
 
 
 def _rows(runs: Mapping[str, dict[str, Curve]], name: str) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for label, curves in runs.items():
         if name not in curves:
             rows.append((label, "0", "–", "–", "–", "–", ""))

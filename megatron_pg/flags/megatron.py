@@ -6,13 +6,14 @@ them between ranks; the rest gives `megatron-pg explain` the layout.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronArgument:
     """One of Megatron's arguments, under its attribute's name."""
 
-    keywords: Mapping[str, object] | None  # what argparse is told; None where Megatron derives it and has no flag
+    keywords: Mapping[str, Any] | None  # what argparse is told; None where Megatron derives it and has no flag
     is_read_by_rules: bool = True
 
 

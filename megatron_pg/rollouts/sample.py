@@ -94,13 +94,12 @@ class Sample:
         if len(loss_mask) != response_length:
             raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
         if isinstance(advantage, numbers.Real):
-            advantage = torch.full((response_length,), float(advantage), dtype=torch.float64)
-        tokens = torch.as_tensor(tokens)
-        if tokens.dtype.is_floating_point:
+            advantage = [float(advantage)] * response_length
+        ids, mask = torch.as_tensor(tokens), torch.as_tensor(loss_mask)
+        if ids.dtype.is_floating_point:
             raise ValueError(
                 f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
             )
-        mask = torch.as_tensor(loss_mask)
         if not (is_binary := (mask == 0) | (mask == 1)).all():
             bad = float(mask[~is_binary][0])
             raise ValueError(
@@ -110,7 +109,7 @@ class Sample:
             if rest.get(name) is not None:
                 rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
         return cls(
-            tokens=tokens.to(torch.int64),
+            tokens=ids.to(torch.int64),
             loss_mask=mask.bool(),
             old_logprobs=torch.as_tensor(old_logprobs, dtype=torch.float64),
             advantages=torch.as_tensor(advantage, dtype=torch.float64),

@@ -53,6 +53,27 @@ def of_shared_experts(folder, full):
     return launch(folder, *experts, *sharing, "--warm-up-iters", "0", "--train-iters", "2")
 
 
+@launches.launch
+def dry(folder, full):
+    """Runs that stop before the model is built: asked for by the flag, by the environment, and unclearly."""
+    flag = example_runs.launch(folder / "flag", *SHORT, "--pg-dry-run", "--loss-aggregation", "token_mean", ranks=2)
+    environment = example_runs.launch(folder / "environment", *SHORT, ranks=1, MEGATRON_PG_DRY_RUN="1")
+    unclear = example_runs.launch(folder / "unclear", *SHORT, ranks=1, check=False, MEGATRON_PG_DRY_RUN="yes")
+    return folder, flag, environment, unclear
+
+
+def test_a_dry_run_says_what_is_in_force_and_builds_nothing(dry):
+    folder, flag, environment, unclear = dry
+    for done, ranks in ((flag, 2), (environment, 1)):
+        assert done.returncode == 0
+        assert "effective policy-gradient objective" in done.stdout
+        assert f"dry run: {ranks} ranks agree on valid arguments; no model was built" in done.stdout
+    assert "--loss-aggregation token_mean" in flag.stdout
+    assert unclear.returncode != 0
+    assert "MEGATRON_PG_DRY_RUN=yes is neither 0 nor 1" in unclear.stdout + unclear.stderr
+    assert not list(folder.rglob("metrics.jsonl"))
+
+
 def steps_of(run: Path) -> list[dict]:
     return records(run / "metrics.jsonl")
 
