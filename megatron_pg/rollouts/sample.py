@@ -124,8 +124,8 @@ def check_lengths(total_length: int, response_length: int) -> None:
 
 
 def _as_mask(loss_mask: Sequence[int], label: object) -> Tensor:
-    mask = torch.as_tensor(loss_mask)
-    if mask.numel() and not torch.isin(mask, torch.tensor([0, 1], dtype=mask.dtype)).all():
+    mask = torch.as_tensor(loss_mask, dtype=torch.float64)
+    if mask.numel() and not torch.isin(mask, torch.tensor([0.0, 1.0], dtype=torch.float64)).all():
         bad = next(float(value) for value in mask if value not in (0, 1))
         raise ValueError(f"loss_mask of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages")
     return mask.bool()
