@@ -95,7 +95,7 @@ class Sample:
             raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
         if isinstance(advantage, numbers.Real):
             advantage = [float(advantage)] * response_length
-        ids, mask = torch.as_tensor(tokens), torch.as_tensor(loss_mask)
+        ids, mask = torch.as_tensor(tokens), torch.as_tensor(loss_mask, dtype=torch.float64)
         if ids.dtype.is_floating_point:
             raise ValueError(
                 f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
