@@ -41,8 +41,8 @@ CLIP_EPS_LOW = Number(
     low=0.0,
     high=1.0,
     requirement="between 0 and 1 (1 switches the bound off)",
-    help="Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2 (gspo: 3e-4; "
-    "cispo: 1).",
+    help="Lower clip bound of the probability ratio is 1 - EPS; 0 <= EPS <= 1, 1 switches it off. Default 0.2 (gspo "
+    "and gspo_token: 3e-4; cispo: 1).",
     metavar="EPS",
 )
 CLIP_EPS_HIGH = Number(
@@ -50,7 +50,8 @@ CLIP_EPS_HIGH = Number(
     low=0.0,
     high=math.inf,
     requirement="finite and >= 0",
-    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo: 4e-4).",
+    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo and gspo_token: "
+    "4e-4).",
     metavar="EPS",
 )
 
@@ -93,7 +94,7 @@ def _clipped(variable: str) -> str:
 
 def _delta_message(numbers: Numbers) -> str | None:
     delta, high = numbers["delta"], numbers["clip_eps_high"]
-    if delta > 1 + high:
+    if not delta <= 1 + high:  # NaN, in place of a number that another rule refuses, contradicts nothing
         return None
     return (
         f"--pg-delta {delta} must be > 1 + --pg-clip-eps-high = {1 + high:g}, or it would tighten the clip of A > 0 instead of "

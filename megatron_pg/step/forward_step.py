@@ -85,7 +85,9 @@ class PolicyGradientStep:
         if self.settings.float32_logits or self.settings.head_mode:  # a sampler's logits have the loss's precision
             self._float32_layer = model.output_layer
             compute_in_float32(model.output_layer, backward=self.settings.head_backward)
-        deferred = DeferredHead(model.output_layer, self._computes_loss) if self.settings.head_mode else None
+        deferred = None
+        if self.settings.head_mode:
+            deferred = DeferredHead(model.output_layer, lambda: self._local is not None)
         language_model_loss = model.compute_language_model_loss
 
         def compute_language_model_loss(labels: Tensor, logits: Tensor):
@@ -101,9 +103,6 @@ class PolicyGradientStep:
 
         model.compute_language_model_loss = compute_language_model_loss
         return model
-
-    def _computes_loss(self) -> bool:
-        return self._local is not None
 
     def forward_step(self, data_iterator: Iterator[LocalBatch], model: nn.Module) -> tuple[object, Callable]:
         """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned."""
@@ -179,21 +178,16 @@ class PolicyGradientStep:
         with self._checked_before_finalize(chunks[0].config, found), torch.set_grad_enabled(trains):
             losses = forward_backward_func(**arguments)
         rows = found[0] if found else self._gather_and_check()
-        self._on_report(self._report(plan, rows, documents, forward_only=bool(arguments.get("forward_only"))))
-        return losses
-
-    def _report(
-        self, plan: StepPlan, rows: Tensor, documents: StepDocuments | None, *, forward_only: bool
-    ) -> StepReport:
-        """What the ranks' partial results [world, width] come to."""
         metrics = self.settings.metrics
-        return StepReport(
+        report = StepReport(
             plan=plan,
             metrics=metrics.finish(metrics.combine(rows).tolist(), plan) | (asdict(documents) if documents else {}),
             nonfinite=metrics.nonfinite(rows.tolist()),
-            forward_only=forward_only,
+            forward_only=bool(arguments.get("forward_only")),
             documents=documents,
         )
+        self._on_report(report)
+        return losses
 
     @contextmanager
     def _checked_before_finalize(self, config: Any, found: list[Tensor]) -> Iterator[None]:

@@ -87,9 +87,7 @@ class PlanRule:
     aggregation: str
     divisor: float | None = None  # L
     denominator: str = "scheduled"  # what denominators count; auxiliary terms count trained tokens under `kept` too
-    auxiliary_aggregation: str | None = (
-        None  # of the KL and entropy terms; None: there are no denominators of their own
-    )
+    auxiliary_aggregation: str | None = None  # of the KL and entropy terms; None: they have no denominators
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
 
 
@@ -117,7 +115,9 @@ def _local_table(
     counts = _counts(tokens_per_sample)
     size, total = len(counts), int(counts.sum())
     if needs_prompt_ids(rule.aggregation):
-        _check_prompt_ids(rule.aggregation, prompt_ids, size)
+        missing = [i for i in range(size) if prompt_ids is None or i < len(prompt_ids) and prompt_ids[i] is None]
+        if missing:
+            raise ValueError(f"{rule.aggregation} needs prompt_ids for every sample; sample {missing[0]} has none")
     rank = torch.distributed.get_rank(group) if group is not None else 0
     own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
@@ -262,13 +262,6 @@ def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
     return counts.to(torch.int64).cpu()
 
 
-def _check_prompt_ids(aggregation: str, prompt_ids: Sequence[Id] | None, size: int) -> None:
-    missing = range(size) if prompt_ids is None else (i for i, value in enumerate(prompt_ids) if value is None)
-    first = next(iter(missing), None)
-    if first is not None:
-        raise ValueError(f"{aggregation} needs prompt_ids for every sample; sample {first} has none")
-
-
 def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
     """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
     if len(ids) != size:
@@ -280,13 +273,12 @@ def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
             raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
         if isinstance(value, int) and abs(value) >= 2**62:
             raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
-    return torch.tensor([_key(value) for value in ids], dtype=torch.int64)
+    keys = [value if isinstance(value, int) else -(2**62) - (_hash(value) >> 2) for value in ids]
+    return torch.tensor(keys, dtype=torch.int64)
 
 
-def _key(value: Id) -> int:
-    if isinstance(value, int):
-        return value
-    return -(2**62) - (int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 2)
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None) -> tuple[list[_Head], list[Tensor]]:

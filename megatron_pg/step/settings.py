@@ -11,7 +11,7 @@ from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
 from megatron_pg.kernels import LossTerms
 from megatron_pg.metrics import Reduction
-from megatron_pg.objectives import Objective, objective_of
+from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import NONE as NO_CORRECTION
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.objectives.custom import custom_objective_of
@@ -47,7 +47,17 @@ class LossSettings:
         correction = Correction(
             name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in correction_numbers(args).items()}
         )
-        terms = _terms(args, correction)
+        anchor = CORRECTIONS[correction.name].anchor
+        own = args.pg_custom_objective_path is not None
+        terms = LossTerms(
+            objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **objective_numbers(args)),
+            opsm_anchor=anchor,
+            opsm_threshold=correction.high if anchor else None,
+            kl_coef=args.pg_kl_coef,
+            kl_estimator=args.pg_kl_estimator,
+            entropy_coef=args.pg_entropy_coef,
+            grad_divisor=args.pg_grad_divisor,
+        )
         return cls(
             aggregation=args.loss_aggregation,
             divisor=args.loss_aggregation_divisor,
@@ -93,25 +103,6 @@ def features_of(terms: LossTerms, correction: Correction) -> frozenset[str]:
         "auxiliary": terms.kl_coef != 0 or terms.entropy_coef != 0,
     }
     return frozenset(name for name, present in features.items() if present)
-
-
-def _terms(args: Namespace, correction: Correction) -> LossTerms:
-    anchor = CORRECTIONS[correction.name].anchor
-    return LossTerms(
-        objective=_objective(args),
-        opsm_anchor=anchor,
-        opsm_threshold=correction.high if anchor else None,
-        kl_coef=args.pg_kl_coef,
-        kl_estimator=args.pg_kl_estimator,
-        entropy_coef=args.pg_entropy_coef,
-        grad_divisor=args.pg_grad_divisor,
-    )
-
-
-def _objective(args: Namespace) -> Objective:
-    if args.pg_custom_objective_path is not None:
-        return custom_objective_of(args)
-    return objective_of(args.pg_objective, **objective_numbers(args))
 
 
 def _available(asked: str | None) -> str:
