@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.kernels.checks import check_factors, check_fields, check_for_triton, check_impl, check_layout
+from megatron_pg.declarations.choices import IMPLEMENTATIONS
+from megatron_pg.kernels.checks import check_choice, check_for_triton, check_layout, check_loss
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clipped_surrogate
 from megatron_pg.kernels.reference import reference_loss
@@ -87,7 +88,7 @@ def grpo_loss(
     )
 
 
-def policy_gradient_loss(
+def policy_gradient_loss(  # noqa: D417
     logits: Tensor,
     policy_loss: PolicyLoss,
     vocabulary: Vocabulary,
@@ -102,21 +103,16 @@ def policy_gradient_loss(
         loss = policy_loss(log softmax(z / tau)[target], entropy of softmax(z / tau))
 
     Args:
-        logits: as in `grpo_loss`, like every argument that is not named here.
+        logits: [T, V / tp] as in `grpo_loss`, like every argument that is not named here.
         policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
         vocabulary: the columns of the logits, their padding, and tau.
-        grad_scale: the upstream gradient to expect.
-        entropy: also return the entropies.
-        inplace: the gradient may overwrite the logits.
-        impl: "triton" or "torch".
 
     Raises:
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
     """
-    check_impl(impl)
+    check_choice("impl", impl, IMPLEMENTATIONS)
     check_logits(logits, policy_loss.fields.targets)
-    check_fields(logits, policy_loss)
-    check_factors(policy_loss.terms.grad_divisor, grad_scale)
+    check_loss(logits, policy_loss, grad_scale)
     if impl == "torch":
         if inplace:
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")

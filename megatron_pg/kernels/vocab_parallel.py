@@ -58,13 +58,10 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _tile(logits: Tensor) -> int:
-    return 32 * WARPS * VECTOR_BYTES // logits.element_size()
-
-
 def _block(logits: Tensor) -> dict[str, int]:
     """How a kernel that walks over logits is launched."""
-    return {"THREADS": 32 * WARPS, "WORDS": _tile(logits) // (32 * WARPS), "UNROLL": UNROLL, "num_warps": WARPS}
+    words = VECTOR_BYTES // logits.element_size()
+    return {"THREADS": 32 * WARPS, "WORDS": words, "UNROLL": UNROLL, "num_warps": WARPS}
 
 
 def _log2_scale(vocabulary: Vocabulary) -> float:
@@ -117,7 +114,8 @@ def write_gradient(
     vocabulary: Vocabulary,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; `slopes`: by log-probability and entropy."""
-    blocks = triton.cdiv(logits.shape[1], _tile(logits) * UNROLL)
+    block = _block(logits)
+    blocks = triton.cdiv(logits.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
     gradient_kernel[(len(logits) * blocks,)](
         logits,
         gradient,
@@ -134,7 +132,7 @@ def write_gradient(
         logits.stride(0),
         gradient.stride(0),
         _log2_scale(vocabulary),
-        **_block(logits),
+        **block,
     )
 
 

@@ -31,7 +31,10 @@ class Chunks:
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
-        self.reader = _reader(impl, vocabulary, targets)
+        reader = EagerReader
+        if impl == "triton":
+            from megatron_pg.lm_head.triton_reader import TritonReader as reader  # torch alone must not need Triton
+        self.reader = reader(vocabulary, targets)
         buffers = min(vocabulary.ranks, 2)
         self.rows = products.chunk_rows(weight, buffers)
         size = min(self.rows, self._count), len(weight)
@@ -74,11 +77,3 @@ class Chunks:
         if work is not None:
             work.wait()
         return chunk, z, self.reader.combine(shares, chunk)
-
-
-def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor) -> EagerReader:
-    if impl == "torch":
-        return EagerReader(vocabulary, targets)
-    from megatron_pg.lm_head.triton_reader import TritonReader
-
-    return TritonReader(vocabulary, targets)

@@ -84,24 +84,13 @@ def check_layer(layer: Any) -> None:
             "used. Build the model with that one (without --fp8-output-proj)."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
-    _check_arguments({name: getattr(layer, name) for name in names})
+    _call({"input": None, "weight": None} | {name: getattr(layer, name) for name in names})
 
 
 def _call(arguments: dict[str, Any]) -> HeadCall:
-    _check_arguments(arguments)
-    return HeadCall(
-        hidden=arguments["input"],
-        weight=arguments["weight"],
-        tp_group=arguments["tp_group"] if _is_shared(arguments) else None,
-        sequence_parallel=bool(arguments["sequence_parallel"]),
-    )
-
-
-def _is_shared(arguments: dict[str, Any]) -> bool:
-    return arguments["tp_group"] is not None and arguments["tp_group"].size() > 1
-
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
+    """The call of these keywords, where a head can take it."""
+    tp_group, sequence_parallel = arguments["tp_group"], bool(arguments["sequence_parallel"])
+    tp_group = None if tp_group is None or tp_group.size() == 1 else tp_group
     if arguments["bias"] is not None:
         raise ValueError(
             "the output layer has a bias, which the float32 head would leave out. Build the model without it."
@@ -111,8 +100,9 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
             "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head adds at "
             "once. Remove that flag."
         )
-    if _is_shared(arguments) and not (arguments["sequence_parallel"] or arguments["allreduce_dgrad"]):
+    if tp_group is not None and not (sequence_parallel or arguments["allreduce_dgrad"]):
         raise ValueError(
             "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the float32 head "
             "makes itself, so it would count twice. Build the model without it."
         )
+    return HeadCall(arguments["input"], arguments["weight"], tp_group, sequence_parallel)
