@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.declarations.choices import IMPLEMENTATIONS
-from megatron_pg.kernels.checks import check_choice, check_for_triton, check_layout, check_loss
+from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, check_loss
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clipped_surrogate
 from megatron_pg.kernels.reference import reference_loss
@@ -72,13 +71,8 @@ def grpo_loss(
         ValueError: shapes, dtypes or options cannot be.
     """
     check_logits(logits, targets)
-    fields = TokenFields(
-        targets=targets,
-        mask=weights != 0 if mask is None else mask,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    mask = weights != 0 if mask is None else mask
+    fields = TokenFields(targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask)
     policy_loss = clipped_surrogate(
         fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
@@ -110,7 +104,7 @@ def policy_gradient_loss(  # noqa: D417
     Raises:
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
     """
-    check_choice("impl", impl, IMPLEMENTATIONS)
+    check_impl(impl)
     check_logits(logits, policy_loss.fields.targets)
     check_loss(logits, policy_loss, grad_scale)
     if impl == "torch":

@@ -1,18 +1,18 @@
 """What the kernels and heads refuse."""
 
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.choices import IMPLEMENTATIONS
 from megatron_pg.kernels.policy_loss import PolicyLoss
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a choice that there is not."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
+def check_impl(impl: str) -> None:
+    """Refuse an implementation that there is not."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
 
 
 def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:

@@ -27,12 +27,7 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
 
-    Args:
-        logits: [T, V / tp] bfloat16, float16 or float32, last dimension contiguous.
-        targets: [T] int64 global ids; one outside the vocabulary at a trained token gives NaN.
-        mask: [T] bool; the other rows are not read.
-        vocabulary: one all-gather of [T, 4] over its ranks.
-        inplace: the backward writes the gradient over the logits.
+    Masked rows are not read; with `inplace` the backward writes the gradient over the logits.
     """
     return _LogprobsAndEntropy.apply(logits, targets, mask, vocabulary, inplace)
 

@@ -1,7 +1,4 @@
-"""From the gradient of the logits to those of hidden states and weight, which is added up in float32.
-
-The gradient of the logits is rounded to the dtype of the hidden states ("bf16"), or split in two parts of that dtype.
-"""
+"""From the gradient of the logits to those of hidden states and weight, which is added up in float32."""
 
 from typing import Any
 

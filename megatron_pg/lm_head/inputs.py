@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES, IMPLEMENTATIONS
-from megatron_pg.kernels.checks import check_choice
+from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.kernels.checks import check_impl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,9 +35,10 @@ class Head:
     main_grad: Tensor | None = None
 
     def __post_init__(self):
-        check_choice("mode", self.mode, HEAD_MODES)
-        check_choice("backward", self.backward, HEAD_BACKWARDS)
-        check_choice("impl", self.impl, IMPLEMENTATIONS)
+        for name, value, choices in (("mode", self.mode, HEAD_MODES), ("backward", self.backward, HEAD_BACKWARDS)):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
+        check_impl(self.impl)
 
 
 def check_head(hidden: Tensor, weight: Tensor) -> None:

@@ -54,12 +54,9 @@ def grpo_head_loss(  # noqa: D417
     Raises:
         ValueError: shapes, dtypes or options cannot be.
     """
+    mask = weights != 0 if mask is None else mask
     token_fields = TokenFields(
-        targets=targets,
-        mask=weights != 0 if mask is None else mask,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        weights=weights,
+        targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask
     )
     policy_loss = clipped_surrogate(
         token_fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
@@ -150,7 +147,7 @@ def _losses(
     policy_loss: PolicyLoss, chunks: Chunks, gradients: Gradients, *, grad_scale: float, entropy: bool
 ) -> Iterator[PolicyGradientLoss]:
     """The loss of each chunk; the gradient of its logits comes with it, or from its slopes by log-probability and entropy."""
-    if chunks.fit_one_launch(policy_loss):
+    if chunks.reader.fits_one_launch(policy_loss, chunks.buffers[0]):
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
             out = gradients.buffer(chunk, z)

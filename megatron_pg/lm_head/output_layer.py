@@ -6,8 +6,7 @@ the fused head takes hidden states and weight to the loss.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -15,8 +14,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.lm_head import fp32_logits
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadCall:
+class HeadCall(NamedTuple):
     """What the output layer was called with."""
 
     hidden: Tensor  # [s, b, H], or this rank's part of the sequence
@@ -34,14 +32,8 @@ def compute_in_float32(layer: Any, *, backward: str) -> None:
     """
 
     def forward_impl(**arguments: Any) -> Tensor:
-        call = _call(arguments)
-        return fp32_logits(
-            call.hidden,
-            call.weight,
-            backward=backward,
-            tp_group=call.tp_group,
-            sequence_parallel=call.sequence_parallel,
-        )
+        hidden, weight, group, sequence_parallel = _call(arguments)
+        return fp32_logits(hidden, weight, backward=backward, tp_group=group, sequence_parallel=sequence_parallel)
 
     layer._forward_impl = forward_impl
 
