@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.kernels.checks import check_factors, check_fields, check_for_triton, check_impl, check_layout
+from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, check_loss
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clipped_surrogate
 from megatron_pg.kernels.reference import reference_loss
@@ -71,13 +71,8 @@ def grpo_loss(
         ValueError: shapes, dtypes or options cannot be.
     """
     check_logits(logits, targets)
-    fields = TokenFields(
-        targets=targets,
-        mask=weights != 0 if mask is None else mask,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    mask = weights != 0 if mask is None else mask
+    fields = TokenFields(targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask)
     policy_loss = clipped_surrogate(
         fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
@@ -87,7 +82,7 @@ def grpo_loss(
     )
 
 
-def policy_gradient_loss(
+def policy_gradient_loss(  # noqa: D417
     logits: Tensor,
     policy_loss: PolicyLoss,
     vocabulary: Vocabulary,
@@ -102,21 +97,16 @@ def policy_gradient_loss(
         loss = policy_loss(log softmax(z / tau)[target], entropy of softmax(z / tau))
 
     Args:
-        logits: as in `grpo_loss`, like every argument that is not named here.
+        logits: [T, V / tp] as in `grpo_loss`, like every argument that is not named here.
         policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
         vocabulary: the columns of the logits, their padding, and tau.
-        grad_scale: the upstream gradient to expect.
-        entropy: also return the entropies.
-        inplace: the gradient may overwrite the logits.
-        impl: "triton" or "torch".
 
     Raises:
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
     """
     check_impl(impl)
     check_logits(logits, policy_loss.fields.targets)
-    check_fields(logits, policy_loss)
-    check_factors(policy_loss.terms.grad_divisor, grad_scale)
+    check_loss(logits, policy_loss, grad_scale)
     if impl == "torch":
         if inplace:
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")

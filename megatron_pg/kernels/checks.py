@@ -15,8 +15,8 @@ def check_impl(impl: str) -> None:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLEMENTATIONS)}, so nothing would be computed.")
 
 
-def check_fields(values: Tensor, policy_loss: PolicyLoss) -> None:
-    """Refuse fields that are missing, misshapen or on another device than `values`, the logits or hidden states."""
+def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:
+    """Refuse fields that are missing, misshapen or not where `values`, logits or hidden states, are; factors not > 0."""
     terms, fields = policy_loss.terms, policy_loss.fields
     needed = {
         **dict.fromkeys(("mask", "old_logprobs", "advantages", "weights"), True),
@@ -40,11 +40,7 @@ def check_fields(values: Tensor, policy_loss: PolicyLoss) -> None:
         raise ValueError(
             f"mask has dtype {fields.mask.dtype}, not bool: it says which tokens are trained. Use mask.bool()."
         )
-
-
-def check_factors(grad_divisor: float, grad_scale: float) -> None:
-    """Refuse factors of the gradient that are not > 0."""
-    for name, value in (("grad_divisor", grad_divisor), ("grad_scale", grad_scale)):
+    for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")
 

@@ -27,12 +27,7 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
 
-    Args:
-        logits: [T, V / tp] bfloat16, float16 or float32, last dimension contiguous.
-        targets: [T] int64 global ids; one outside the vocabulary at a trained token gives NaN.
-        mask: [T] bool; the other rows are not read.
-        vocabulary: one all-gather of [T, 4] over its ranks.
-        inplace: the backward writes the gradient over the logits.
+    Masked rows are not read; with `inplace` the backward writes the gradient over the logits.
     """
     return _LogprobsAndEntropy.apply(logits, targets, mask, vocabulary, inplace)
 
@@ -58,13 +53,10 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _tile(logits: Tensor) -> int:
-    return 32 * WARPS * VECTOR_BYTES // logits.element_size()
-
-
 def _block(logits: Tensor) -> dict[str, int]:
     """How a kernel that walks over logits is launched."""
-    return {"THREADS": 32 * WARPS, "WORDS": _tile(logits) // (32 * WARPS), "UNROLL": UNROLL, "num_warps": WARPS}
+    words = VECTOR_BYTES // logits.element_size()
+    return {"THREADS": 32 * WARPS, "WORDS": words, "UNROLL": UNROLL, "num_warps": WARPS}
 
 
 def _log2_scale(vocabulary: Vocabulary) -> float:
@@ -117,7 +109,8 @@ def write_gradient(
     vocabulary: Vocabulary,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; `slopes`: by log-probability and entropy."""
-    blocks = triton.cdiv(logits.shape[1], _tile(logits) * UNROLL)
+    block = _block(logits)
+    blocks = triton.cdiv(logits.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
     gradient_kernel[(len(logits) * blocks,)](
         logits,
         gradient,
@@ -134,7 +127,7 @@ def write_gradient(
         logits.stride(0),
         gradient.stride(0),
         _log2_scale(vocabulary),
-        **_block(logits),
+        **block,
     )
 
 

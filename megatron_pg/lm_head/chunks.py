@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels import PolicyLoss, Vocabulary
+from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.products import logits_dtype, product_into
@@ -31,11 +31,14 @@ class Chunks:
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
-        self.reader = _reader(impl, vocabulary, targets)
+        reader = EagerReader
+        if impl == "triton":
+            from megatron_pg.lm_head.triton_reader import TritonReader as reader  # torch alone must not need Triton
+        self.reader = reader(vocabulary, targets)
         buffers = min(vocabulary.ranks, 2)
         self.rows = products.chunk_rows(weight, buffers)
         size = min(self.rows, self._count), len(weight)
-        self._buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
+        self.buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
 
     def slices(self) -> Iterator[slice]:
         """The chunks of the wanted rows."""
@@ -43,7 +46,7 @@ class Chunks:
 
     def logits(self, chunk: slice, buffer: int = 0) -> Tensor:
         """[c, V / tp] of a chunk of the wanted rows."""
-        out = self._buffers[buffer][: chunk.stop - chunk.start]
+        out = self.buffers[buffer][: chunk.stop - chunk.start]
         product_into(products.states(self._hidden, self._rows, chunk), self._weight.t(), out)
         return out
 
@@ -51,16 +54,12 @@ class Chunks:
         """Each chunk, its logits, and its log-probabilities; ranks exchange those of a chunk under the product of the next."""
         waiting: deque[tuple] = deque()
         for number, chunk in enumerate(self.slices()):
-            z = self.logits(chunk, number % len(self._buffers))
+            z = self.logits(chunk, number % len(self.buffers))
             waiting.append((chunk, z, *self._start_gather(self.reader.statistics(z, chunk))))
-            if len(waiting) == len(self._buffers):
+            if len(waiting) == len(self.buffers):
                 yield self._combined(*waiting.popleft())
         while waiting:
             yield self._combined(*waiting.popleft())
-
-    def fit_one_launch(self, policy_loss: PolicyLoss) -> bool:
-        """Whether the reader's `loss_and_gradient` makes loss and gradient of each chunk."""
-        return self.reader.fits_one_launch(policy_loss, self._buffers[0])
 
     def _start_gather(self, shares: Tensor) -> tuple[Tensor, Any]:
         """[tp, c, 4] that will hold every rank's shares, and what to wait for first."""
@@ -74,11 +73,3 @@ class Chunks:
         if work is not None:
             work.wait()
         return chunk, z, self.reader.combine(shares, chunk)
-
-
-def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor) -> EagerReader:
-    if impl == "torch":
-        return EagerReader(vocabulary, targets)
-    from megatron_pg.lm_head.triton_reader import TritonReader
-
-    return TritonReader(vocabulary, targets)

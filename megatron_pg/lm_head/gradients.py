@@ -1,7 +1,4 @@
-"""From the gradient of the logits to those of hidden states and weight, which is added up in float32.
-
-The gradient of the logits is rounded to the dtype of the hidden states ("bf16"), or split in two parts of that dtype.
-"""
+"""From the gradient of the logits to those of hidden states and weight, which is added up in float32."""
 
 from typing import Any
 
@@ -39,7 +36,7 @@ class Gradients:
         needed: tuple[bool, ...],
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, count
-        self._split = head.splits and hidden.dtype.itemsize < 4
+        self._split = head.backward == "split" and hidden.dtype.itemsize < 4
         size = min(products.block_rows(weight, chunk), count), len(weight)
         self._parts = [hidden.new_empty(size) for _ in range(2 if self._split else 1)]
         self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
@@ -78,46 +75,34 @@ class Gradients:
 
     def _multiply(self, block: slice) -> None:
         parts = [part[: block.stop - block.start] for part in self._parts]
-        if self._of_hidden is not None:
-            self._put(block, sum_of_products(parts, self._weight))
+        if self._of_hidden is not None and self._rows is None:
+            self._of_hidden[block] = sum_of_products(parts, self._weight)
+        elif self._of_hidden is not None:
+            self._of_hidden.index_copy_(0, self._rows[block], sum_of_products(parts, self._weight))
         if self._of_weight is not None:
             states = products.states(self._hidden, self._rows, block)
             for part in parts:
-                self._of_weight.add(part.t(), states)
-
-    def _put(self, block: slice, gradient: Tensor) -> None:
-        if self._rows is None:
-            self._of_hidden[block] = gradient
-        else:
-            self._of_hidden.index_copy_(0, self._rows[block], gradient)
+                add_product(part.t(), states, self._of_weight.total)
 
 
 class _WeightGradient:
     """Adds up the weight gradient: in `main_grad` where there is one, with Megatron's protocol if it is Megatron's."""
 
-    def __init__(
-        self, weight: Any, main_grad: Tensor | None
-    ):  # Megatron's parameters have more attributes than torch's
+    def __init__(self, weight: Any, main_grad: Tensor | None):  # Any: Megatron's parameters have more attributes
         self._weight = weight
         self._is_megatrons = main_grad is None and hasattr(weight, "grad_added_to_main_grad")
-        self._total = weight.main_grad if self._is_megatrons else main_grad
-        self.is_elsewhere = self._total is not None  # not for autograd to add
+        self.total = weight.main_grad if self._is_megatrons else main_grad
+        self.is_elsewhere = self.total is not None  # not for autograd to add
         if not self.is_elsewhere:
-            self._total = torch.zeros_like(weight, dtype=logits_dtype(weight))
-
-    def add(self, left: Tensor, right: Tensor) -> None:
-        """total += left @ right."""
-        add_product(left, right, self._total)
+            self.total = torch.zeros_like(weight, dtype=logits_dtype(weight))
 
     def for_autograd(self, factor: Tensor | None) -> Tensor | None:
         """What the backward returns as the weight's gradient."""
         if not self.is_elsewhere:
-            return (self._total if factor is None else self._total * factor).to(self._weight.dtype)
-        return self._announce() if self._is_megatrons else None
-
-    def _announce(self) -> Tensor | None:
-        """Tell Megatron's backward hook, which wants to see a gradient, that it has been added."""
-        self._weight.grad_added_to_main_grad = True
+            return (self.total if factor is None else self.total * factor).to(self._weight.dtype)
+        if not self._is_megatrons:
+            return None
+        self._weight.grad_added_to_main_grad = True  # for Megatron's backward hook, which wants to see a gradient
         if getattr(self._weight, "zero_out_wgrad", False):  # shared with the embedding, whose gradient comes on top
             return torch.zeros_like(self._weight)
         self._weight.grad = self._weight.new_zeros(()).expand(self._weight.shape)  # no memory; the hook drops it

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_pg.kernels.checks import check_for_triton
 from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import Chunks
 from megatron_pg.lm_head.gradients import Gradients
-from megatron_pg.lm_head.inputs import Head, check_head, check_reader, check_targets, enter
+from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype, product
 
 
@@ -68,7 +69,7 @@ class _Logits(torch.autograd.Function):
         return *gradients.finish(), None
 
 
-def logprobs_and_entropy(
+def logprobs_and_entropy(  # noqa: D417
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -89,16 +90,11 @@ def logprobs_and_entropy(
     Without gradient it costs one product over the trained tokens; the backward makes the logits again.
 
     Args:
-        hidden: [..., H] as in `fp32_logits`, T rows in all once gathered.
-        weight: [V / tp, H].
+        hidden: [..., H] as in `fp32_logits`, T rows in all once gathered, like every argument that is not named here.
         targets: [T] int64 global ids; one outside the vocabulary gives NaN.
         rows: [n] int64, increasing: the rows that are wanted. Default: all.
-        temperature: tau > 0.
-        vocab_size: columns at or beyond it, counted over all ranks, are padding. Default: there is no padding.
-        backward: as in `Head`.
+        temperature: as in `kernels.grpo_loss`, like `vocab_size`.
         tp_group: tensor-parallel group; every rank of it must call with the same rows.
-        sequence_parallel: as in `fp32_logits`.
-        main_grad: as in `Head`.
         impl: as in `Head`.
 
     Returns:
@@ -106,7 +102,8 @@ def logprobs_and_entropy(
     """
     head = Head(backward=backward, impl=impl, sequence_parallel=sequence_parallel, main_grad=main_grad)
     check_head(hidden, weight)
-    check_reader(weight, head)
+    if impl == "triton":
+        check_for_triton(weight)
     vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
     hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)

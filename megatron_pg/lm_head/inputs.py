@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
-from megatron_pg.kernels.checks import check_for_triton, check_impl
+from megatron_pg.kernels.checks import check_impl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,11 +40,6 @@ class Head:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
         check_impl(self.impl)
 
-    @property
-    def splits(self) -> bool:
-        """Whether the gradient of the logits is taken in two parts."""
-        return self.backward == "split"
-
 
 def check_head(hidden: Tensor, weight: Tensor) -> None:
     """Refuse hidden states and a weight that have no product in float32."""
@@ -58,12 +53,6 @@ def check_head(hidden: Tensor, weight: Tensor) -> None:
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
             "be what this function avoids. Upgrade torch."
         )
-
-
-def check_reader(weight: Tensor, head: Head) -> None:
-    """Refuse a device or dtype that the implementation cannot read."""
-    if head.impl == "triton":
-        check_for_triton(weight)
 
 
 def check_targets(hidden: Tensor, targets: Tensor) -> None:

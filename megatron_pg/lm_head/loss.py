@@ -10,16 +10,16 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
-from megatron_pg.kernels.checks import check_factors, check_fields
+from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.lm_head.chunks import Chunks
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import logprobs_of_rows
-from megatron_pg.lm_head.inputs import Head, check_head, check_reader, check_targets, enter
+from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype
 
 
-def grpo_head_loss(
+def grpo_head_loss(  # noqa: D417
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -46,31 +46,17 @@ def grpo_head_loss(
     Args:
         hidden: [..., H] as in `fp32_logits`, T rows in all once gathered.
         weight: [V / tp, H].
-        targets: [T] int64 global token ids, equal on all tensor-parallel ranks, like every [T] field.
-        old_logprobs: [T] nats.
-        advantages: [T].
-        weights: [T].
-        mask: [T] bool, trained tokens. Default: weights != 0.
+        targets: [T] as in `grpo_loss`, like every argument that is not named here.
         rows: as in `policy_gradient_head_loss`.
-        clip_eps_low: distance of the lower clip bound from 1.
-        clip_eps_high: distance of the upper clip bound from 1.
-        temperature: tau.
-        vocab_size: columns at or beyond it, counted over all ranks, are padding. Default: there is no padding.
-        grad_divisor: the gradient, not the loss, is divided by it.
-        grad_scale: as in `policy_gradient_head_loss`.
-        tp_group: tensor-parallel group.
-        entropy: also return the entropies.
+        grad_scale: likewise.
         head: the arguments of `Head`: mode, backward, impl, sequence_parallel, main_grad.
 
     Raises:
         ValueError: shapes, dtypes or options cannot be.
     """
+    mask = weights != 0 if mask is None else mask
     token_fields = TokenFields(
-        targets=targets,
-        mask=weights != 0 if mask is None else mask,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        weights=weights,
+        targets=targets, old_logprobs=old_logprobs, advantages=advantages, weights=weights, mask=mask
     )
     policy_loss = clipped_surrogate(
         token_fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
@@ -81,7 +67,7 @@ def grpo_head_loss(
     )
 
 
-def policy_gradient_head_loss(
+def policy_gradient_head_loss(  # noqa: D417
     hidden: Tensor,
     weight: Tensor,
     policy_loss: PolicyLoss,
@@ -95,24 +81,24 @@ def policy_gradient_head_loss(
     """Any objective with any further terms, from hidden states; the general form of `grpo_head_loss`.
 
     Args:
-        hidden: as in `grpo_head_loss`, like every argument that is not named here.
-        weight: [V / tp, H].
-        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
-        vocabulary: the columns of the logits, their padding, and tau.
+        hidden: [..., H] as in `grpo_head_loss`, like `weight`; other arguments not named here as in `policy_gradient_loss`.
         head: how it is done.
         rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
         grad_scale: the upstream gradient that the backward will bring. Mode "forward" adds the weight gradient, made for it,
             to `main_grad` in the forward; another upstream gradient is then an error in the backward.
-        entropy: also return the entropies.
 
     Raises:
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
     """
     check_head(hidden, weight)
-    check_reader(weight, head)
-    _check_sequences(head, policy_loss)
-    check_fields(hidden, policy_loss)
-    check_factors(policy_loss.terms.grad_divisor, grad_scale)
+    if head.impl == "triton":
+        check_for_triton(weight)
+    if head.mode == "forward" and policy_loss.terms.reads_sequences:
+        raise ValueError(
+            "mode='forward' makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
+            "gradient would be wrong. Use mode='recompute'."
+        )
+    check_loss(hidden, policy_loss, grad_scale)
     mask = policy_loss.fields.mask
     rows = mask.nonzero()[:, 0] if rows is None else rows
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -130,14 +116,6 @@ def policy_gradient_head_loss(
     return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)
 
 
-def _check_sequences(head: Head, policy_loss: PolicyLoss) -> None:
-    if head.mode == "forward" and policy_loss.terms.reads_sequences:
-        raise ValueError(
-            "mode='forward' makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
-            "gradient would be wrong. Use mode='recompute'."
-        )
-
-
 class _GradientInForward(torch.autograd.Function):
     """The gradient is made with the loss, for the upstream gradient `grad_scale`."""
 
@@ -146,8 +124,7 @@ class _GradientInForward(torch.autograd.Function):
         chosen = policy_loss.at(rows)
         chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl)
         gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, ctx.needs_input_grad)
-        losses = _in_one_launch if chunks.fit_one_launch(chosen) else _by_slopes
-        parts = list(losses(chosen, chunks, gradients, **options))
+        parts = list(_losses(chosen, chunks, gradients, **options))
         ctx.gradients, ctx.grad_scale = gradients, options["grad_scale"]
         per_token = _spread(parts, rows, len(policy_loss.fields.mask))
         ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
@@ -166,21 +143,17 @@ class _GradientInForward(torch.autograd.Function):
         return *gradients.finish(factor=grad_loss / ctx.grad_scale), None, None, None, None, None
 
 
-def _in_one_launch(
+def _losses(
     policy_loss: PolicyLoss, chunks: Chunks, gradients: Gradients, *, grad_scale: float, entropy: bool
 ) -> Iterator[PolicyGradientLoss]:
-    """The loss of each chunk; the gradient of its logits comes with it."""
-    for chunk in chunks.slices():
-        z = chunks.logits(chunk)
-        out = gradients.buffer(chunk, z)
-        yield chunks.reader.loss_and_gradient(z, out, policy_loss.at(chunk), grad_scale=grad_scale, entropy=entropy)
-        gradients.take(chunk, z)
-
-
-def _by_slopes(
-    policy_loss: PolicyLoss, chunks: Chunks, gradients: Gradients, *, grad_scale: float, entropy: bool
-) -> Iterator[PolicyGradientLoss]:
-    """The loss of each chunk; the gradient of its logits from the loss's derivatives by log-probabilities and entropies."""
+    """The loss of each chunk; the gradient of its logits comes with it, or from its slopes by log-probability and entropy."""
+    if chunks.reader.fits_one_launch(policy_loss, chunks.buffers[0]):
+        for chunk in chunks.slices():
+            z = chunks.logits(chunk)
+            out = gradients.buffer(chunk, z)
+            yield chunks.reader.loss_and_gradient(z, out, policy_loss.at(chunk), grad_scale=grad_scale, entropy=entropy)
+            gradients.take(chunk, z)
+        return
     for chunk, z, rows in chunks.with_rows():
         found, (by_logprob, by_entropy) = chunks.reader.loss_and_slopes(policy_loss.at(chunk), rows)
         yield found

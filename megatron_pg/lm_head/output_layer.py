@@ -6,8 +6,7 @@ the fused head takes hidden states and weight to the loss.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -15,8 +14,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.lm_head import fp32_logits
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadCall:
+class HeadCall(NamedTuple):
     """What the output layer was called with."""
 
     hidden: Tensor  # [s, b, H], or this rank's part of the sequence
@@ -34,14 +32,8 @@ def compute_in_float32(layer: Any, *, backward: str) -> None:
     """
 
     def forward_impl(**arguments: Any) -> Tensor:
-        call = _call(arguments)
-        return fp32_logits(
-            call.hidden,
-            call.weight,
-            backward=backward,
-            tp_group=call.tp_group,
-            sequence_parallel=call.sequence_parallel,
-        )
+        hidden, weight, group, sequence_parallel = _call(arguments)
+        return fp32_logits(hidden, weight, backward=backward, tp_group=group, sequence_parallel=sequence_parallel)
 
     layer._forward_impl = forward_impl
 
@@ -84,24 +76,13 @@ def check_layer(layer: Any) -> None:
             "used. Build the model with that one (without --fp8-output-proj)."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
-    _check_arguments({name: getattr(layer, name) for name in names})
+    _call({"input": None, "weight": None} | {name: getattr(layer, name) for name in names})
 
 
 def _call(arguments: dict[str, Any]) -> HeadCall:
-    _check_arguments(arguments)
-    return HeadCall(
-        hidden=arguments["input"],
-        weight=arguments["weight"],
-        tp_group=arguments["tp_group"] if _is_shared(arguments) else None,
-        sequence_parallel=bool(arguments["sequence_parallel"]),
-    )
-
-
-def _is_shared(arguments: dict[str, Any]) -> bool:
-    return arguments["tp_group"] is not None and arguments["tp_group"].size() > 1
-
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
+    """The call of these keywords, where a head can take it."""
+    tp_group, sequence_parallel = arguments["tp_group"], bool(arguments["sequence_parallel"])
+    tp_group = None if tp_group is None or tp_group.size() == 1 else tp_group
     if arguments["bias"] is not None:
         raise ValueError(
             "the output layer has a bias, which the float32 head would leave out. Build the model without it."
@@ -111,8 +92,9 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
             "the output layer defers its weight gradient (--defer-embedding-wgrad-compute), which the float32 head adds at "
             "once. Remove that flag."
         )
-    if _is_shared(arguments) and not (arguments["sequence_parallel"] or arguments["allreduce_dgrad"]):
+    if tp_group is not None and not (sequence_parallel or arguments["allreduce_dgrad"]):
         raise ValueError(
             "the output layer leaves the sum of the hidden states' gradient to others (disable_grad_reduce), which the float32 head "
             "makes itself, so it would count twice. Build the model without it."
         )
+    return HeadCall(arguments["input"], arguments["weight"], tp_group, sequence_parallel)

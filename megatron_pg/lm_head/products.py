@@ -49,9 +49,7 @@ def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
 
 def sum_of_products(parts: list[Tensor], right: Tensor) -> Tensor:
     """The sum of part @ right, rounded once, to their dtype."""
-    if len(parts) == 1:
-        return product(parts[0], right, right.dtype)
-    total = product(parts[0], right, logits_dtype(right))
+    total = product(parts[0], right, right.dtype if len(parts) == 1 else logits_dtype(right))
     for part in parts[1:]:
         add_product(part, right, total)
     return total.to(right.dtype)
