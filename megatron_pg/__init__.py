@@ -35,32 +35,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "ArgumentError": "args",
-    "ArgumentNotice": "args",
-    "ArgumentWarning": "args",
-    "Contract": "step.contract",
-    "DocumentAccumulator": "step.documents",
-    "Documents": "step.documents",
-    "EndOfDocuments": "step.documents",
-    "LossSettings": "step.settings",
-    "PackedBatch": "batch",
-    "Packing": "step.documents",
-    "PolicyGradientStep": "step.forward_step",
-    "Position": "step.documents",
-    "RolloutFileError": "rollouts.lines",
-    "RolloutWriter": "rollouts.file",
-    "Sample": "rollouts.sample",
-    "StepPlan": "step.plan",
-    "StepPlanError": "step.errors",
-    "StepRule": "step.documents",
-    "add_arguments": "args",
-    "cut_steps": "batch",
-    "pack": "batch",
-    "plan_step": "step.plan",
-    "read_rollouts": "rollouts.file",
-    "validate_args": "args",
+_NAMES = {
+    "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
+    "batch": "PackedBatch cut_steps pack",
+    "rollouts.file": "RolloutWriter read_rollouts",
+    "rollouts.lines": "RolloutFileError",
+    "rollouts.sample": "Sample",
+    "step.contract": "Contract",
+    "step.documents": "DocumentAccumulator Documents EndOfDocuments Packing Position StepRule",
+    "step.errors": "StepPlanError",
+    "step.forward_step": "PolicyGradientStep",
+    "step.plan": "StepPlan plan_step",
+    "step.settings": "LossSettings",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_HOMES)]
 

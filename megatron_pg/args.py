@@ -101,9 +101,15 @@ def validate_args(args: argparse.Namespace) -> argparse.Namespace:
         raise ArgumentError(violations)
     if validated_before:
         return args
-    notices = reconcile(args)
-    _say(ArgumentNotice, notices)
-    _say(ArgumentWarning, _remarks(facts))
+    _say(ArgumentNotice, reconcile(args))
+    sources = (
+        aggregation_warnings,
+        compatibility_warnings,
+        objective_source_warnings,
+        objective_warnings,
+        head_warnings,
+    )
+    _say(ArgumentWarning, [message for warnings_of in sources for message in warnings_of(facts)])
     args.megatron_pg_validated = json.dumps(snapshot(args))  # primitive: Megatron stores it in checkpoints
     return args
 
@@ -139,16 +145,6 @@ def _common_rules(facts: Facts) -> Violations:
         yield from choice("--pg-kernel", args.pg_kernel, IMPLEMENTATIONS)
     if not isinstance(args.pg_dry_run, bool):
         yield "E25", f"--pg-dry-run must be true or false, got {args.pg_dry_run!r}"
-
-
-def _remarks(facts: Facts) -> list[str]:
-    return [
-        *aggregation_warnings(facts),
-        *compatibility_warnings(facts),
-        *objective_source_warnings(facts),
-        *objective_warnings(facts),
-        *head_warnings(facts),
-    ]
 
 
 def snapshot(args: argparse.Namespace) -> dict[str, object]:

@@ -167,17 +167,7 @@ def get_sum_of_sample_mean(
     d_i is max(trained tokens of the whole sample i, 1) by default, 1 with `calculate_per_token_loss`, else
     `sample_denoms[i]` or `constant_divisor`. Masked slots are selected away, so NaN there changes nothing.
 
-    Args:
-        total_lengths: prompt and response tokens of each sample.
-        response_lengths: response tokens of each sample.
-        loss_masks: one [response_length] mask of 0 and 1 per sample, whole.
-        calculate_per_token_loss: sum over tokens, no division.
-        qkv_format: "thd" or "bshd".
-        max_seq_lens: padded width of each sample's row, for bshd only.
-        sample_denoms: one positive denominator per sample.
-        constant_divisor: one positive denominator for all.
-        cp_rank: this rank; default Megatron's.
-        cp_size: size of the context-parallel group; default Megatron's.
+    Lists have one entry per sample: `loss_masks` whole [response_length] masks of 0 and 1, `sample_denoms` positive numbers.
 
     Returns:
         A function of x, this rank's response values, samples one after the other, each in zigzag order.

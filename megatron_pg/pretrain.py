@@ -117,7 +117,7 @@ def pretrain(
             "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
             "called. Leave it out."
         )
-    session = _Session(on_step, say or _print, metrics_file)
+    session = _Session(on_step, say or functools.partial(print, flush=True), metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
         "train_valid_test_dataset_provider": session.datasets_provider(train_valid_test_dataset_provider),
@@ -311,11 +311,6 @@ class _Session:
     def _print_line(self, log: StepLog) -> None:
         if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
             self._say(console_line(log.iteration, step_record(log)))
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def _start(

@@ -133,7 +133,7 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
 
 
 def load_tensors(path: str) -> Any:
-    """What `torch.save` wrote, as tensors and plain values; an Any of any class is refused, and never built.
+    """What `torch.save` wrote, as tensors and plain values; an object of any class is refused, and never built.
 
     Raises:
         InputError: the file cannot be read, is no such file, or holds other objects.
@@ -288,7 +288,7 @@ def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
         try:
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: is not one JSON Any per line ({printable(str(error))}).") from error
+            raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
         yield record, where
 
 

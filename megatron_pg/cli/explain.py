@@ -63,7 +63,7 @@ def layout_of(launch: Launch) -> Layout:
     found = {name: value for name, value in vars(launch.args).items() if value is not None}
     for name in found.keys() & {*MODEL_SIZES, "micro_batch_size", "global_batch_size"}:
         if found[name] < 1:
-            raise InputError(f"--{name.replace('_', '-')} {found[name]} is no size. Give 1 or more.")
+            raise InputError(f"--{name.replace('_', '-')} {found[name]} must be at least 1.")
     world, model = launch.world_size, math.prod(found.get(name, 1) for name in MODEL_SIZES)
     if world is not None and (world < 1 or world % model):
         raise InputError(

@@ -111,9 +111,7 @@ def _divisor_rules(facts: Facts) -> Violations:
 
 def _is_usable_divisor(divisor: float) -> bool:
     """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
-    if not (is_finite(divisor) and divisor > 0):
-        return False
-    return 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
+    return is_finite(divisor) and divisor > 0 and 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
 
 
 def _path(flag: str, path: Any, parameters: tuple[str, ...]) -> Violations:

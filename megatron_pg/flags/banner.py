@@ -60,9 +60,8 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         text = f"{CORRECTIONS[args.pg_correction].formula}, {shown}  (--pg-correction {args.pg_correction})"
         rows.append(("correction", text))
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":
-        rows.append(
-            ("denominator", f"{DENOMINATORS[args.pg_denominator][2]}  (--pg-denominator {args.pg_denominator})")
-        )
+        text = DENOMINATORS[args.pg_denominator][2]
+        rows.append(("denominator", f"{text}  (--pg-denominator {args.pg_denominator})"))
     if args.pg_kl_coef:
         text = f"+ {args.pg_kl_coef:g} Σ u·KL(π‖π_ref) by {args.pg_kl_estimator}  (--pg-kl-coef, --pg-kl-estimator)"
         rows.append(("KL", text))
@@ -71,14 +70,9 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
     if args.pg_grad_divisor != 1:
-        divisor = args.pg_grad_divisor
-        rows.append(
-            (
-                "gradient",
-                f"divided by {divisor:.12g}, the loss is not; with Adam the same without it: --clip-grad and --adam-eps times "
-                f"{divisor:.12g}  (--pg-grad-divisor)",
-            )
-        )
+        divisor = f"{args.pg_grad_divisor:.12g}"
+        same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"
+        rows.append(("gradient", f"divided by {divisor}, the loss is not; {same}  (--pg-grad-divisor)"))
     return rows
 
 
@@ -141,10 +135,6 @@ def _contract(args: argparse.Namespace) -> str:
 
 def _layout(args: argparse.Namespace) -> str:
     found = vars(args)
-    sizes = {
-        "D": found.get("data_parallel_size"),
-        "C": found.get("context_parallel_size"),
-        "TP": found.get("tensor_model_parallel_size"),
-        "PP": found.get("pipeline_model_parallel_size"),
-    }
+    kinds = {"D": "data", "C": "context", "TP": "tensor_model", "PP": "pipeline_model"}
+    sizes = {name: found.get(f"{kind}_parallel_size") for name, kind in kinds.items()}
     return " ".join(f"{name}={size}" for name, size in sizes.items() if size is not None) or "not known yet"

@@ -7,14 +7,6 @@ from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 
 
-def _asks_for_token_mean(facts: Facts) -> bool:
-    return facts.is_per_token or facts.per_token is True
-
-
-def _has_head(facts: Facts) -> bool:
-    return bool(facts.args.fp32_lm_head or facts.args.pg_fused_head)
-
-
 def _takes_documents(facts: Facts) -> bool:
     documents = facts.args.docs_per_step
     return isinstance(documents, int) and not isinstance(documents, bool) and documents > 0
@@ -42,14 +34,14 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
         },
     ),
     (
-        _asks_for_token_mean,
+        lambda facts: facts.is_per_token or facts.per_token is True,
         {
             "ddp_average_in_collective": "E18 {flag} divides by ranks and cannot be combined with token_mean",
             "mtp_num_layers": "E21 {flag} cannot be combined with token_mean: the MTP loss would be divided by a count that is not its own",
         },
     ),
     (
-        _has_head,
+        lambda facts: bool(facts.args.fp32_lm_head or facts.args.pg_fused_head),
         {
             "defer_embedding_wgrad_compute": "E53 {flag} computes the output layer's weight gradient later, and the float32 head "
             "computes it at once; remove one",
@@ -113,7 +105,8 @@ def compatibility_warnings(facts: Facts) -> list[str]:
         messages.append(
             "--fp16: gradients hold a sum over all trained tokens of the step until finalize; the loss scale must absorb it"
         )
-    if facts.is_per_token and _has_moe_losses(facts) and _model_ranks(facts) > 1 and _core_version() < (0, 19):
+    tp_size, cp_size = (facts.megatron(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
+    if facts.is_per_token and _has_moe_losses(facts) and tp_size * cp_size > 1 and _core_version() < (0, 19):
         messages.append("this Megatron mis-scales MoE auxiliary losses by TP·CP (Megatron-LM#5047)")
     if not facts.is_per_token and facts.megatron("mtp_num_layers"):
         messages.append("MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation")
@@ -125,10 +118,6 @@ def _has_moe_losses(facts: Facts) -> bool:
         return False
     coefficients = [facts.megatron(name) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")]
     return any(value not in ("None", "0", "0.0") for value in _flatten(coefficients))
-
-
-def _model_ranks(facts: Facts) -> int:
-    return (facts.megatron("tensor_model_parallel_size") or 1) * (facts.megatron("context_parallel_size") or 1)
 
 
 def _core_version() -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def load_function(path: str, parameters: tuple[str, ...]) -> Callable:
         parameters: names of the positional parameters that it will be given; the names are not compared.
 
     Raises:
-        ImportFailedError: the module or its attribute cannot be had.
+        ImportFailedError: the module or its attribute cannot be loaded.
         ImportPathError: the path is malformed, or what is found is a class, a coroutine or generator function, not
             callable, or does not accept that many positional arguments.
     """

@@ -42,7 +42,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         )
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
-            raise ValueError(f"{name}={value} is not > 0, so the gradient would be lost or turned round. Use 1.")
+            raise ValueError(f"{name}={value} is not > 0, so the gradient would vanish or change sign. Use 1.")
 
 
 def check_for_triton(values: Tensor) -> None:

@@ -48,7 +48,7 @@ def logprobs_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tupl
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, vocabulary):
-        rows = combine(gather(statistics(logits, targets, vocabulary), vocabulary))
+        rows = combine(vocabulary.gather(statistics(logits, targets, vocabulary)))
         ctx.save_for_backward(logits, targets, *rows)
         ctx.vocabulary = vocabulary
         return rows.logprobs, rows.entropy
@@ -82,15 +82,6 @@ def statistics(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tenso
     target = torch.where(owned, scaled.gather(1, local[:, None])[:, 0], 0)
     moments = (weights * shifted.clamp(min=_FLOOR)).sum(dim=1)
     return torch.stack([peaks, weights.sum(dim=1), moments, target], dim=1)
-
-
-def gather(shares: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[tp, T, 4] from every rank's [T, 4], in rank order."""
-    if vocabulary.ranks == 1:
-        return shares[None]
-    gathered = [torch.empty_like(shares) for _ in range(vocabulary.ranks)]
-    torch.distributed.all_gather(gathered, shares, group=vocabulary.tp_group)
-    return torch.stack(gathered)
 
 
 def combine(shares: Tensor) -> Rows:

@@ -5,8 +5,8 @@
 w: the corrected weights; u: the weights of the KL and entropy terms.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +78,10 @@ class PolicyLoss:
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
         """
         mask = self.fields.mask
-        select = partial(_select, mask, logprobs.dtype)
+
+        def select(values: Tensor) -> Tensor:
+            return torch.where(mask, values.to(logprobs.dtype), 0)
+
         tokens, kept = self._tokens(logprobs, select)
         token_losses = self.terms.objective.loss(tokens, self.terms.objective.parameters)
         token_losses = torch.where(mask if kept is None else mask & kept, token_losses, 0)
@@ -99,7 +102,7 @@ class PolicyLoss:
             tokens.sequence_advantages,
         )
 
-    def _tokens(self, logprobs: Tensor, select: partial) -> tuple[Tokens, Tensor | None]:
+    def _tokens(self, logprobs: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tokens, Tensor | None]:
         """What the objective sees, and what opsm keeps; whole-sequence averages in one exchange for both."""
         fields, anchor = self.fields, self.terms.opsm_anchor
         old, advantages = select(fields.old_logprobs), select(fields.advantages)
@@ -111,9 +114,7 @@ class PolicyLoss:
         if self.terms.objective.reads_sequences:
             rows += [log_ratios.detach(), advantages]
         averages = list(fields.sequences.averages(torch.stack(rows))) if rows else []
-        kept = None
-        if anchor:
-            kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold))
+        kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold)) if anchor else None
         if averages:
             # the value of the sequence, the gradient of the token
             through = log_ratios - log_ratios.detach()
@@ -121,7 +122,7 @@ class PolicyLoss:
         return Tokens(**tokens), kept
 
     def _auxiliary(
-        self, tokens: Tokens, entropy: Tensor | None, select: partial
+        self, tokens: Tokens, entropy: Tensor | None, select: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         """The KL and entropy terms together, and the values of the KL estimator."""
         terms, fields, kl, sums = self.terms, self.fields, None, []
@@ -132,10 +133,6 @@ class PolicyLoss:
         if terms.entropy_coef:
             sums.append(-terms.entropy_coef * (select(fields.term_weights) * select(entropy)).sum())
         return (sum(sums) if sums else None), (None if kl is None else kl.detach())
-
-
-def _select(mask: Tensor, dtype: torch.dtype, values: Tensor) -> Tensor:
-    return torch.where(mask, values.to(dtype), 0)
 
 
 def clipped_surrogate(

@@ -35,7 +35,7 @@ def logprobs_and_entropy(
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, mask, vocabulary, inplace):
-        shares = gather(statistics(logits, targets, mask, vocabulary), vocabulary)
+        shares = vocabulary.gather(statistics(logits, targets, mask, vocabulary))
         rows = combine(shares, targets, mask, vocabulary)
         ctx.save_for_backward(logits, targets, mask, *rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
@@ -78,15 +78,6 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
         **_block(logits),
     )
     return shares
-
-
-def gather(shares: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[tp, T, 4] from every rank's [T, 4], in rank order."""
-    if vocabulary.ranks == 1:
-        return shares[None]
-    gathered = shares.new_empty(vocabulary.ranks, *shares.shape)
-    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), shares, group=vocabulary.tp_group)
-    return gathered
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:

@@ -72,3 +72,11 @@ class Vocabulary:
         if self.valid < self.columns:
             logits[:, self.valid :] = -torch.inf
         return logits
+
+    def gather(self, shares: Tensor) -> Tensor:
+        """[tp, T, 4] from every rank's contiguous [T, 4], in rank order."""
+        if self.ranks == 1:
+            return shares[None]
+        gathered = shares.new_empty(self.ranks, *shares.shape)
+        torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1), shares, group=self.tp_group)
+        return gathered

@@ -99,8 +99,7 @@ class Reduction:
         found: dict[str, list[int]] = {}
         for column, metric in enumerate([*self._added, *self._extrema]):
             neutral = -math.inf if metric in self._extrema else 0.0
-            ranks = [r for r, row in enumerate(rows) if row[column] != neutral and not math.isfinite(row[column])]
-            if ranks:
+            if ranks := [r for r, row in enumerate(rows) if row[column] != neutral and not math.isfinite(row[column])]:
                 found[metric.name] = ranks
         return found
 

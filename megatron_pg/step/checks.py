@@ -65,7 +65,7 @@ def take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
             )
         if not isinstance(batch, PackedBatch):
             raise ContractError(
-                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.batch.pack"
+                f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.pack"
             )
         batches.append(batch)
     return batches

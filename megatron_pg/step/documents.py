@@ -348,7 +348,7 @@ class _Draft:
         if again := sorted(units & self._units, key=repr):
             kind, unit = again[0]
             raise ValueError(
-                f"{kind} {unit!r} of document {group[0].sample_id} came in another group of this step already, so steps could cut it. "
+                f"{kind} {unit!r} of document {group[0].sample_id} came in another group of this step already, so it could be split between steps. "
                 "Yield all its samples as one list."
             )
         self._units |= units

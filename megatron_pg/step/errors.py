@@ -35,9 +35,5 @@ def lost_peer_named(call: int) -> Iterator[None]:
         raise LostPeerError(
             f"rank {rank} of {size} lost another rank in its step {call}, which therefore cannot finish; the optimizer has not moved. "
             "Another rank was killed, failed with an error of its own, or hangs: see the end of its log. Resume from the last "
-            f"checkpoint; --distributed-timeout-minutes sets how long a silent rank is waited for. ({_first_line(text)})"
+            f"checkpoint; --distributed-timeout-minutes sets how long a silent rank is waited for. ({(text.strip().splitlines() or [text])[0][:300]})"
         ) from error
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0][:300]

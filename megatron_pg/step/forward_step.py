@@ -217,18 +217,15 @@ class PolicyGradientStep:
         if error is None:
             try:
                 check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
-                table, factors = self._count(batches)
+                factors = [token_factors(batch, self.settings) for batch in batches]
+                kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
+                group = parallel_state.get_data_parallel_group()
+                table = local_table_of(batches, self.settings.plan_rule, group, kept)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
         undivided = () if documents is None else self._units
         plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)
         return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
-
-    def _count(self, batches: Sequence[PackedBatch]) -> tuple[LocalTable, list[TokenFactors]]:
-        """What this rank brings to the plan, and what of it the loss takes up again."""
-        factors = [token_factors(batch, self.settings) for batch in batches]
-        kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
-        return local_table_of(batches, self.settings.plan_rule, parallel_state.get_data_parallel_group(), kept), factors
 
     def _exchange(
         self, table: LocalTable | None, rule: PlanRule, error: Exception | None, batches: Sequence[PackedBatch]
@@ -362,16 +359,9 @@ def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
     boundaries = local.inputs.boundaries
     if boundaries is None:
         return None
-    longest = max(local.whole.padded_lengths)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        cu_seqlens_q_padded=boundaries,
-        cu_seqlens_kv_padded=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(local.whole.padded_lengths))
+    return PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest)
 
 
 def _group_of_several(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup | None:

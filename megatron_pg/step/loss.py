@@ -84,13 +84,10 @@ def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | N
 def _with_diagnostics(found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings) -> MicrobatchLoss:
     with torch.no_grad():
         values = TokenValues(local.fields, found, settings.terms)
-        is_whole = found.kl is None and not settings.terms.entropy_coef
-        policy = found.loss.detach() if is_whole else _policy_term(values)
+        fields, policy = local.fields, found.loss.detach()
+        if found.kl is not None or settings.terms.entropy_coef:
+            policy = torch.where(fields.mask, fields.weights * values.token_losses, 0).sum()
         return MicrobatchLoss(found.loss, policy, settings.metrics.partial(values), _count_nonfinite(values))
-
-
-def _policy_term(values: TokenValues) -> Tensor:
-    return torch.where(values.fields.mask, values.fields.weights * values.token_losses, 0).sum()
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:

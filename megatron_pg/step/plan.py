@@ -115,7 +115,7 @@ def _local_table(
     counts = _counts(tokens_per_sample)
     size, total = len(counts), int(counts.sum())
     if needs_prompt_ids(rule.aggregation):
-        missing = [i for i in range(size) if prompt_ids is None or i < len(prompt_ids) and prompt_ids[i] is None]
+        missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
             raise ValueError(f"{rule.aggregation} needs prompt_ids for every sample; sample {missing[0]} has none")
     rank = torch.distributed.get_rank(group) if group is not None else 0
@@ -165,7 +165,8 @@ def plan_from_table(
     """
     local = LocalTable(torch.zeros(0, 4, dtype=torch.int64), False, False, 0, 0) if local is None else local
     try:
-        heads, tables = _exchange(local.rows, _Head.of(local, error), _describe(error), group)
+        name = "" if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: "
+        heads, tables = _exchange(local.rows, _Head.of(local, error), name + str(error or ""), group)
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)
@@ -209,10 +210,6 @@ class _Head(NamedTuple):
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         totals = local.num_positions, local.num_microbatches, local.num_response_tokens
         return cls(len(local.rows), int(error is not None), *has_ids, *totals)
-
-
-def _describe(error: Exception | None) -> str:
-    return str(error or "") if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
@@ -300,10 +297,7 @@ def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None)
 
 
 def _fill(rows: Tensor, slots: int) -> Tensor:
-    flat = torch.zeros(4 * slots, dtype=torch.int64)
-    values = rows.reshape(-1)[: 4 * slots]
-    flat[: len(values)] = values
-    return flat
+    return torch.nn.functional.pad(rows.reshape(-1), (0, 4 * slots - rows.numel()))  # or cut
 
 
 def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -331,14 +325,21 @@ def _check_undivided(tables: list[Tensor], kinds: Sequence[str]) -> None:
     ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
     for kind in kinds:
         keys = torch.cat(tables)[:, 1 if kind == "rollout_id" else 2]
-        units, inverse = torch.unique(keys, return_inverse=True)
-        first = torch.full((len(units),), len(tables)).scatter_reduce(0, inverse, ranks, "amin")
-        if len(stray := (ranks != first[inverse]).nonzero()):
-            i = int(stray[0])
+        if found := _divided(keys, ranks):
+            first, stray = found
             raise StepPlanError(
-                f"{kind} {_show(keys[i])} has samples on data-parallel ranks {int(first[inverse[i]])} and {int(ranks[i])}, so steps "
-                "of a number of documents could cut it. Give all its samples to one rank."
+                f"{kind} {_show(keys[stray])} has samples on data-parallel ranks {int(ranks[first])} and {int(ranks[stray])}, so "
+                "--docs-per-step could split it between steps. Give all its samples to one rank."
             )
+
+
+def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
+    """Two entries of one unit that lie in different parts: the unit's first, and the first that strays from one."""
+    _, inverse = torch.unique(units, return_inverse=True)
+    indices = torch.arange(len(units))
+    first = torch.full_like(indices, len(units)).scatter_reduce(0, inverse, indices, "amin")[inverse]
+    stray = (parts != parts[first]).nonzero()
+    return (int(first[stray[0, 0]]), int(stray[0, 0])) if len(stray) else None
 
 
 def _count_units(
@@ -354,8 +355,12 @@ def _count_units(
             else "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
             "more samples per step."
         )
-    if with_prompts:
-        _check_one_group(rollouts, prompts)
+    if with_prompts and (found := _divided(rollouts, prompts)):
+        first, stray = found
+        raise StepPlanError(
+            f"rollout {_show(rollouts[stray])} belongs to prompt groups {_show(prompts[first])} and {_show(prompts[stray])}, so "
+            "its tokens would count twice. Give all samples of a rollout one prompt_id."
+        )
     live_only = denominator != "scheduled"
     num_rollouts, per_rollout = _totals(rollouts, tokens, live_only)
     num_prompts, per_prompt = _totals(prompts, tokens, live_only) if with_prompts else (None, None)
@@ -386,18 +391,6 @@ def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
     if not counts.live_only or tokens is None:
         return denominators
     return torch.where(tokens > 0, denominators, torch.inf)
-
-
-def _check_one_group(rollouts: Tensor, prompts: Tensor) -> None:
-    units, inverse = torch.unique(rollouts, return_inverse=True)
-    first = torch.full((len(units),), len(rollouts)).scatter_reduce(0, inverse, torch.arange(len(rollouts)), "amin")
-    stray = (prompts != prompts[first[inverse]]).nonzero()
-    if len(stray):
-        i = int(stray[0])
-        raise StepPlanError(
-            f"rollout {_show(rollouts[i])} belongs to prompt groups {_show(prompts[first[inverse[i]]])} and "
-            f"{_show(prompts[i])}, so its tokens would count twice. Give all samples of a rollout one prompt_id."
-        )
 
 
 def _show(key: Tensor) -> str:

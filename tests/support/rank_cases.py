@@ -152,7 +152,7 @@ FAULTS = {
     "dp2t-constant-docs-masked": "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out",
     "dp2t-constant-docs-toolong": "rank 1: document a long one has 73 tokens and a micro-batch holds 12",
     "tp2t-constant-docs-unequal": "ContractError: step plan differs between ranks 0 and 1",
-    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so steps of a number of documents could cut it",
+    "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so --docs-per-step could split it between steps",
     "pp2-token_mean-docs-detached": "call PolicyGradientStep.attach",
     "dp2-token_mean-docs-short": "EndOfDocuments: the documents have ended: 0 were trained, ",
 }

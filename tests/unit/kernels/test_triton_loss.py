@@ -554,7 +554,7 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
                 for piece, shard in zip(pieces, shards_of, strict=True)
             ]
         )
-        monkeypatch.setattr(vocab_parallel, "gather", lambda *_: shares)  # noqa: B023
+        monkeypatch.setattr(Vocabulary, "gather", lambda *_: shares)  # noqa: B023
         outs, gradients = [], []
         for rank, piece in enumerate(pieces):
             leaf = piece.requires_grad_()
