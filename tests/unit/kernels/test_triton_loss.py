@@ -531,7 +531,7 @@ class FakeGroup:
 def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bits(shards, full, evidence, monkeypatch):
     from megatron_pg.kernels import vocab_parallel
 
-    rng, cases = random.Random(f"shards{shards}"), 15 if full else 2
+    rng, cases = random.Random(f"shards{shards}"), 15 if full else 1
     for _ in range(cases):
         columns = rng.choice([1, 5, 16, 250, *[1024] * full])  # an interpreter takes a second for the last one
         case = base(
