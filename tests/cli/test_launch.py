@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+import launches
 import pytest
 
 from megatron_pg.args import add_arguments, own_arguments
@@ -499,9 +500,9 @@ def test_every_megatron_argument_of_the_rules_is_read():
     assert set(RULE_ARGUMENTS) - MEGATRON_FLAGS.keys() == derived
 
 
-def test_megatrons_flags_are_parsed_as_megatron_parses_them():
-    """In a process of its own: megatron.training takes seconds to import and warns."""
-    pytest.importorskip("megatron.core")
+@launches.launch
+def megatrons_flags(folder, full):
+    """How Megatron parses its own; in a process of its own: megatron.training takes seconds to import and warns."""
     code = (
         "import argparse, json\n"
         "from megatron.training.arguments import add_megatron_arguments\n"
@@ -509,10 +510,14 @@ def test_megatrons_flags_are_parsed_as_megatron_parses_them():
         "add_megatron_arguments(parser)\n"
         "print(json.dumps({s: [a.dest, str(a.nargs), type(a).__name__] for a in parser._actions for s in a.option_strings}))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no megatron.training: {done.stderr.splitlines()[-1]}")
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+
+
+def test_megatrons_flags_are_parsed_as_megatron_parses_them(megatrons_flags):
+    pytest.importorskip("megatron.core")
+    if megatrons_flags.returncode:
+        pytest.skip(f"no megatron.training: {megatrons_flags.stderr.splitlines()[-1]}")
+    theirs = json.loads(megatrons_flags.stdout.splitlines()[-1])
     parser = ArgumentParser()
     for name, keywords in MEGATRON_FLAGS.items():
         flag = f"--{name.replace('_', '-')}"

@@ -10,6 +10,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import digit_sort
+import launches
 import pytest
 import run_folder
 import torch
@@ -66,8 +67,9 @@ def test_a_run_folder_writes_every_step_and_draws(tmp_path, capfd):
     assert "left" in shown
 
 
-def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(tmp_path):
-    """In a process of its own: the example patches torch when there is no GPU."""
+@launches.launch
+def refusals(folder, full):
+    """What the example says of a sample and of sizes; in a process of its own: it patches torch when there is no GPU."""
     code = (
         "import train_grpo, types\n"
         "from megatron_pg import Sample\n"
@@ -89,5 +91,9 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "examples", capture_output=True, text=True, check=True
     )
-    assert "has 3 tokens up to id 13; the model takes 4 tokens" in done.stdout
-    assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in done.stdout
+    return done.stdout
+
+
+def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
+    assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
+    assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals

@@ -1,4 +1,4 @@
-"""Launches of real ranks that run behind the other tests: processes start slowly and wait much.
+"""Processes, most of them real ranks, that run behind the other tests: they start slowly and wait much.
 
     @launches.launch
     def results(folder, full):
