@@ -34,6 +34,7 @@ from megatron_pg.metrics.reporting import MetricsFile, check_metrics_file, conso
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
+from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
@@ -298,6 +299,7 @@ class _Session:
             skipped=bool(values["skipped_iter"]),
         )
         if not self._has_logged and torch.distributed.get_rank() == 0:
+            self._say(_units_line(log.report.plan))
             for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
                 self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
             if self._metrics_file is not None:  # only now is the iteration of a loaded checkpoint known
@@ -311,6 +313,13 @@ class _Session:
     def _print_line(self, log: StepLog) -> None:
         if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
             self._say(console_line(log.iteration, step_record(log)))
+
+
+def _units_line(plan: StepPlan) -> str:
+    """What the first step counted, beside which a wrong id is seen."""
+    prompts = "no prompt ids" if plan.num_prompts is None else f"{plan.num_prompts} prompts"
+    counts = f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"
+    return f"first step: {counts}"
 
 
 def _start(

@@ -8,6 +8,7 @@
 Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.training.pretrain`.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -76,6 +77,7 @@ class PolicyGradientStep:
         self._results: list[tuple[LocalBatch, Tensor, Tensor]] = []  # batch, metrics, non-finite tokens of each forward
         self._counts_positions = False  # mixture of experts: the router counts positions
         self._calls = 0  # of forward_backward, for messages
+        self._has_warned = False  # of ids that may not be unique
 
     # --- the model ---
 
@@ -237,6 +239,9 @@ class PolicyGradientStep:
         except StepPlanError as raised:
             failure = raised
         agree(batches, plan, failure)
+        if plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
+            warnings.warn(plan.warning, stacklevel=2)
+            self._has_warned = True
         return plan
 
     def _fetch(

@@ -5,8 +5,9 @@ rank sees the same table, so a mistake in it is found, and raised, on every rank
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,12 +19,16 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.reducers import StepCounts, reducer_of
 from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.printable import shorten
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.errors import StepPlanError
+from megatron_pg.step.unique_ids import prompts_message, rollouts_message
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
 _INT32_MAX = 2**31 - 1
+_ROLLOUT, _PROMPT = 1, 2  # columns of a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +46,7 @@ class StepPlan:
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
     auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
+    warning: str | None = None  # about ids that may not be unique over the step
 
 
 def plan_step(
@@ -61,8 +67,9 @@ def plan_step(
         tokens_per_sample: [S] trained tokens of each sample of this process in the whole step, all micro-batches.
         aggregation: sample_mean, prompt_mean, token_mean or constant. The same on every rank.
         divisor: L of `constant`, in tokens. The same on every rank.
-        rollout_ids: [S] the trajectory of each sample; without it every sample is its own rollout.
-        prompt_ids: [S] the prompt group of each sample; needed by prompt_mean.
+        rollout_ids: [S] the trajectory of each sample, unique over all ranks of the step; without it every sample is its
+            own rollout.
+        prompt_ids: [S] the prompt group of each sample, unique over all ranks; needed by prompt_mean.
         positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
         group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
             Context-, tensor- and pipeline-parallel peers hold copies and are never summed.
@@ -77,7 +84,10 @@ def plan_step(
             local = replace(local, num_positions=_count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
-    return plan_from_table(local, rule, error=error, group=group)
+    plan = plan_from_table(local, rule, error=error, group=group)
+    if plan.warning is not None:
+        warnings.warn(plan.warning, stacklevel=2)
+    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,8 @@ class LocalTable:
     num_positions: int
     num_response_tokens: int
     num_microbatches: int = 1
+    ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
+    samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
 
 
 def _local_table(
@@ -124,7 +136,8 @@ def _local_table(
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     kept = counts if kept_per_sample is None else _counts(kept_per_sample)
     rows = torch.stack([counts, rollouts, prompts, kept], dim=1)
-    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total)
+    ids = {_ROLLOUT: rollout_ids, _PROMPT: prompt_ids}
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, ids=ids)
 
 
 def _count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
@@ -153,6 +166,7 @@ def local_table_of(
         num_positions=sum(batch.num_positions for batch in batches),
         num_response_tokens=sum(sample.response_length for sample in samples),
         num_microbatches=len(batches),
+        samples=samples,
     )
 
 
@@ -170,7 +184,11 @@ def plan_from_table(
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)
-    _check_undivided(tables, rule.undivided)
+    name_of = partial(_name_of, tables, local.ids, group)
+    _check_undivided(tables, rule.undivided, name_of)
+    if any(head.has_prompt_ids == 1 for head in heads):
+        _check_groups(torch.cat(tables), name_of)
+    warning = _check_unique(tables, heads, rule, local.samples, group)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
     mine, with_prompts = slice(start, start + len(local.rows)), any(h.has_prompt_ids == 1 for h in heads)
@@ -191,6 +209,7 @@ def plan_from_table(
         num_response_tokens=sum(h.num_response_tokens for h in heads),
         num_positions=sum(h.num_positions for h in heads),
         num_microbatches=local.num_microbatches,
+        warning=warning,
     )
 
 
@@ -304,6 +323,17 @@ def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return values[None] if group is None else all_gather_rows(values, group)
 
 
+def _name_of(
+    tables: list[Tensor], ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, row: int, column: int
+) -> str:
+    """The id of a row of all tables, from the rank that has it: a collective, which every rank reaches with its error."""
+    ends = torch.tensor([len(table) for table in tables]).cumsum(0)
+    owner = int(torch.searchsorted(ends, row, right=True))
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    mine = shorten(ids[column][row - int(ends[owner]) + len(tables[owner])]) if rank == owner else ""
+    return decode(_all_gather(encode(mine, _MESSAGE), group)[owner])
+
+
 def _check_agreement(heads: list[_Head]) -> None:
     for name in ("rollout_ids", "prompt_ids"):
         found = [getattr(head, f"has_{name}") for head in heads]
@@ -320,17 +350,45 @@ def _check_agreement(heads: list[_Head]) -> None:
             )
 
 
-def _check_undivided(tables: list[Tensor], kinds: Sequence[str]) -> None:
+def _check_unique(
+    tables: list[Tensor],
+    heads: list[_Head],
+    rule: PlanRule,
+    samples: Sequence[Sample] | None,
+    group: ProcessGroup | None,
+) -> str | None:
+    """Refuse ids that every rank numbers anew; a warning where that cannot be told."""
+    if len(tables) == 1:
+        return None
+    warning = None
+    if any(head.has_rollout_ids == 1 for head in heads):
+        warning = rollouts_message(tables, _ROLLOUT, samples, group)
+    if warning is None and needs_prompt_ids(rule.aggregation):
+        warning = prompts_message(tables, _PROMPT, samples, group)
+    return warning
+
+
+def _check_undivided(tables: list[Tensor], kinds: Sequence[str], name_of: Callable[[int, int], str]) -> None:
     """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
     ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
     for kind in kinds:
-        keys = torch.cat(tables)[:, 1 if kind == "rollout_id" else 2]
-        if found := _divided(keys, ranks):
+        column = _ROLLOUT if kind == "rollout_id" else _PROMPT
+        if found := _divided(torch.cat(tables)[:, column], ranks):
             first, stray = found
             raise StepPlanError(
-                f"{kind} {_show(keys[stray])} has samples on data-parallel ranks {int(ranks[first])} and {int(ranks[stray])}, so "
+                f"{kind} {name_of(stray, column)} has samples on data-parallel ranks {int(ranks[first])} and {int(ranks[stray])}, so "
                 "--docs-per-step could split it between steps. Give all its samples to one rank."
             )
+
+
+def _check_groups(table: Tensor, name_of: Callable[[int, int], str]) -> None:
+    """A rollout belongs to one prompt."""
+    if found := _divided(table[:, _ROLLOUT], table[:, _PROMPT]):
+        first, stray = found
+        raise StepPlanError(
+            f"rollout {name_of(stray, _ROLLOUT)} belongs to prompt groups {name_of(first, _PROMPT)} and {name_of(stray, _PROMPT)}, so "
+            "its tokens would count twice. Give all samples of a rollout one prompt_id."
+        )
 
 
 def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
@@ -354,12 +412,6 @@ def _count_units(
             if int(trained.sum())
             else "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
             "more samples per step."
-        )
-    if with_prompts and (found := _divided(rollouts, prompts)):
-        first, stray = found
-        raise StepPlanError(
-            f"rollout {_show(rollouts[stray])} belongs to prompt groups {_show(prompts[first])} and {_show(prompts[stray])}, so "
-            "its tokens would count twice. Give all samples of a rollout one prompt_id."
         )
     live_only = denominator != "scheduled"
     num_rollouts, per_rollout = _totals(rollouts, tokens, live_only)
@@ -391,11 +443,6 @@ def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
     if not counts.live_only or tokens is None:
         return denominators
     return torch.where(tokens > 0, denominators, torch.inf)
-
-
-def _show(key: Tensor) -> str:
-    value = int(key)
-    return str(value) if abs(value) < 2**62 else f"with the string-id hash {-value - 2**62:x}"
 
 
 def check_count(count: int) -> None:

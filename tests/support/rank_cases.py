@@ -141,7 +141,7 @@ FAULTS = {
     "dp2-constant-fraction": "rank 1: loss_mask of sample 1 must be 0 or 1, got 0.5",
     "dp2-prompt_mean-noprompt": "rank 1: sample 1 has no prompt_id",
     "dp2-sample_mean-noids": "rank 0 has rollout_ids and rank 1 has none",
-    "dp2-sample_mean-duplicate": "rollout with the string-id hash",
+    "dp2-sample_mean-duplicate": "rollout '0/0' belongs to prompt groups",
     "dp2-constant-more": "rank 0 has 2 micro-batches, rank 1 has 3",
     "dp2-constant-noref": "rank 0: sample 0 has no ref_logprobs, which --pg-kl-coef 0.1 needs",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",

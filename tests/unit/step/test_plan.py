@@ -123,7 +123,12 @@ def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_
         ([1, 1], "sample_mean", {"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 samples"),
         ([1, 1], "sample_mean", {"rollout_ids": [1, 1.5]}, "rollout_ids[1]=1.5 is neither"),
         ([1, 1], "sample_mean", {"rollout_ids": [1, True]}, "rollout_ids[1]=True is neither"),
-        ([1, 1], "sample_mean", {"rollout_ids": ["r", "r"], "prompt_ids": [4, 5]}, "belongs to prompt groups 4 and 5"),
+        (
+            [1, 1],
+            "sample_mean",
+            {"rollout_ids": ["r", "r"], "prompt_ids": [4, "5"]},
+            "rollout 'r' belongs to prompt groups 4 and '5'",
+        ),
         ([0, 0], "token_mean", {}, "the step has no trained token"),
         ([], "token_mean", {}, "the step has no trained token"),
         ([0.5], "token_mean", {}, "not [S] integers"),
