@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from megatron_pg import RolloutWriter, read_rollouts
-from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.metrics.file import MetricsFile
 
 
 class RunFolder:
@@ -17,15 +17,14 @@ class RunFolder:
     Args:
         path: the folder.
         train_iters: for the progress line.
-        after: optimizer steps that a resumed run has done; its files go on behind them. 0 starts anew.
         sampled: optimizer steps that the run had samples for then: those of an open rollout batch are kept. None: no
             rollouts.jsonl; every rank writes its own file (`rollout_documents`).
     """
 
-    def __init__(self, path: str, *, train_iters: int, after: int = 0, sampled: int | None = 0):
+    def __init__(self, path: str, *, train_iters: int, sampled: int | None = 0):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.metrics = MetricsFile(self.path / "metrics.jsonl", after=after)
+        self.metrics = MetricsFile(self.path / "metrics.jsonl")
         self.rollouts = None if sampled is None else continue_rollouts(self.path / "rollouts.jsonl", sampled)
         self._train_iters = train_iters
         self._first: tuple[int, float] | None = None
@@ -62,9 +61,12 @@ class RunFolder:
     def close(self) -> None:
         """Close the files and draw the curves."""
         self.metrics.close()
+        if self.metrics.num_missing:
+            say(f"{self.metrics.path} lacks the last {self.metrics.num_missing} steps: it could not be written")
         if self.rollouts is not None:
             self.rollouts.close()
-        draw(self.path)
+        if self.metrics.path.exists():  # a step has been trained
+            draw(self.path)
 
 
 def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:

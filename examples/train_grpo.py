@@ -107,7 +107,7 @@ class Example:
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
             sampled = None if args.docs_per_step else _sampled_steps(args)
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, after=args.iteration, sampled=sampled)
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled)
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         if args.docs_per_step:

@@ -34,6 +34,7 @@ __all__ = [
     "ArgumentNotice",
     "ArgumentWarning",
     "add_arguments",
+    "checkpoint_changes",
     "disagreement",
     "own_arguments",
     "rank_snapshot",
@@ -41,6 +42,9 @@ __all__ = [
     "snapshot",
     "validate_args",
 ]
+
+# Own arguments that move no loss or gradient, or, of documents, only which samples a step takes.
+_NOT_OF_THE_LOSS = ("pg_metrics", "pg_kernel", "pg_dry_run", "docs_per_step_end", "docs_per_step_drop_position")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -157,6 +161,15 @@ def rank_snapshot(args: argparse.Namespace) -> dict[str, str]:
     """Every argument that a rule reads, by name, as text, before validation: what must agree between the ranks."""
     names = (*own_arguments(), *RULE_ARGUMENTS)
     return {name: _as_text(vars(args)[name]) for name in names if name in vars(args)}
+
+
+def checkpoint_changes(saved: argparse.Namespace, args: argparse.Namespace) -> list[str]:
+    """What decides the loss and is otherwise in a checkpoint's arguments, as "--flag: old, now new"; both are validated."""
+    if "megatron_pg_validated" not in vars(saved):
+        return []  # trained without this loss
+    then, now = json.loads(saved.megatron_pg_validated), json.loads(json.dumps(snapshot(args)))
+    names = [n for n in now if n in then and n not in _NOT_OF_THE_LOSS and then[n] != now[n]]
+    return [f"--{name.replace('_', '-')}: {then[name]}, now {now[name]}" for name in names]
 
 
 def _as_text(value: object) -> str:

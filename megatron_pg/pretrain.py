@@ -11,7 +11,9 @@ import functools
 import inspect
 import json
 import os
+import signal
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,10 +29,19 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_pg.args import ArgumentError, add_arguments, disagreement, rank_snapshot, validate_args
+from megatron_pg.args import (
+    ArgumentError,
+    ArgumentWarning,
+    add_arguments,
+    checkpoint_changes,
+    disagreement,
+    rank_snapshot,
+    validate_args,
+)
 from megatron_pg.flags.banner import banner
 from megatron_pg.flags.import_path import source_of
-from megatron_pg.metrics.reporting import MetricsFile, check_metrics_file, console_line, nonfinite_entries
+from megatron_pg.metrics.file import MetricsFile
+from megatron_pg.metrics.reporting import console_line, nonfinite_entries
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
@@ -39,6 +50,7 @@ from megatron_pg.step.settings import LossSettings
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # in the environment, the same as --pg-dry-run
+_INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended: 128 and the signal's number
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
 
 
@@ -78,10 +90,11 @@ def chain_args_providers(*providers: Callable | None) -> Callable[[ArgumentParse
 
 
 def pretrain(
-    *,
     train_valid_test_dataset_provider: Callable,
     model_provider: Callable,
     model_type: object,
+    forward_step_func: None = None,
+    *,
     extra_args_provider: Callable | None = None,
     args_defaults: dict | None = None,
     on_step: Callable[[StepLog], None] | None = None,
@@ -97,23 +110,26 @@ def pretrain(
             `Documents`.
         model_provider: Megatron's; returns a GPTModel.
         model_type: Megatron's ModelType.
+        forward_step_func: None; it stands where Megatron has it, so that one that would never be called is refused.
         extra_args_provider: the script's own flags; megatron_pg's are added.
         args_defaults: Megatron's.
         on_step: called after every optimizer step, on every rank, in place of the console line.
         say: where rank 0 puts the effective objective and the console line; default the standard output.
-        metrics_file: metrics.jsonl of the run, written by rank 0; a resumed run continues it. None: no such file.
+        metrics_file: metrics.jsonl of the run, written by rank 0; a resumed run continues it, and what a run trains again
+            moves to `metrics.jsonl.1`. None: no such file.
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
         ArgumentError: on every rank, before the model is built.
-        ValueError: the provider is not distributed, or a forward step is given.
+        ValueError: the provider is not distributed or returns no training data, a forward step is given, or the metrics
+            file cannot be written.
     """
     if not getattr(train_valid_test_dataset_provider, "is_distributed", False):
         raise ValueError(
             "the dataset provider is not marked as distributed, so under tensor parallelism Megatron would give most ranks no data; "
             "set train_valid_test_dataset_provider.is_distributed = True"
         )
-    if "forward_step_func" in rest:
+    if forward_step_func is not None:
         raise ValueError(
             "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
             "called. Leave it out."
@@ -134,9 +150,28 @@ def pretrain(
         _replaced(training, "num_floating_point_operations", session.flops),
         _replaced(checkpointing, "check_checkpoint_args", session.read_position),
         _replaced(dataset_utils, "compile_helpers", _compile_helpers),
-        session.until_documents_end(),
+        _errors_said_once(),
+        session.to_its_end(),
     ):
         training.pretrain(**keywords)
+
+
+@contextmanager
+def _errors_said_once() -> Iterator[None]:
+    """Every rank raises the same error at startup: rank 0 shows it without its traceback, the others say nothing."""
+    try:
+        yield
+    except ArgumentError as error:
+        hook, same = sys.excepthook, error
+
+        def say(kind: type[BaseException], raised: BaseException, trace: object) -> None:
+            if raised is not same:
+                hook(kind, raised, trace)
+            elif int(os.environ.get("RANK", "0")) == 0:
+                print(f"{kind.__name__}: {raised}", file=sys.stderr, flush=True)  # noqa: T201
+
+        sys.excepthook = say
+        raise
 
 
 def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
@@ -159,7 +194,7 @@ class _Session:
         self._metrics_file = metrics_file
         self._writer: MetricsFile | None = None
         self._report: StepReport | None = None
-        self._has_logged = False
+        self._last_iteration = 0  # that was logged in this run
         self._saved_position: str | None = None  # in the checkpoint that was loaded
         self._documents_have_ended = False
         self._num_positions: list[int] = []  # that the model processed, in each step since Megatron's last line
@@ -168,16 +203,45 @@ class _Session:
     def build_model(self, provider: Callable, *positional: object, **keywords: object):
         """A model with our loss in it, after our validation."""
         if self.step is None:
-            self.step = _start(get_args(), self._keep, self._say, self._metrics_file)
+            self.step = _start(get_args(), self._keep, self._say, self._open_files)
         model = provider(*positional, **keywords)
         return self.step.attach(model) if getattr(model, "post_process", True) else model
+
+    def _open_files(self) -> None:
+        """Before the model is built, so that a full disk or another job is known early."""
+        if self._metrics_file is not None and torch.distributed.get_rank() == 0:
+            try:
+                self._writer = MetricsFile(self._metrics_file)
+            except ValueError as error:
+                raise ArgumentError([("E63", str(error))]) from error
+
+    def _close(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        if self._writer.num_missing:
+            self._say(
+                f"{self._writer.path} lacks the last {self._writer.num_missing} steps, because it could not be written; make room, or choose "
+                "another metrics_file"
+            )
 
     def datasets_provider(self, provider: Callable) -> Callable:
         """`provider`; its documents begin where the checkpoint that was loaded ends."""
 
         @functools.wraps(provider)  # Megatron looks for a parameter and an attribute
         def build(*positional: object, **keywords: object) -> tuple:
-            train, *others = provider(*positional, **keywords)
+            found = provider(*positional, **keywords)
+            if not isinstance(found, (tuple, list)) or len(found) != 3:
+                raise ValueError(
+                    f"the dataset provider returned a {type(found).__name__}, so there is no telling which data are for training; return "
+                    "three: (training data, None, None)"
+                )
+            train, *others = found
+            if train is None and get_args().train_iters and not get_args().skip_train:
+                raise ValueError(
+                    f"the dataset provider returned None as training data, so none of --train-iters {get_args().train_iters} would be "
+                    "trained and the run would end as if it had; return an iterator of PackedBatch, or give --skip-train"
+                )
             if get_args().docs_per_step:
                 train = self._begin(train, get_args())
             elif isinstance(train, Documents):
@@ -221,9 +285,23 @@ class _Session:
         )
         return iter(documents.begin(position.per_rank[parallel_state.get_data_parallel_rank()]))
 
-    def read_position(self, check_args: Callable, checkpoint_args: Namespace, *rest: object, **keywords: object):
-        """Check a checkpoint's arguments, of which the position of the documents is one."""
+    def check_checkpoint(self, check_args: Callable, checkpoint_args: Namespace, *rest: object, **keywords: object):
+        """Check a checkpoint's arguments, of which the position of the documents is one, and say what is another objective."""
+        args = get_args()
         self._saved_position = vars(checkpoint_args).get(_POSITION)
+        if self._saved_position is not None and not args.docs_per_step and not args.docs_per_step_drop_position:
+            raise ArgumentError(
+                [
+                    (
+                        "E62",
+                        f"the checkpoint was trained with --docs-per-step {checkpoint_args.docs_per_step} and holds the position in its documents, which a run without the flag loses: data would be trained twice or never. Set it, or accept that with --docs-per-step-drop-position",
+                    )
+                ]
+            )
+        if (changed := checkpoint_changes(checkpoint_args, args)) and torch.distributed.get_rank() == 0:
+            warnings.warn(
+                f"the checkpoint was trained with another loss: {'; '.join(changed)}", ArgumentWarning, stacklevel=2
+            )
         return check_args(checkpoint_args, *rest, **keywords)
 
     def forward_backward_of(self, getter: Callable, *positional: object, **keywords: object) -> Callable:
@@ -249,13 +327,23 @@ class _Session:
         self._documents_have_ended = True
 
     @contextmanager
-    def until_documents_end(self) -> Iterator[None]:
-        """Return where Megatron leaves the process because the documents have ended."""
+    def to_its_end(self) -> Iterator[None]:
+        """Close the files, return where Megatron leaves the process because the documents have ended, and end on Ctrl-C."""
         try:
             yield
         except SystemExit:
             if not self._documents_have_ended:
                 raise
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second one
+            if int(os.environ.get("RANK", "0")) == 0:
+                done = self._last_iteration
+                self._say(
+                    f"interrupted after step {done}; with --save and --load a run goes on from its last checkpoint"
+                )
+            sys.exit(_INTERRUPTED)
+        finally:
+            self._close()
 
     def flops(self, count: Callable, args: Namespace, batch_size: float, *rest: object, **keywords: object):
         """Megatron's count of operations, for the positions that were processed instead of a nominal number of rows."""
@@ -298,13 +386,11 @@ class _Session:
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=bool(values["skipped_iter"]),
         )
-        if not self._has_logged and torch.distributed.get_rank() == 0:
+        if not self._last_iteration and torch.distributed.get_rank() == 0:
             self._say(_units_line(log.report.plan))
             for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
                 self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
-            if self._metrics_file is not None:  # only now is the iteration of a loaded checkpoint known
-                self._writer = MetricsFile(self._metrics_file, after=log.iteration - 1)
-        self._has_logged = True
+        self._last_iteration = log.iteration
         _write(log)
         if self._writer:
             self._writer.write(step_record(log))
@@ -323,7 +409,7 @@ def _units_line(plan: StepPlan) -> str:
 
 
 def _start(
-    args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], metrics_file: str | Path | None
+    args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], open_files: Callable[[], None]
 ) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, say what is in force, and end a dry run."""
     asked = os.environ.get(_DRY_RUN)
@@ -331,12 +417,10 @@ def _start(
     error, settings = None, None
     try:
         if asked not in (None, "", "0", "1"):
-            raise ValueError(
-                f"{_DRY_RUN}={asked} is neither 0 nor 1, so it is unclear whether to train. Use one of them."
-            )
+            message = f"{_DRY_RUN}={asked} is neither 0 nor 1, so it is unclear whether to train. Use one of them."
+            raise ArgumentError([("E25", message)])
         settings = LossSettings.from_args(validate_args(args))
-        if metrics_file is not None and torch.distributed.get_rank() == 0:
-            check_metrics_file(metrics_file)
+        open_files()
     except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
     _compare_ranks(given, settings, error)

@@ -31,10 +31,16 @@ def add_documents_arguments(group: argparse._ArgumentGroup) -> None:
         help="When all documents have ended: partial (default) trains those that are too few for a step in a last one; stop "
         "leaves them. Either way every rank then leaves the loop, with a checkpoint where --save is given.",
     )
+    group.add_argument(
+        "--docs-per-step-drop-position",
+        action="store_true",
+        help="Resume a checkpoint of --docs-per-step without it: its position in the documents is lost, and the data are what the "
+        "dataset provider begins with.",
+    )
 
 
 def documents_violations(facts: Facts) -> Violations:
-    """Rules E25, E60 and E61."""
+    """Rules E25, E60 and E61; E62 needs the checkpoint."""
     args, documents = facts.args, facts.args.docs_per_step
     is_count = isinstance(documents, int) and not isinstance(documents, bool) and documents >= 0
     if not is_count:
@@ -45,3 +51,10 @@ def documents_violations(facts: Facts) -> Violations:
         yield from found
         if value is not None and not found and is_count and documents == 0:
             yield "E61", f"{flag} {value} has no effect without --docs-per-step; remove it"
+    if not isinstance(args.docs_per_step_drop_position, bool):
+        yield "E25", f"--docs-per-step-drop-position must be true or false, got {args.docs_per_step_drop_position!r}"
+    elif args.docs_per_step_drop_position and documents:
+        yield (
+            "E61",
+            "--docs-per-step-drop-position has no effect with --docs-per-step, which goes on from the position; remove it",
+        )

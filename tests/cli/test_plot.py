@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pg.cli import main
 from megatron_pg.cli.plot import small_curve
-from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.metrics.file import MetricsFile
 
 
 def run(capsys, *words) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ import torch
 from dumps_of_others import NEMO, SLIME
 
 from megatron_pg.cli import SUBCOMMANDS, main
-from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.metrics.file import MetricsFile
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

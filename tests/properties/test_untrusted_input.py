@@ -13,7 +13,8 @@ from rollout_files import CONTROL, HEADER, RECORD, damaged, malformed_lines
 from megatron_pg import RolloutFileError, Sample, StepPlanError, plan_step, read_rollouts
 from megatron_pg.declarations.choices import REDUCER_PARAMETERS
 from megatron_pg.flags.import_path import ImportPathError, load_function
-from megatron_pg.metrics.reporting import MetricsFile, console_line
+from megatron_pg.metrics.file import MetricsFile
+from megatron_pg.metrics.reporting import console_line
 from megatron_pg.rollouts.printable import printable
 
 CANARY = """

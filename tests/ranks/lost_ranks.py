@@ -27,7 +27,7 @@ from rank_model import WIDTH, Layout
 from torch.distributed import distributed_c10d
 
 from megatron_pg import RolloutWriter
-from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.step.forward_step import PolicyGradientStep
 
 SILENCE = timedelta(seconds=8)  # that a stopped rank is waited for: --distributed-timeout-minutes of a real job

@@ -11,7 +11,7 @@ import processes
 import pytest
 
 from megatron_pg import RolloutFileError, Sample, read_rollouts
-from megatron_pg.metrics.reporting import MetricsFile
+from megatron_pg.metrics.file import MetricsFile
 
 FAST = ["dp2-kill-forward-1", "dp2-stop-data-0", "tp2-stop-backward-1", "pp2-raise-forward-0"]
 FULL = [
@@ -65,10 +65,14 @@ def test_files_hold_whole_lines_of_finished_steps(results, cases, evidence):
 
 
 def iterations(folder) -> list[int]:
-    """Of the lines that a resumed run keeps."""
-    written = MetricsFile(folder / "metrics.jsonl", after=10**9)
-    written.close()
-    return [json.loads(line)["iteration"] for line in written.path.read_text(encoding="utf-8").splitlines()]
+    """Of the lines that a run goes on behind: nobody holds the file any more, and only a last line may be torn."""
+    path, goes_on_at = folder / "metrics.jsonl", 10**9
+    resumed = MetricsFile(path)
+    resumed.write({"iteration": goes_on_at})
+    resumed.close()
+    *written, last = (json.loads(line)["iteration"] for line in path.read_text(encoding="utf-8").splitlines())
+    assert last == goes_on_at
+    return written
 
 
 def samples(folder) -> list[Sample]:

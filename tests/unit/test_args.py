@@ -440,6 +440,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     assert vars(parser.parse_args([])) == {
         "loss_aggregation": "sample_mean",
         "pg_dry_run": False,
+        "docs_per_step_drop_position": False,
         "loss_aggregation_divisor": None,
         "custom_pg_loss_reducer_function_path": None,
         "pg_clip_eps_low": None,

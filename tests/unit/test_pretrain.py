@@ -1,12 +1,18 @@
-"""`--docs-per-step` in pretrain(): what the dataset provider may return, and Megatron's own numbers."""
+"""pretrain(): what may be handed to it, what a checkpoint and Ctrl-C say, and Megatron's own numbers under `--docs-per-step`."""
 
-from argparse import Namespace
+import contextlib
+import itertools
+import re
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_pg import Documents, pretrain
+from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
 
 
 @pytest.fixture
@@ -14,7 +20,7 @@ def session(monkeypatch):
     """A session whose step is a stub; `args` are what Megatron would have."""
     session = pretrain._Session(None, lambda text: None, None)
     session.step = SimpleNamespace(documents=None)
-    session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2)
+    session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1)
     monkeypatch.setattr(pretrain, "get_args", lambda: session.args)
     return session
 
@@ -56,26 +62,118 @@ def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoi
 
 def test_the_provider_must_return_what_the_flag_asks_for(session):
     def provider(num_samples, vp_stage=None):
-        return session.returned, None, None
+        return session.returned
 
     provider.is_distributed = True
     wrapped = session.datasets_provider(provider)
     assert wrapped.is_distributed  # Megatron asks the function
-    session.returned = iter(())
+    data = iter(())
+    session.returned = data, None, None
     with pytest.raises(ValueError, match="--docs-per-step 8, and the dataset provider returned a tuple_iterator"):
         wrapped(None)
     session.args.docs_per_step = 0
-    assert wrapped(None) == (session.returned, None, None)
-    session.returned = Documents(begin=lambda position: iter(()))
+    assert wrapped(None) == (data, None, None)
+    session.returned = [Documents(begin=lambda position: iter(())), None, None]
     with pytest.raises(ValueError, match="returned Documents and --docs-per-step is 0"):
         wrapped(None)
+
+
+@pytest.mark.parametrize("returned", [itertools.count(), None, (None, None), object()])
+def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_drained(session, returned):
+    wrapped = session.datasets_provider(lambda num_samples: returned)
+    with pytest.raises(
+        ValueError, match=rf"returned a {type(returned).__name__}, so there is no telling .* \(training"
+    ):
+        wrapped(None)
+
+
+def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_trained(session):
+    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
+    wrapped = session.datasets_provider(lambda num_samples: (None, None, None))
+    with pytest.raises(ValueError, match="None as training data, so none of --train-iters 5 would be trained"):
+        wrapped(None)
+    session.args.skip_train = True
+    assert wrapped(None) == (None, None, None)
+
+
+def arguments(*flags: str) -> Namespace:
+    """As Megatron has them after our validation, in a fresh job."""
+    args = add_arguments(ArgumentParser()).parse_args(flags)
+    return validate_args(Namespace(**vars(args), calculate_per_token_loss=False))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "changed"),
+    [
+        ([], ["--pg-metrics", "none", "--pg-kernel", "torch"], None),
+        (["--loss-aggregation", "prompt_mean"], [], "--loss-aggregation: prompt_mean, now sample_mean"),
+        ([], ["--pg-temperature", "2"], "--pg-temperature: 1.0, now 2.0"),
+        (["--docs-per-step", "64"], ["--docs-per-step", "32"], "--docs-per-step: 64, now 32"),
+        (None, ["--pg-objective", "reinforce"], None),
+    ],
+)
+def test_a_resumed_run_says_what_the_checkpoint_was_trained_with(session, monkeypatch, saved, now, changed):
+    monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: 0)
+    session.args = arguments(*now)
+    said = contextlib.nullcontext() if changed is None else pytest.warns(ArgumentWarning, match=re.escape(changed))
+    with said:
+        session.check_checkpoint(lambda args: None, Namespace() if saved is None else arguments(*saved))
+
+
+def test_a_position_in_documents_is_not_lost_by_a_flag_that_is_missing(session, monkeypatch):
+    monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: 0)
+    saved = Namespace(**vars(arguments("--docs-per-step", "64")), megatron_pg_documents="at 128")
+    session.args = arguments()
+    with pytest.raises(ArgumentError, match=r"E62.*--docs-per-step 64 and holds the position.*-drop-position"):
+        session.check_checkpoint(lambda args: None, saved)
+    session.args = arguments("--docs-per-step-drop-position")
+    with pytest.warns(ArgumentWarning, match="--docs-per-step: 64, now 0"):
+        session.check_checkpoint(lambda args: None, saved)
+
+
+def test_megatrons_own_order_is_taken_and_a_forward_step_is_refused():
+    def provider():
+        pass
+
+    provider.is_distributed = True
+    with pytest.raises(ValueError, match="forward_step_func has no effect here"):
+        pretrain.pretrain(provider, provider, 1, provider, args_defaults={})
+    del provider.is_distributed
+    with pytest.raises(ValueError, match="the dataset provider is not marked as distributed"):
+        pretrain.pretrain(provider, provider, 1)
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(session, monkeypatch):
+    said, session._last_iteration = [], 17
+    session._say = said.append
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as end, session.to_its_end():
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130
+    assert said == ["interrupted after step 17; with --save and --load a run goes on from its last checkpoint"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_in_the_arguments_is_said_once_without_a_traceback(monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(pretrain.sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
+    error = ArgumentError([("E1", "a rule")])
+    with pytest.raises(ArgumentError), pretrain._errors_said_once():
+        raise error
+    sys.excepthook(ArgumentError, error, None)
+    assert capsys.readouterr().err == (f"ArgumentError: {error}\n" if rank == "0" else "")
+    sys.excepthook(ValueError, ValueError("another"), None)
+    assert capsys.readouterr().err == "a traceback\n"
 
 
 def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_exits(session, monkeypatch):
     machine = SimpleNamespace()
     monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: machine)
     monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: 1)
-    with pytest.raises(SystemExit), session.until_documents_end():
+    with pytest.raises(SystemExit), session.to_its_end():
         raise SystemExit(0)
     for iteration, loaded, interval, expected in [
         (7, 0, 2, True),
@@ -88,5 +186,5 @@ def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_e
         assert machine.should_checkpoint_and_exit() == (expected, True, 0)
     session._end("farewell", Namespace(**vars(session.args) | {"save": None}))
     assert machine.should_checkpoint_and_exit() == (False, True, 0)
-    with session.until_documents_end():
+    with session.to_its_end():
         raise SystemExit(0)

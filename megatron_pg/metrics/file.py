@@ -1,0 +1,155 @@
+"""metrics.jsonl: one object per optimizer step, which no later run erases and no second job writes at the same time."""
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import socket
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_pg.rollouts.printable import printable
+
+_PROBE_BYTES = 2**16  # written and taken back, so that a full disk shows before the model is built
+
+
+class MetricsFile:
+    """metrics.jsonl, whole lines only, so that a run that dies leaves what it knew.
+
+    The first line that is written says where the run goes on: earlier lines stay, and those of its iteration and later
+    ones, which are trained again, move to `metrics.jsonl.1` (or the next free number). A disk that fills up stops the
+    writing with a warning, not the training.
+
+    Args:
+        path: the file; its folder is made.
+
+    Raises:
+        ValueError: the file is something else, cannot be written, or another process writes it.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.num_missing = 0  # lines that could not be written
+        self._file: IO[bytes] | None = None  # from the first line on
+        self._lock: IO[bytes] | None = None
+        shown = printable(str(path), limit=None)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            if self.path.exists():
+                self.path.open("ab").close()
+        except OSError as error:
+            self.close()
+            raise ValueError(
+                f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or choose "
+                "another metrics_file."
+            ) from error
+        try:
+            _lines(self.path)
+        except ValueError:
+            self.close()
+            raise
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one step; a value that is not finite becomes null and is named under "nonfinite"."""
+        if self.num_missing:
+            self.num_missing += 1
+            return
+        bad = [name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+        known = list(record.get("nonfinite", []))
+        listed = known + [{"metric": name} for name in bad if name not in {entry["metric"] for entry in known}]
+        clean = {name: None if name in bad else value for name, value in record.items() if name != "nonfinite"}
+        line = json.dumps(clean | ({"nonfinite": listed} if listed else {}), allow_nan=False) + "\n"
+        try:
+            if self._file is None:
+                self._file = _continued(self.path, before=record["iteration"])
+            _append(self._file, line.encode())
+        except OSError as error:
+            self.num_missing = 1
+            warnings.warn(
+                f"{printable(str(self.path), limit=None)} cannot be written any more ({error.strerror}), so it ends before step "
+                f"{record['iteration']}; training goes on. Make room before the next run, or choose another metrics_file.",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Close the file and let other processes have it."""
+        if self._file is not None:
+            self._file.close()
+        if self._lock is not None:
+            Path(self._lock.name).unlink(missing_ok=True)  # while it is held
+            self._lock.close()
+        self._file = self._lock = None
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The lock file, held: the system lets go of it when the process ends, however it ends."""
+    name = path.with_name(path.name + ".lock")
+    while True:
+        lock = name.open("a+b", buffering=0)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = printable(lock.read(200).decode(errors="replace").strip("\n\0")) or "another process"
+            lock.close()
+            raise ValueError(
+                f"{printable(str(path), limit=None)} is being written by {holder}; two jobs would overwrite each other. End that "
+                "one, or choose another metrics_file."
+            ) from error
+        if name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat()):
+            break
+        lock.close()  # its holder has ended in between and taken the name away
+    try:
+        lock.truncate(0)
+        _append(lock, b"\0" * _PROBE_BYTES)
+        os.fsync(lock.fileno())
+        lock.truncate(0)
+        _append(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+    except OSError:
+        name.unlink()
+        lock.close()
+        raise
+    return lock
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    """Iteration and text of each whole line."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()  # torn by a crash
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append((int(json.loads(line.decode("utf-8"))["iteration"]), line))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{printable(str(path), limit=None)}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
+            ) from error
+    return found
+
+
+def _continued(path: Path, *, before: int) -> IO[bytes]:
+    """The file, open behind the lines of earlier iterations; the others lie in a file beside it."""
+    lines = _lines(path)
+    if later := [line for iteration, line in lines if iteration >= before]:
+        aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+        aside.write_bytes(b"".join(later))
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_bytes(b"".join(line for iteration, line in lines if iteration < before))
+    os.replace(scratch, path)  # never half a file
+    return path.open("ab", buffering=0)
+
+
+def _append(file: IO[bytes], data: bytes) -> None:
+    """All of it or nothing: a full disk may cut a write short."""
+    end, rest = file.seek(0, os.SEEK_END), data
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(end)
+        raise

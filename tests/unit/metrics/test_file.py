@@ -1,0 +1,131 @@
+"""metrics.jsonl: nothing in it is lost, two jobs do not share it, and a full disk does not end the training."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_pg.metrics.file import MetricsFile
+from megatron_pg.metrics.reporting import nonfinite_entries
+
+
+def write(path, *steps: int, loss: float = 0.0) -> None:
+    file = MetricsFile(path)
+    for step in steps:
+        file.write({"iteration": step, "pg_loss": loss})
+    file.close()
+
+
+def read(path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(record["iteration"], record["pg_loss"]) for record in records]
+
+
+def test_a_resumed_run_continues_behind_its_checkpoint_and_keeps_what_it_trains_again(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    write(path, 1, 2, 3, 4, 5)
+    with path.open("a", encoding="utf-8") as torn:
+        torn.write('{"iteration": 6, "pg_lo')
+    write(path, 4, 5, 6, loss=1.0)  # the last checkpoint was at step 3
+    assert read(path) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]
+    assert read(tmp_path / "run" / "metrics.jsonl.1") == [(4, 0), (5, 0)]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["metrics.jsonl", "metrics.jsonl.1"]
+
+
+def test_a_new_run_moves_the_lines_of_an_earlier_one_aside(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for loss in (0.0, 1.0, 2.0):
+        write(path, 1, 2, loss=loss)
+    assert read(path) == [(1, 2), (2, 2)]
+    assert read(tmp_path / "m.jsonl.1") == [(1, 0), (2, 0)]
+    assert read(tmp_path / "m.jsonl.2") == [(1, 1), (2, 1)]
+
+
+def test_a_run_that_dies_before_its_first_step_touches_nothing(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(path, 1, 2)
+    MetricsFile(path).close()
+    assert read(path) == [(1, 0), (2, 0)]
+    MetricsFile(tmp_path / "other.jsonl").close()
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_file_of_something_else_is_neither_continued_nor_overwritten(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("hello\n")
+    with pytest.raises(ValueError, match=r"m.jsonl:1 is no line of a metrics file"):
+        MetricsFile(path)
+    assert path.read_text() == "hello\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_second_job_is_told_who_writes_the_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+    first = MetricsFile(path)
+    with pytest.raises(
+        ValueError, match=rf"m.jsonl is being written by pid {os.getpid()} on host .*two jobs would over"
+    ):
+        MetricsFile(path)
+    first.write({"iteration": 1, "pg_loss": 0.0})
+    first.close()
+    write(path, 2)
+    assert read(path) == [(1, 0), (2, 0)]
+
+
+def test_a_killed_job_does_not_keep_the_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.with_name("m.jsonl.lock").write_text("pid 1 on host gone\n")  # nobody holds it
+    write(path, 1)
+    assert read(path) == [(1, 0)]
+
+
+@pytest.mark.parametrize("name", ["file/m.jsonl", "folder", "m.jsonl"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, name, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    if name == "m.jsonl":  # a full disk shows when what was written is forced out
+        monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\), so the run would leave no metrics"):
+        MetricsFile(tmp_path / name)
+
+
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+FULL_DISK = """
+import resource, sys, warnings
+from megatron_pg.metrics.file import MetricsFile
+warnings.simplefilter("always")
+file = MetricsFile(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))  # of bytes a file
+for step in range(1, 8):
+    file.write({"iteration": step, "pg_loss": 0.0})
+file.close()
+print(file.num_missing)
+"""
+
+
+def test_a_disk_that_fills_up_ends_the_file_with_one_warning_and_not_the_training(tmp_path):
+    path = tmp_path / "m.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, path], capture_output=True, text=True, check=True)
+    assert read(path) == [(1, 0), (2, 0), (3, 0)]  # whole lines: the fourth was cut short and taken back
+    assert done.stdout == "4\n"
+    assert done.stderr.count("m.jsonl cannot be written any more") == 1
+    assert "it ends before step 4; training goes on" in done.stderr
+
+
+def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.write(
+        {"iteration": 1, "entropy": math.nan, "kl_new_old": math.inf, "nonfinite": nonfinite_entries({"entropy": [2]})}
+    )
+    file.close()
+    record = json.loads((tmp_path / "m.jsonl").read_text())
+    assert record["entropy"] is None
+    assert record["kl_new_old"] is None
+    assert record["nonfinite"] == [{"metric": "entropy", "ranks": [2]}, {"metric": "kl_new_old"}]
