@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def pretrain(
         _replaced(training, "get_forward_backward_func", session.forward_backward_of),
         _replaced(training, "training_log", session.log),
         _replaced(training, "num_floating_point_operations", session.flops),
-        _replaced(checkpointing, "check_checkpoint_args", session.read_position),
+        _replaced(checkpointing, "check_checkpoint_args", session.check_checkpoint),
         _replaced(dataset_utils, "compile_helpers", _compile_helpers),
         _errors_said_once(),
         session.to_its_end(),
@@ -164,7 +164,7 @@ def _errors_said_once() -> Iterator[None]:
     except ArgumentError as error:
         hook, same = sys.excepthook, error
 
-        def say(kind: type[BaseException], raised: BaseException, trace: object) -> None:
+        def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
             if raised is not same:
                 hook(kind, raised, trace)
             elif int(os.environ.get("RANK", "0")) == 0:
