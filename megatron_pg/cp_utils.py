@@ -156,6 +156,7 @@ def get_sum_of_sample_mean(
     max_seq_lens: Sequence[int] | None = None,
     *,
     sample_denoms: Sequence[float | Tensor] | Tensor | None = None,
+    denominators: Sequence[float | Tensor] | Tensor | None = None,
     constant_divisor: float | None = None,
     cp_rank: int | None = None,
     cp_size: int | None = None,
@@ -165,18 +166,31 @@ def get_sum_of_sample_mean(
         x -> sum_i sum_t m_it x_it / d_i
 
     d_i is max(trained tokens of the whole sample i, 1) by default, 1 with `calculate_per_token_loss`, else
-    `sample_denoms[i]` or `constant_divisor`. Masked slots are selected away, so NaN there changes nothing.
+    `sample_denoms[i]` (slime's name; `denominators[i]` in miles) or `constant_divisor`. Masked slots are selected away, so
+    NaN there changes nothing.
 
-    Lists have one entry per sample: `loss_masks` whole [response_length] masks of 0 and 1, `sample_denoms` positive numbers.
+    Lists have one entry per sample: `loss_masks` whole [response_length] masks of 0 and 1, denominators positive numbers.
+    slime has denominators in fourth place, where miles has the flag: a list there is refused.
 
     Returns:
         A function of x, this rank's response values, samples one after the other, each in zigzag order.
 
     Raises:
-        ValueError: more than one normaliser, a denominator that is not finite and positive, or lengths that do not
-            agree.
+        ValueError: more than one normaliser, a denominator that is not finite and positive, a flag that is no bool, or
+            lengths that do not agree.
     """
-    denominators = _denominators(loss_masks, calculate_per_token_loss, sample_denoms, constant_divisor)
+    if not isinstance(calculate_per_token_loss, bool):
+        raise ValueError(
+            f"calculate_per_token_loss={calculate_per_token_loss!r} is neither True nor False. The fourth argument is miles' flag; "
+            "slime's denominators go by name: sample_denoms=."
+        )
+    given = {
+        "calculate_per_token_loss": calculate_per_token_loss or None,
+        "sample_denoms": sample_denoms,
+        "denominators": denominators,
+        "constant_divisor": constant_divisor,
+    }
+    divisors = _denominators(loss_masks, {name: value for name, value in given.items() if value is not None})
     masks = slice_loss_masks_for_local_cp(
         loss_masks, total_lengths, response_lengths, qkv_format, max_seq_lens, cp_rank=cp_rank, cp_size=cp_size
     )
@@ -188,7 +202,7 @@ def get_sum_of_sample_mean(
                 f"x has shape {tuple(x.shape)}, this rank holds {sum(lengths)} response tokens, so values and masks would "
                 "not align. Give this context-parallel rank's values, samples one after the other."
             )
-        parts: Any = zip(x.split(lengths), masks, denominators, strict=True)
+        parts: Any = zip(x.split(lengths), masks, divisors, strict=True)
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
         return sum(
             (torch.where(mask.to(x.device).bool(), values, 0).sum() / d for values, mask, d in parts), start=zero
@@ -261,25 +275,18 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
     return max_seq_len
 
 
-def _denominators(
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool,
-    sample_denoms: Sequence[float | Tensor] | Tensor | None,
-    constant_divisor: float | None,
-) -> list[float] | list[Tensor]:
-    given = {
-        "calculate_per_token_loss": calculate_per_token_loss,
-        "sample_denoms": sample_denoms is not None,
-        "constant_divisor": constant_divisor is not None,
-    }
-    chosen = [name for name, is_given in given.items() if is_given]
-    if len(chosen) > 1:
-        raise ValueError(f"choose one normaliser, got {', '.join(chosen)}")
-    if not chosen:
+def _denominators(loss_masks: Sequence[Tensor], given: dict[str, Any]) -> list[float] | list[Tensor]:
+    """One per sample, by the normaliser that is given."""
+    if len(given) > 1:
+        raise ValueError(f"choose one normaliser, got {', '.join(given)}")
+    if not given:
         return [mask.bool().sum().clamp(min=1) for mask in loss_masks]  # tensors: no host sync
-    if sample_denoms is None:
-        sample_denoms = [1.0 if constant_divisor is None else constant_divisor] * len(loss_masks)
-    denominators = [float(d) for d in sample_denoms]
+    ((name, value),) = given.items()
+    if name == "constant_divisor":
+        value = [value] * len(loss_masks)
+    elif name == "calculate_per_token_loss":
+        value = [1.0] * len(loss_masks)
+    denominators = [float(d) for d in value]
     if len(denominators) != len(loss_masks):
         raise ValueError(f"{len(denominators)} denominators for {len(loss_masks)} samples")
     for i, d in enumerate(denominators):

@@ -6,6 +6,7 @@ samples, and not read masked slots: its token weights are its derivative, and th
 step before training starts.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import whole_sequences
 from megatron_pg.declarations.choices import REDUCER_PARAMETERS
-from megatron_pg.flags.errors import ArgumentError
+from megatron_pg.flags.errors import ArgumentError, ArgumentWarning
 from megatron_pg.flags.import_path import load_function
 
 CustomReducer = Callable[..., Callable[[Tensor], Tensor]]
+
+# Lengths and masks of three samples, whose counts are powers of two or three: exact in any cut.
+_TINY_STEP = [6, 3, 7], [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1], [1, 1], [0, 1, 1, 1])]
 
 
 def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomReducer:
@@ -29,6 +33,14 @@ def load_custom_reducer(path: str, *, calculate_per_token_loss: bool) -> CustomR
     reducer = load_function(path, REDUCER_PARAMETERS)
     if reason := _probe(reducer, calculate_per_token_loss):
         raise ArgumentError([("E16", f"custom reducer {path!r} {reason}")])
+    weights = reducer_weights(reducer, *_TINY_STEP, calculate_per_token_loss=calculate_per_token_loss)
+    if (weights < 0).any():
+        warnings.warn(
+            f"custom reducer {path!r} gives a token the weight {float(weights.min()):.3g}, so a loss would be raised where it should "
+            "fall. Is its sign wrong? The schedule minimises.",
+            ArgumentWarning,
+            stacklevel=2,
+        )
     return reducer
 
 
@@ -92,15 +104,12 @@ def _value_and_gradient(reduce: Callable[[Tensor], Tensor], point: Tensor) -> tu
 
 
 def _probe(reducer: CustomReducer, per_token: bool) -> str | None:
-    """Why the reducer is refused, or None: a step of three dyadic samples, whole and cut into single samples."""
-    totals = [6, 3, 7]
-    masks = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 1], [1, 1], [0, 1, 1, 1])]
-
-    parts = [(totals, masks), *(([total], [mask]) for total, mask in zip(totals, masks, strict=True))]
+    """Why the reducer is refused, or None: the tiny step, whole and cut into single samples."""
+    parts = [_TINY_STEP, *(([total], [mask]) for total, mask in zip(*_TINY_STEP, strict=True))]
     try:
         whole, *single = (reducer_weights(reducer, *part, calculate_per_token_loss=per_token) for part in parts)
         cut = torch.cat(single)
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         return f"fails on a tiny step of whole samples: {type(error).__name__}: {error}"
     if not whole.any():
         return "has no gradient with respect to the per-token loss, so nothing would be trained"

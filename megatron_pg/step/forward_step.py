@@ -82,7 +82,16 @@ class PolicyGradientStep:
     # --- the model ---
 
     def attach(self, model: Any) -> Any:
-        """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP."""
+        """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP.
+
+        Raises:
+            ContractError: the model does not compute its loss in `compute_language_model_loss`.
+        """
+        if not callable(getattr(model, "compute_language_model_loss", None)):
+            raise ContractError(
+                f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss, so the loss has no place in "
+                "it; return a megatron.core GPTModel, not yet wrapped"
+            )
         self._attached = True
         if self.settings.float32_logits or self.settings.head_mode:  # a sampler's logits have the loss's precision
             self._float32_layer = model.output_layer

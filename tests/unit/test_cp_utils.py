@@ -153,7 +153,13 @@ def test_slice_pads_with_a_value_or_a_function():
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize(
     "normaliser",
-    [{}, {"calculate_per_token_loss": True}, {"sample_denoms": [4.0, 8.0, 2.0]}, {"constant_divisor": 16.0}],
+    [
+        {},
+        {"calculate_per_token_loss": True},
+        {"sample_denoms": [4.0, 8.0, 2.0]},
+        {"denominators": [4.0, 8.0, 2.0]},
+        {"constant_divisor": 16.0},
+    ],
 )
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normaliser, cp_size, qkv_format):
@@ -163,8 +169,8 @@ def test_the_scalars_of_the_ranks_add_up_to_that_of_one_rank(normaliser, cp_size
     divide = {0: 3, 1: 1, 2: int(masks[2].sum())}  # by hand: trained tokens, a fully masked sample by 1
     expected = 0.0
     for i, (x, m) in enumerate(zip(values, masks, strict=True)):
-        if "sample_denoms" in normaliser:
-            d = normaliser["sample_denoms"][i]
+        if listed := normaliser.get("sample_denoms", normaliser.get("denominators")):
+            d = listed[i]
         elif "constant_divisor" in normaliser:
             d = 16.0
         else:
@@ -247,6 +253,14 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
         (
             lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], True, constant_divisor=2.0),
             "choose one normaliser, got calculate_per_token_loss, constant_divisor",
+        ),
+        (
+            lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], [7]),
+            "calculate_per_token_loss=[7] is neither True nor",
+        ),
+        (
+            lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0], denominators=[1.0]),
+            "choose one normaliser, got sample_denoms, denominators",
         ),
         (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[1.0, 2.0]), "2 denominators for 1"),
         (lambda: get_sum_of_sample_mean([4], [2], [torch.ones(2)], sample_denoms=[0.0]), "denominator 0 is 0.0"),

@@ -4,7 +4,7 @@ import textwrap
 import pytest
 import torch
 
-from megatron_pg.args import ArgumentError
+from megatron_pg.args import ArgumentError, ArgumentWarning
 from megatron_pg.reducers.custom import load_custom_reducer, reducer_weights
 
 # The form in which slime and miles users write one: constant divisor, flag on: a token sum.
@@ -106,6 +106,7 @@ def test_an_empty_microbatch_asks_the_reducer_nothing(write):
         ("lambda x: (x * mask).sum() / 0.0", "not finite"),
         ("lambda x: 3.0", "not a scalar tensor"),
         ("mask.missing", "AttributeError"),
+        ("exit(3)", "fails on a tiny step of whole samples: SystemExit: 3"),
     ],
 )
 def test_a_reducer_whose_value_depends_on_the_cut_is_refused_at_startup(write, code, message):
@@ -115,3 +116,11 @@ def test_a_reducer_whose_value_depends_on_the_cut_is_refused_at_startup(write, c
     assert error.value.violations[0][0] == "E16"
     assert path in str(error.value)
     assert message in str(error.value)
+
+
+def test_a_reducer_with_negative_weights_is_a_warning(write):
+    path = write(body("lambda x: -(x * mask).sum()"))
+    with pytest.warns(
+        ArgumentWarning, match="gives a token the weight -1, so a loss would be raised where it should fall"
+    ):
+        load_custom_reducer(path, calculate_per_token_loss=False)
