@@ -425,7 +425,7 @@ def _start(
         error = failure
     _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
-        say(banner(args))
+        say(banner(Namespace(**vars(args) | {"pg_kernel": settings.impl})))  # the one in force, not the flag's default
     if args.pg_dry_run or asked == "1":
         if torch.distributed.get_rank() == 0:
             say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")

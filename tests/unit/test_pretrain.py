@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import threads
 
 from megatron_pg import Documents, pretrain
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
@@ -141,6 +142,17 @@ def test_megatrons_own_order_is_taken_and_a_forward_step_is_refused():
     del provider.is_distributed
     with pytest.raises(ValueError, match="the dataset provider is not marked as distributed"):
         pretrain.pretrain(provider, provider, 1)
+
+
+def test_a_running_jobs_banner_names_the_kernel_in_force():
+    said = []
+
+    def start(rank: int) -> None:
+        pretrain._start(arguments(), lambda report: None, said.append, lambda: None)
+
+    threads.run(2, start)
+    assert len(said) == 1
+    assert re.search(r"kernel +(torch|triton)  \(--pg-kernel\)", said[0])
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(session, monkeypatch):
