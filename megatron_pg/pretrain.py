@@ -16,8 +16,9 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+from torch.distributed import distributed_c10d
 
 from megatron_pg.args import (
     ArgumentError,
@@ -44,12 +46,14 @@ from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
+from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
 from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # in the environment, the same as --pg-dry-run
+_SHOWN = "megatron_pg: an error has been shown"  # a key of the process group's store
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended: 128 and the signal's number
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
 
@@ -120,7 +124,8 @@ def pretrain(
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
-        ArgumentError: on every rank, before the model is built.
+        ArgumentError, StepPlanError, NonFiniteLossError: on rank 0, which shows it without its traceback; the other ranks,
+            which have the same one, leave with exit code 1.
         ValueError: the provider is not distributed or returns no training data, a forward step is given, or the metrics
             file cannot be written.
     """
@@ -144,34 +149,43 @@ def pretrain(
         **rest,
         **_arguments_of_release(provider, args_defaults or {}),
     }
-    with (
-        _replaced(training, "get_forward_backward_func", session.forward_backward_of),
-        _replaced(training, "training_log", session.log),
-        _replaced(training, "num_floating_point_operations", session.flops),
-        _replaced(checkpointing, "check_checkpoint_args", session.check_checkpoint),
-        _replaced(dataset_utils, "compile_helpers", _compile_helpers),
-        _errors_said_once(),
-        session.to_its_end(),
-    ):
-        training.pretrain(**keywords)
-
-
-@contextmanager
-def _errors_said_once() -> Iterator[None]:
-    """Every rank raises the same error at startup: rank 0 shows it without its traceback, the others say nothing."""
     try:
-        yield
-    except ArgumentError as error:
-        hook, same = sys.excepthook, error
+        with (
+            _replaced(training, "get_forward_backward_func", session.forward_backward_of),
+            _replaced(training, "training_log", session.log),
+            _replaced(training, "num_floating_point_operations", session.flops),
+            _replaced(checkpointing, "check_checkpoint_args", session.check_checkpoint),
+            _replaced(dataset_utils, "compile_helpers", _compile_helpers),
+            session.to_its_end(),
+        ):
+            training.pretrain(**keywords)
+    except (ArgumentError, StepPlanError, NonFiniteLossError) as error:  # every rank has it
+        raise _said_once(error) from None
 
-        def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-            if raised is not same:
-                hook(kind, raised, trace)
-            elif int(os.environ.get("RANK", "0")) == 0:
-                print(f"{kind.__name__}: {raised}", file=sys.stderr, flush=True)  # noqa: T201
 
-        sys.excepthook = say
-        raise
+def _said_once(error: ValueError) -> BaseException:
+    """What to raise for an error that every rank has: rank 0 shows it without its traceback, and only then the others leave.
+
+    A launcher ends all ranks when it sees that one has ended, so the others wait until rank 0 has shown it.
+    """
+    store = distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
+    if int(os.environ.get("RANK", "0")) != 0:
+        if store is not None:
+            with suppress(RuntimeError):  # rank 0 has caught it, or has gone
+                store.wait([_SHOWN], timedelta(minutes=2))
+        return SystemExit(1)
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            hook(kind, raised, trace)
+            return
+        print(f"{kind.__name__}: {raised}", file=sys.stderr, flush=True)  # noqa: T201
+        if store is not None:
+            store.set(_SHOWN, "")
+
+    sys.excepthook = show
+    return error.with_traceback(None)
 
 
 def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
