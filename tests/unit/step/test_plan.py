@@ -8,7 +8,7 @@ from samples import TINY_DENOMINATORS, TINY_OBJECTIVE, TINY_PROMPTS, TINY_ROLLOU
 import megatron_pg.step.plan
 from megatron_pg import StepPlanError, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.step.plan import check_count
+from megatron_pg.step.plan import PlanRule, _local_table, check_count, plan_from_table
 
 MODES = sorted(AGGREGATIONS)
 
@@ -87,6 +87,37 @@ def test_integer_and_string_ids_both_work_and_equal_ids_meet_across_ranks():
         assert [p.denominators.tolist() for p in plans] == [[6.0], [6.0, 8.0]]
 
 
+def test_ids_that_differ_in_anything_are_different_units():
+    ids = ["a", "A", " a", "a ", "7", 7, -7, "-7", "07", "\u00e9", "e\u0301", ""]
+    plans = plan_on_ranks([range(0, 12, 2), range(1, 12, 2)], "sample_mean", [1] * 12, ids, [0] * 12)
+    assert {found.num_rollouts for found in plans} == {12}
+    many = [f"{n:x}" for n in range(20_000)]
+    assert plan([1] * 20_000, "sample_mean", rollout_ids=many).num_rollouts == 20_000
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "kinds", "named"),
+    [
+        (["r", "r"], ["rollout_id"], "rollout_id 'r'"),
+        (["r", "r"], ["prompt_id"], "prompt_id 'p'"),
+        (["r", "s"], ["rollout_id", "prompt_id"], "prompt_id 'p'"),
+        (["r", "s"], ["rollout_id"], None),
+    ],
+)
+def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, 2, rank)
+        rule = PlanRule(aggregation="sample_mean", undivided=kinds)
+        table = _local_table(rule, group, [1], [rollouts[rank]], ["p"])
+        return plan_from_table(table, rule, error=None, group=group)
+
+    if named is None:
+        assert threads.run(2, work)[0].num_rollouts == 2
+        return
+    with pytest.raises(StepPlanError, match=f"{named} has samples on data-parallel ranks 0 and 1"):
+        threads.run(2, work)
+
+
 def test_counts_beyond_float32_and_int32_stay_exact():
     found = plan([2**24 + 1, 2**31 + 3], "token_mean")
     assert found.num_tokens == 2**24 + 2**31 + 4
@@ -108,11 +139,11 @@ def count_collectives(monkeypatch, sizes) -> int:
 
 
 def test_a_step_is_planned_with_one_collective(monkeypatch):
-    assert count_collectives(monkeypatch, [1000, 3]) == 1
+    assert count_collectives(monkeypatch, [megatron_pg.step.plan.SLOTS, 3]) == 1
 
 
 def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_rank(monkeypatch):
-    assert count_collectives(monkeypatch, [megatron_pg.step.plan.SLOTS + 5, 0, 3]) == 2
+    assert count_collectives(monkeypatch, [megatron_pg.step.plan.SLOTS + 1, 0, 3]) == 2
 
 
 @pytest.mark.parametrize(
