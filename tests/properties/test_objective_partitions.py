@@ -91,6 +91,25 @@ def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evide
     evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
 
 
+@pytest.mark.parametrize(
+    ("correction", "low", "high"),
+    [("tis", 0.9, 1.1), ("icepop", 0.9, 1.1), ("seq_mask_tis", 0.5, 2.0), ("opsm", None, -10.0)],
+)
+def test_gspo_has_the_gradient_of_its_corrected_loss_in_every_layout(correction, low, high):
+    rng = random.Random(correction)
+    case = objective_cases.random_case(rng, "gspo")
+    expected = dataclasses.replace(case.expected, correction=correction, correction_low=low, correction_high=high)
+    expected.denominator = "scheduled"
+    both_signs = [torch.linspace(-1, 1.1, s.response_length, dtype=torch.float64) for s in case.samples]  # opsm by token
+    samples = [dataclasses.replace(s, advantages=a) for s, a in zip(case.samples, both_signs, strict=True)]
+    case = objective_cases.Case(samples, case.logits, expected, objective_cases.settings_of(expected))
+    factors = oracle.step(objective_cases.documents(case.samples, case.logits), expected).factors
+    assert any(len(set(f[s.loss_mask.numpy()])) > 1 for f, s in zip(factors, case.samples, strict=True))
+    for layout in LAYOUTS[-5:]:  # context parallelism
+        (found,) = simulation.run_steps([case.step(layout, rng)], layout)
+        assert case.error(found) <= LIMIT
+
+
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_custom_reducer_and_the_terms_beside_it_do_not_depend_on_the_layout(objective, per_token):
