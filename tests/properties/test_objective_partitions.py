@@ -96,7 +96,7 @@ def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evide
     [("tis", 0.9, 1.1), ("icepop", 0.9, 1.1), ("seq_mask_tis", 0.5, 2.0), ("opsm", None, -10.0)],
 )
 def test_gspo_has_the_gradient_of_its_corrected_loss_in_every_layout(correction, low, high):
-    rng = random.Random(correction)
+    rng = random.Random(3)  # sequences of 9, 2 and 2 trained tokens among others
     case = objective_cases.random_case(rng, "gspo")
     expected = dataclasses.replace(case.expected, correction=correction, correction_low=low, correction_high=high)
     expected.denominator = "scheduled"
