@@ -13,10 +13,7 @@ from megatron_pg.metrics.table import METRICS, Metric
 DOCS = Path(__file__).parent
 FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
 ELSEWHERE = {  # what a metric is called there
-    "pg_loss": {
-        "slime, miles": "pg_loss",
-        "verl": "actor/pg_loss",
-    },
+    "pg_loss": {"slime, miles": "pg_loss", "verl": "actor/pg_loss"},
     "loss": {"slime, miles": "loss", "TRL": "loss", "NeMo-RL": "loss", "PipelineRL": "rl/loss"},
     "kl_loss": {"slime, miles": "kl_loss", "verl": "actor/kl_loss"},
     "entropy_loss": {"slime, miles": "entropy_loss", "verl": "actor/entropy_loss"},

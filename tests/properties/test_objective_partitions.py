@@ -100,7 +100,9 @@ def test_gspo_has_the_gradient_of_its_corrected_loss_in_every_layout(correction,
     case = objective_cases.random_case(rng, "gspo")
     expected = dataclasses.replace(case.expected, correction=correction, correction_low=low, correction_high=high)
     expected.denominator = "scheduled"
-    both_signs = [torch.linspace(-1, 1.1, s.response_length, dtype=torch.float64) for s in case.samples]  # opsm by token
+    both_signs = [
+        torch.linspace(-1, 1.1, s.response_length, dtype=torch.float64) for s in case.samples
+    ]  # opsm by token
     samples = [dataclasses.replace(s, advantages=a) for s, a in zip(case.samples, both_signs, strict=True)]
     case = objective_cases.Case(samples, case.logits, expected, objective_cases.settings_of(expected))
     factors = oracle.step(objective_cases.documents(case.samples, case.logits), expected).factors
