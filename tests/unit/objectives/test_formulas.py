@@ -264,7 +264,8 @@ def test_triton_equals_torch_in_float32(name):
     extra = {"kl_coef": 0.2, "kl_estimator": "k3_weighted", "entropy_coef": 0.3, "grad_divisor": 4.0}
     loss, _, _ = drawn(name, random.Random(7), **extra)
     old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.fields.advantages
-    loss = with_fields(loss, old_logprobs=old, targets=targets)
+    factors = torch.rand(sum(SIZES), generator=generator).double()
+    loss = with_fields(loss, old_logprobs=old, targets=targets, corrections=factors)
     found = []
     for impl in ("torch", "triton"):
         leaf = logits.clone().requires_grad_()
