@@ -14,7 +14,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
-from megatron_pg.objectives import Tokens
+from megatron_pg.objectives import Tokens, objective_of
 
 
 class Frozen:
@@ -295,6 +295,15 @@ def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
 
 
 # --- tables and fields ---
+
+
+def test_a_number_that_is_left_out_has_its_default():
+    assert vars(objective_of("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.2).parameters)["dual_clip"] == math.inf
+    assert vars(objective_of("cispo", cispo_cap=5.0, clip_eps_low=0.2).parameters) == {
+        "clip_eps_low": 0.2,
+        "cispo_cap": 5.0,
+    }
+    assert vars(objective_of("dual_clip").parameters) == {"clip_eps_low": 0.2, "clip_eps_high": 0.2}  # c is required
 
 
 def test_every_declared_function_is_there():
