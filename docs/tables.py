@@ -13,14 +13,8 @@ from megatron_pg.metrics.table import METRICS, Metric
 DOCS = Path(__file__).parent
 FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
 ELSEWHERE = {  # what a metric is called there
-    "pg_loss": {
-        "slime, miles": "pg_loss",
-        "verl": "actor/pg_loss",
-        "TRL": "loss",
-        "NeMo-RL": "loss",
-        "PipelineRL": "rl/loss",
-    },
-    "loss": {"slime, miles": "loss"},
+    "pg_loss": {"slime, miles": "pg_loss", "verl": "actor/pg_loss"},
+    "loss": {"slime, miles": "loss", "TRL": "loss", "NeMo-RL": "loss", "PipelineRL": "rl/loss"},
     "kl_loss": {"slime, miles": "kl_loss", "verl": "actor/kl_loss"},
     "entropy_loss": {"slime, miles": "entropy_loss", "verl": "actor/entropy_loss"},
     "num_tokens": {"PipelineRL": "rl/num_output_tokens_sum"},
@@ -30,7 +24,8 @@ ELSEWHERE = {  # what a metric is called there
     "ratio_new_old": {"NeMo-RL": "probs_ratio", "PipelineRL": "rl/ratio_new_old"},
     "ratio_new_old_sum": {"PipelineRL": "rl/ratio_new_old_sum"},
     "ratio_new_old_squared_sum": {"PipelineRL": "rl/ratio_new_old_squared_sum"},
-    "ess": {"slime, miles": "ess_ratio (miles)", "PipelineRL": "rl/ess"},
+    "ess": {"slime, miles": "ess_ratio (miles: a mean over samples)", "PipelineRL": "rl/ess"},
+    "mean_abs_log_ratio": {"PipelineRL": "rl/mean_abs_log_ratio_new_old"},
     "kl_new_old": {"slime, miles": "ppo_kl (k1)", "verl": "actor/ppo_kl (k1)", "PipelineRL": "rl/kl_new_old"},
     "clipped_ratio_fraction": {
         "slime, miles": "pg_clipfrac (sign-aware)",
@@ -42,8 +37,17 @@ ELSEWHERE = {  # what a metric is called there
     "clipped_low_fraction": {"TRL": "clip_ratio/low_mean"},
     "segment_ratio_sum": {"PipelineRL": "rl/ratio_new_old_sum (gspo)"},
     "segment_ratio_squared_sum": {"PipelineRL": "rl/ratio_new_old_squared_sum (gspo)"},
-    "correction_factor": {"verl": "rollout_corr/rollout_is_mean", "TRL": "sampling/importance_sampling_ratio/mean"},
-    "rejected_fraction": {"verl": "rollout_corr/rollout_rs_masked_fraction"},
+    "correction_factor": {
+        "slime, miles": "tis (not truncated)",
+        "verl": "rollout_corr/rollout_is_mean",
+        "TRL": "sampling/importance_sampling_ratio/mean",
+        "NeMo-RL": "sampling_importance_ratio",
+    },
+    "rejected_fraction": {
+        "slime, miles": "tis_clipfrac (icepop)",
+        "verl": "rollout_corr/rollout_rs_masked_fraction",
+        "NeMo-RL": "is_oob_ratio (icepop)",
+    },
     "advantage": {"verl": "critic/advantages/mean", "PipelineRL": "rl/advantage"},
     "max_advantage": {"verl": "critic/advantages/max", "PipelineRL": "rl/max_advantage"},
     "min_advantage": {"verl": "critic/advantages/min", "PipelineRL": "rl/min_advantage"},
@@ -56,8 +60,8 @@ ELSEWHERE = {  # what a metric is called there
     },
     "ratio_new_ref": {"PipelineRL": "rl/ratio_ref_new (inverse)"},
     "mismatch_kl": {
-        "slime, miles": "train_rollout_logprob_abs_diff (mean gap)",
-        "verl": "rollout_corr/kl",
+        "slime, miles": "train_rollout_kl (miles); train_rollout_logprob_abs_diff (mean gap)",
+        "verl": "rollout_corr/k3_kl; rollout_corr/kl (k1)",
         "TRL": "sampling/sampling_logp_difference/mean (mean gap)",
         "NeMo-RL": "gen_kl_error",
     },
@@ -114,7 +118,7 @@ def metric_names() -> str:
     if unknown := ELSEWHERE.keys() - shown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no metric has this name")
     rows = [(f"`{name}`", *(ELSEWHERE.get(name, {}).get(each, "–") for each in FRAMEWORKS)) for name in shown]
-    return table(("metric", *FRAMEWORKS[:-1], "Fast-LLM, PipelineRL"), rows)
+    return table(("metric", *FRAMEWORKS), rows)
 
 
 def aggregations() -> str:

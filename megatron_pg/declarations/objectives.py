@@ -61,7 +61,12 @@ def _above(name: str, low: float, text: str) -> Number:
     return Number(name=name, low=low, high=math.inf, requirement=f"finite and > {bound}", help=text)
 
 
-DUAL_CLIP = _above("dual_clip", ABOVE_ONE, "c of --pg-objective dual_clip: cap of r where A < 0.")
+DUAL_CLIP = _above(
+    "dual_clip",
+    ABOVE_ONE,
+    "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r whatever the sign of A; "
+    "default: none.",
+)
 DELTA = _above("delta", ABOVE_ONE, "δ of --pg-objective two_sided, > 1 + --pg-clip-eps-high.")
 CISPO_CAP = Number(
     name="cispo_cap",
@@ -80,12 +85,16 @@ DPPO_DELTA_LOW = _above(
 DPPO_DELTA_HIGH = _above("dppo_delta_high", ABOVE_ZERO, "The same where A > 0.")
 
 _CLIP: Reads = {CLIP_EPS_LOW: 0.2, CLIP_EPS_HIGH: 0.2}
-_DPPO: Reads = {DPPO_DELTA_LOW: None, DPPO_DELTA_HIGH: None}
+_DPPO: Reads = {DPPO_DELTA_LOW: None, DPPO_DELTA_HIGH: None, DUAL_CLIP: math.inf}
 _R = "r = exp(log π - log π_old)"
 _SEQUENCE_R = "R = exp(mean of log r over the sequence)"
 
 
-_TRUST_REGION = "{dppo_delta_high:g} where A > 0, {dppo_delta_low:g} where A < 0, UNIT  (--pg-dppo-delta-high/-low)"
+def _trust_region(unit: str) -> dict[str, str]:
+    return {
+        "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  (--pg-dppo-delta-high/-low)",
+        "cap": "c = {dual_clip:g}, whatever the sign of A  (--pg-dual-clip)",
+    }
 
 
 def _clipped(variable: str) -> str:
@@ -175,16 +184,16 @@ OBJECTIVES = {
         loss="megatron_pg.objectives.sapo:sapo",
     ),
     "dppo_tv": ObjectiveDeclaration(
-        formula=f"ℓ = -sg[r]·A·log π where |π - π_old| is inside the trust region, {_R}",
+        formula=f"ℓ = -sg[min(r, c)]·A·log π where |π - π_old| is inside the trust region, {_R}",
         numbers=_DPPO,
-        bounds={"trust region": _TRUST_REGION.replace("UNIT", "probability")},
+        bounds=_trust_region("probability"),
         loss="megatron_pg.objectives.dppo:dppo_tv",
         outside="megatron_pg.objectives.dppo:outside_tv",
     ),
     "dppo_kl": ObjectiveDeclaration(
-        formula=f"ℓ = -sg[r]·A·log π where KL of the token is inside the trust region, {_R}",
+        formula=f"ℓ = -sg[min(r, c)]·A·log π where KL of the token is inside the trust region, {_R}",
         numbers=_DPPO,
-        bounds={"trust region": _TRUST_REGION.replace("UNIT", "nats")},
+        bounds=_trust_region("nats"),
         loss="megatron_pg.objectives.dppo:dppo_kl",
         outside="megatron_pg.objectives.dppo:outside_kl",
     ),

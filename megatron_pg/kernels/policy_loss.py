@@ -83,9 +83,8 @@ class PolicyLoss:
             return torch.where(mask, values.to(logprobs.dtype), 0)
 
         tokens, kept = self._tokens(logprobs, select)
-        token_losses = self.terms.objective.loss(tokens, self.terms.objective.parameters)
-        token_losses = torch.where(mask if kept is None else mask & kept, token_losses, 0)
-        loss = (select(self.fields.corrected_weights) * token_losses).sum()
+        losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
+        loss, token_losses = self._policy_term(losses, kept, select)
         auxiliary, kl = self._auxiliary(tokens, entropy, select)
         loss = loss if auxiliary is None else loss + auxiliary
         if self.terms.grad_divisor != 1.0:
@@ -120,6 +119,20 @@ class PolicyLoss:
             through = log_ratios - log_ratios.detach()
             tokens |= {"sequence_log_ratios": averages[0] + through, "sequence_advantages": averages[1]}
         return Tokens(**tokens), kept
+
+    def _policy_term(
+        self, losses: Tensor, kept: Tensor | None, select: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the losses, and the loss of each token that opsm keeps."""
+        weights = select(self.fields.corrected_weights)
+        token_losses = losses if kept is None else torch.where(kept, losses, 0)
+        is_corrected = kept is not None or self.fields.corrections is not None
+        if not (self.terms.objective.has_one_loss_per_sequence and is_corrected):
+            return (weights * token_losses).sum(), token_losses
+        # Every token moves the one loss of its sequence, which weighs what all of them do: to share the average leaves the
+        # sum as it is and makes the gradient its own, on tokens that are rejected too.
+        weights = weights if kept is None else torch.where(kept, weights, 0)
+        return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
     def _auxiliary(
         self, tokens: Tokens, entropy: Tensor | None, select: Callable[[Tensor], Tensor]

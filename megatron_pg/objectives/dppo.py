@@ -9,22 +9,24 @@ from megatron_pg.objectives.tokens import Parameters, Tokens
 def dppo_tv(tokens: Tokens, parameters: Parameters) -> Tensor:
     """Loss of each token, with the total variation of the sampled token against the rest as distance.
 
-        loss = -sg[r] A log π,   0 where A > 0 and π - π_old > dppo_delta_high, or A < 0 and π_old - π > dppo_delta_low
+        loss = -sg[min(r, dual_clip)] A log π,   0 where
+            A > 0 and π - π_old > dppo_delta_high,   or   A < 0 and π_old - π > dppo_delta_low
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     """
-    return _kept_reinforce(tokens, *outside_tv(tokens, parameters))
+    return _kept_reinforce(tokens, parameters, *outside_tv(tokens, parameters))
 
 
 def dppo_kl(tokens: Tokens, parameters: Parameters) -> Tensor:
     """Loss of each token, with the KL divergence of the sampled token against the rest as distance.
 
         D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π))
-        loss = -sg[r] A log π,   0 where A > 0, π > π_old and D > dppo_delta_high, or A < 0, π < π_old and D > dppo_delta_low
+        loss = -sg[min(r, dual_clip)] A log π,   0 where
+            A > 0, π > π_old and D > dppo_delta_high,   or   A < 0, π < π_old and D > dppo_delta_low
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     """
-    return _kept_reinforce(tokens, *outside_kl(tokens, parameters))
+    return _kept_reinforce(tokens, parameters, *outside_kl(tokens, parameters))
 
 
 def outside_tv(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,8 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(x > -0.6931471805599453, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
-def _kept_reinforce(tokens: Tokens, above: Tensor, below: Tensor) -> Tensor:
+def _kept_reinforce(tokens: Tokens, parameters: Parameters, above: Tensor, below: Tensor) -> Tensor:
     dropped = above & (tokens.advantages > 0) | below & (tokens.advantages < 0)
-    loss = -tokens.ratios.detach() * tokens.advantages * tokens.weighable_logprobs
+    weights = tokens.ratios.detach().clamp(max=parameters.dual_clip)
+    loss = -weights * tokens.advantages * tokens.weighable_logprobs
     return torch.where(dropped, 0, loss)

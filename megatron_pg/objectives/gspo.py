@@ -12,8 +12,9 @@ def gspo(tokens: Tokens, parameters: Parameters) -> Tensor:
         R = exp(average of log r),   A' = average of A,   both over the trained tokens of the whole sequence
         loss = -min(R A', clip(R, 1 - clip_eps_low, 1 + clip_eps_high) A')
 
-    The sequence weighs the sum of its tokens' weights. Each token's gradient is -R A' where it is not clipped: the
-    1/N of the average and the sum over the N tokens that share R cancel.
+    The sequence weighs the sum of its tokens' weights, corrections included. Each token's gradient is -R A' times the
+    average of these weights where it is not clipped: the 1/N of the average of log r and the sum over the N tokens that
+    share R cancel.
 
     Source: Group Sequence Policy Optimization, arXiv 2507.18071.
     """

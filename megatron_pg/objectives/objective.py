@@ -24,8 +24,9 @@ class Objective:
 
 
 def objective_of(name: str, **numbers: float | None) -> Objective:
-    """The declared objective of that name, with its numbers, which `validate_args` has checked."""
+    """The declared objective of that name, with its numbers, which `validate_args` has checked; one left out has its default."""
     declared = OBJECTIVES[name]
+    numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
     loss, outside = declared.load()
     kind = {key: getattr(declared, key) for key in ("reads_sequences", "has_one_loss_per_sequence", "row")}
     return Objective(name=name, loss=loss, outside=outside, parameters=Parameters(**numbers), **kind)

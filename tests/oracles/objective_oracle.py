@@ -5,7 +5,7 @@
     d loss / d z_j = (w kappa gamma g + beta v g_kl) (1[j = y] - p_j) / tau  +  eta v p_j (log p_j + H) / tau
 
 with g = d loss_t / d l, l the log-probability of the token y, w the weight of the policy loss and v that of the other two
-terms. A step is all documents of one optimizer step, over all ranks and micro-batches.
+terms. Under gspo w kappa gamma is the document's mean of it in the gradient: see `sequence_share`. A step is all documents of one optimizer step, over all ranks and micro-batches.
 
 Trap: fields at mask 0 may be NaN. They are dropped before any arithmetic; multiplying them by a mask would let them in.
 """
@@ -67,14 +67,13 @@ class Settings:
     divisor: float | None = None  # L of constant
     eps_low: float = 0.2
     eps_high: float = 0.2
-    dual_clip: float | None = None  # c > 1
+    dual_clip: float | None = None  # c > 1; dppo: of the weight, None: not capped
     delta: float | None = None  # > 1 + eps_high
     cispo_cap: float | None = None  # an absolute ratio >= 1, not a distance from 1
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     dppo_delta_low: float | None = None  # probability (tv) or nats (kl), for A < 0
     dppo_delta_high: float | None = None  # the same for A > 0
-    dppo_cap: float | None = None  # None: the ratio is not capped
     temperature: float = 1.0
     correction: str = "none"
     correction_low: float | None = None
@@ -277,13 +276,19 @@ def segment_ratio(tokens: Tokens) -> tuple[float, bool]:
 def gspo(tokens: Tokens, settings: Settings):
     """-min(R B, clip(R) B), B the mean advantage of the document, at each of its tokens, 2507.18071.
 
-    The 1 / N of the mean in R meets N tokens of equal weight, so d/dl of their sum is -R B at each token. A factor that
-    varies inside the document (token-level corrections) multiplies the token's own coefficient, as the notes'
-    g = kappa gamma g_pg says: it is what gspo_token gives, and a rejected token gets no gradient. Differentiating the
-    value instead would spread the mean of the factors over all tokens, the rejected included.
+    g is that of N tokens of equal weight: the 1 / N of the mean in R meets N of them. `sequence_share` is about others.
     """
     advantages = np.full_like(tokens.advantages, tokens.advantages.mean())
     return segment_objective(tokens, advantages, settings)
+
+
+def sequence_share(coefficients: np.ndarray) -> np.ndarray:
+    """What each of a document's N tokens weighs in the gradient of one loss that they share.
+
+    S loss(R), S = sum_t c_t over the document, has d/dl_t = S loss'(R) R / N for every t: the mean of c times g, whatever
+    c_t itself is, 0 included.
+    """
+    return np.full_like(coefficients, coefficients.sum() / len(coefficients))
 
 
 def gspo_token(tokens: Tokens, settings: Settings):
@@ -320,7 +325,7 @@ def sapo(tokens: Tokens, settings: Settings):
 
 
 def dppo(tokens: Tokens, settings: Settings, rejected: np.ndarray):
-    cap = math.inf if settings.dppo_cap is None else settings.dppo_cap
+    cap = math.inf if settings.dual_clip is None else settings.dual_clip
     scale = np.where(rejected, 0.0, -np.minimum(tokens.ratio, cap) * tokens.advantages)
     return scale * tokens.new, scale * tokens.moves
 
@@ -566,7 +571,8 @@ def step(documents: Sequence[Document], settings: Settings) -> Result:
         pg.extend(w * factor * loss)
         kl.extend(v * kl_value)
         entropy.extend(v * tokens.entropy)
-        coefficient = w * factor * g + settings.kl_coef * v * kl_g
+        share = sequence_share(w * factor) if settings.objective == "gspo" else w * factor
+        coefficient = share * g + settings.kl_coef * v * kl_g
         rows = logit_gradient(tokens, coefficient, settings.entropy_coef * v, settings.temperature)
         gradients.append(spread(document, rows / settings.grad_divisor))
         token_losses.append(spread(document, loss))

@@ -33,7 +33,6 @@ EVERY_OBJECTIVE = Settings(
     cispo_cap=1.4,
     dppo_delta_low=0.05,
     dppo_delta_high=0.05,
-    dppo_cap=1.7,
     temperature=0.8,
 )
 CORRECTED = {  # bounds that keep some tokens of the random documents and reject others
@@ -90,9 +89,10 @@ def differentiable_value(documents, settings, base):
         if settings.objective in ("cispo", "dppo_tv", "dppo_kl"):
             losses = result.token_losses[i][rows] / fixed * new
         if settings.objective in ("gspo", "gspo_token") and len(rows):
-            if settings.objective == "gspo":
-                advantages = np.full_like(advantages, advantages.mean())
             ratio = np.exp((fixed - old).mean()) * np.exp(new - fixed)
+            if settings.objective == "gspo":  # nothing held: the ratio moves with every token
+                advantages = np.full_like(advantages, advantages.mean())
+                ratio = np.full_like(ratio, np.exp((new - old).mean()))
             bounded = np.clip(ratio, 1 - settings.eps_low, 1 + settings.eps_high)
             losses = -np.minimum(ratio * advantages, bounded * advantages)
         x, r = new - ref, np.exp(new - old)
@@ -151,26 +151,6 @@ def test_gradient_is_that_of_the_value(objective, name):
             got = math.fsum(float((g * u).sum()) for g, u in zip(result.gradients, direction, strict=True))
             expected = finite_differences(documents, settings, direction) / settings.grad_divisor
             assert got == pytest.approx(expected, rel=2e-6, abs=1e-9)
-
-
-def test_gspo_is_also_the_gradient_of_the_sequence_ratio():
-    """Without the straight-through form: all of exp(mean log-ratio) is differentiated."""
-    settings = replace(EVERY_OBJECTIVE, objective="gspo", eps_low=0.1, eps_high=0.1)
-    for seed in range(20):
-        documents = random_step(seed)
-        rng = np.random.default_rng(seed)
-        direction = [rng.normal(size=d.logits.shape) for d in documents]
-        h = 1e-6
-        values = [
-            step(
-                with_logits(documents, [d.logits + s * h * u for d, u in zip(documents, direction, strict=True)]),
-                settings,
-            ).loss
-            for s in (1, -1)
-        ]
-        gradients = step(documents, settings).gradients
-        got = math.fsum(float((g * u).sum()) for g, u in zip(gradients, direction, strict=True))
-        assert got == pytest.approx((values[0] - values[1]) / (2 * h), rel=1e-6, abs=1e-9)
 
 
 def test_worked_example_of_weights():
@@ -328,6 +308,9 @@ def all_gradients(documents, settings):
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_gspo_token_is_gspo_when_the_advantage_is_constant(name):
+    """But for the gradient under a factor that differs inside a document: gspo spreads its mean over all tokens."""
+    of_whole_documents = name in ("none", "seq_tis", "mis", "opsm")
+    apart = 0.0
     for seed in range(10):
         documents = random_step(seed)
         for document in documents:
@@ -335,7 +318,8 @@ def test_gspo_token_is_gspo_when_the_advantage_is_constant(name):
         base = replace(EVERY_OBJECTIVE, correction=name, **CORRECTED[name], eps_low=0.1, eps_high=0.1)
         both = [replace(base, objective=objective) for objective in ("gspo", "gspo_token")]
         assert step(documents, both[0]).loss == pytest.approx(step(documents, both[1]).loss, rel=1e-12, abs=1e-15)
-        np.testing.assert_allclose(*(all_gradients(documents, s) for s in both), atol=1e-14)
+        apart = max(apart, np.abs(np.subtract(*(all_gradients(documents, s) for s in both))).max())
+    assert apart < 1e-14 if of_whole_documents else apart > 1e-3
 
 
 def test_every_objective_has_the_gradient_of_reinforce_on_policy():

@@ -72,9 +72,8 @@ def fused(grad_scales: dict[int, float], rows, local, loss, tp_group):
     return microbatch_head_loss(call, local, loss, grad_scale=grad_scales[threading.get_ident()])
 
 
-@pytest.mark.proof("Fused head: every objective and term over layouts, float64: within 1e-12 of the oracle")
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evidence, monkeypatch):
+@pytest.fixture
+def through_the_fused_head(monkeypatch):
     grad_scales, schedule = {}, simulation._schedule
 
     def schedule_with_grad_scale(locals_, leaves, contract, *rest):
@@ -87,8 +86,35 @@ def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evide
     monkeypatch.setattr(lm_head.loss, "enter", lambda hidden, *_: hidden)
     monkeypatch.setattr(lm_head.products, "chunk_rows", lambda *_: 3)
     monkeypatch.setattr(lm_head.products, "block_rows", lambda *_: 6)
+
+
+@pytest.mark.proof("Fused head: every objective and term over layouts, float64: within 1e-12 of the oracle")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evidence, through_the_fused_head):
     count = 30 if full else 1
     evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
+
+
+@pytest.mark.parametrize(
+    ("correction", "low", "high"),
+    [("tis", 0.9, 1.1), ("icepop", 0.9, 1.1), ("seq_mask_tis", 0.5, 2.0), ("opsm", None, -10.0)],
+)
+@pytest.mark.parametrize("head", [None, "through_the_fused_head"])
+def test_gspo_has_the_gradient_of_its_corrected_loss_in_every_layout(correction, low, high, head, request):
+    rng = random.Random(3)  # sequences of 9, 2 and 2 trained tokens among others
+    case = objective_cases.random_case(rng, "gspo")
+    expected = dataclasses.replace(case.expected, correction=correction, correction_low=low, correction_high=high)
+    expected.denominator = "scheduled"
+    both_signs = [torch.linspace(-1, 1.1, len(s.advantages)).double() for s in case.samples]  # opsm rejects by token
+    samples = [dataclasses.replace(s, advantages=a) for s, a in zip(case.samples, both_signs, strict=True)]
+    case = objective_cases.Case(samples, case.logits, expected, objective_cases.settings_of(expected))
+    factors = oracle.step(objective_cases.documents(case.samples, case.logits), expected).factors
+    assert any(len(set(f[s.loss_mask.numpy()])) > 1 for f, s in zip(factors, case.samples, strict=True))
+    if head:
+        request.getfixturevalue(head)
+    for layout in LAYOUTS[4::4]:  # CP2 in padded rows, DP2 x CP2 x TP2
+        (found,) = simulation.run_steps([case.step(layout, rng)], layout)
+        assert case.error(found) <= LIMIT
 
 
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "reinforce"])

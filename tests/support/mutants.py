@@ -403,6 +403,16 @@ def gradient_through_the_sum_over_context_ranks():
         yield
 
 
+@objective_mutant("gspo")
+def sequence_loss_differentiated_with_each_tokens_own_factor():
+    def mutated(self, losses, kept, select):
+        token_losses = losses if kept is None else torch.where(kept, losses, 0)
+        return (select(self.fields.corrected_weights) * token_losses).sum(), token_losses
+
+    with mock.patch.object(PolicyLoss, "_policy_term", mutated):
+        yield
+
+
 @objective_mutant("gspo_token")
 def advantages_averaged_over_the_sequence():
     with objective_by(lambda tokens, p: (dataclasses.replace(tokens, advantages=tokens.sequence_advantages), p)):

@@ -123,6 +123,16 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
             "0.2 where A > 0, 0.1 where A < 0, probability  (--pg-dppo-delta-high/-low)",
         ),
         (
+            pg("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.2, dual_clip=20.0),
+            "cap",
+            "c = 20, whatever the sign of A  (--pg-dual-clip)",
+        ),
+        (
+            pg("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.2),
+            "cap",
+            "c = inf, whatever the sign of A  (--pg-dual-clip)",
+        ),
+        (
             correction("icepop", high=4.0),
             "correction",
             "ℓ times ρ where lo <= ρ <= hi, else 0, lo = 0.5, hi = 4  (--pg-correction icepop)",

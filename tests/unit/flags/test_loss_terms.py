@@ -62,6 +62,7 @@ NEAR_MISSES = [
     row("E41", "dual clip", pg("dual_clip", dual_clip=3.0)),
     row("E41", "cap of one", pg("cispo", cispo_cap=1.0)),
     row("E41", "trust region", pg("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.1)),
+    row("E40", "cap of dppo", pg("dppo_tv", dppo_delta_low=0.1, dppo_delta_high=0.1, dual_clip=20.0)),
     row("E41", "estimator", {"pg_kl_coef": 0.1, "pg_kl_estimator": "k3_weighted"}),
     row("E41", "truncation", correction("tis")),
     row("E42", "delta outside", pg("two_sided", delta=1.25)),

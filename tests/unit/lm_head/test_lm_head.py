@@ -477,6 +477,7 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
         terms = replace(terms, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01)
     token_fields = TokenFields(
         **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
+        corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
         ref_logprobs=fields["old_logprobs"] + 0.1,
         sequences=sequences_of([5, 7, 9], fields["mask"]),
     )

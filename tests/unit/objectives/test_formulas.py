@@ -14,7 +14,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
-from megatron_pg.objectives import Tokens
+from megatron_pg.objectives import Tokens, objective_of
 
 
 class Frozen:
@@ -69,10 +69,35 @@ def test_a_gradient_that_is_not_that_of_the_equation_would_be_seen():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_gspo_has_the_true_gradient_of_its_value(seed):
-    """Nothing held fixed: the ratio of a sequence moves with every token of it."""
-    loss, logprobs, _ = drawn("gspo", random.Random(seed))
+@pytest.mark.parametrize("rejects", [None, "by data", "by the model"])
+def test_gspo_has_the_true_gradient_of_its_value(seed, rejects):
+    """Nothing held fixed: the ratio of a sequence moves with every token of it, whatever factor its tokens have."""
+    opsm = {"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0} if rejects == "by the model" else {}
+    loss, logprobs, _ = drawn("gspo", random.Random(seed), **opsm)
+    if rejects == "by data":
+        factors = torch.rand(sum(SIZES), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
+        loss = with_fields(loss, corrections=torch.where(factors < 0.6, 0, factors))
     assert gradcheck(lambda new: loss(new).loss, (logprobs,), **CHECK)
+
+
+def test_gspo_shares_the_factors_of_a_sequence_by_hand():
+    """Factors 3 and 0 of two tokens, weight 1/2 each, R = 1.1 inside the clip, A = 2: loss -3.3, each token -1.65."""
+    fields = TokenFields(
+        targets=torch.zeros(2, dtype=torch.int64),
+        mask=torch.ones(2, dtype=torch.bool),
+        old_logprobs=torch.tensor([-1.0, -2.0], dtype=torch.float64),
+        advantages=torch.full((2,), 2.0, dtype=torch.float64),
+        weights=torch.full((2,), 0.5, dtype=torch.float64),
+        corrections=torch.tensor([3.0, 0.0], dtype=torch.float64),
+        sequences=sequences_of([2]),
+    )
+    expected = {"gspo": [-1.65, -1.65], "gspo_token": [-3.3, 0.0]}
+    for name, gradient in expected.items():
+        logprobs = (fields.old_logprobs + math.log(1.1)).requires_grad_()
+        found = PolicyLoss(LossTerms(objective=build(name)), fields)(logprobs)
+        found.loss.backward()
+        assert float(found.loss.detach()) == pytest.approx(-3.3, rel=1e-14)
+        assert logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-14, abs=1e-15)
 
 
 def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -1.0, **numbers) -> tuple[float, float]:
@@ -113,6 +138,8 @@ def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -
         ("dppo_tv", 1.1, 1.0, -1.1 * (math.log(1.1) - 1), -1.1),  # moved by 0.037
         ("dppo_tv", 1.5, 1.0, 0.0, 0.0),  # moved by 0.18
         ("dppo_tv", 1.5, -1.0, 1.5 * (math.log(1.5) - 1), 1.5),  # against A: kept
+        ("dppo_tv", 4.0, -1.0, 3.0 * (math.log(4) - 1), 3.0),  # the cap of the weight
+        ("dppo_kl", 4.0, -1.0, 3.0 * (math.log(4) - 1), 3.0),
         ("dppo_kl", 2.0, 1.0, 0.0, 0.0),  # KL of 0.368 from 0.736: 0.297
         ("dppo_kl", 2.0, -1.0, 2.0 * (math.log(2) - 1), 2.0),
     ],
@@ -190,7 +217,8 @@ def test_dppo_judges_probabilities_where_ppo_judges_ratios():
     sure = {"old": math.log(0.99), "log_ratio": math.log(0.80 / 0.99), "advantage": -1.0}
     wide = {"dppo_delta_low": 0.18, "dppo_delta_high": 0.18}
     assert coefficient("grpo", **rare)[1] == 0
-    assert coefficient("dppo_tv", **rare, **wide)[1] == pytest.approx(-10)
+    assert coefficient("dppo_tv", **rare, **wide, dual_clip=math.inf)[1] == pytest.approx(-10)
+    assert coefficient("dppo_tv", **rare, **wide, dual_clip=3.0)[1] == pytest.approx(-3)
     assert coefficient("grpo", **sure)[1] != 0
     assert coefficient("dppo_tv", **sure, **wide)[1] == 0
 
@@ -236,7 +264,8 @@ def test_triton_equals_torch_in_float32(name):
     extra = {"kl_coef": 0.2, "kl_estimator": "k3_weighted", "entropy_coef": 0.3, "grad_divisor": 4.0}
     loss, _, _ = drawn(name, random.Random(7), **extra)
     old = logits.log_softmax(1).gather(1, targets[:, None])[:, 0].double() - 0.3 * loss.fields.advantages
-    loss = with_fields(loss, old_logprobs=old, targets=targets)
+    factors = torch.rand(sum(SIZES), generator=generator).double()
+    loss = with_fields(loss, old_logprobs=old, targets=targets, corrections=factors)
     found = []
     for impl in ("torch", "triton"):
         leaf = logits.clone().requires_grad_()
@@ -266,6 +295,15 @@ def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
 
 
 # --- tables and fields ---
+
+
+def test_a_number_that_is_left_out_has_its_default():
+    assert vars(objective_of("dppo_kl", dppo_delta_low=0.1, dppo_delta_high=0.2).parameters)["dual_clip"] == math.inf
+    assert vars(objective_of("cispo", cispo_cap=5.0, clip_eps_low=0.2).parameters) == {
+        "clip_eps_low": 0.2,
+        "cispo_cap": 5.0,
+    }
+    assert vars(objective_of("dual_clip").parameters) == {"clip_eps_low": 0.2, "clip_eps_high": 0.2}  # c is required
 
 
 def test_every_declared_function_is_there():

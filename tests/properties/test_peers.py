@@ -1,0 +1,794 @@
+"""docs/migrating.md and the last columns of docs/objectives.md, row by row: our flags beside the other side's formula.
+
+The formulas are written out in plain float64 torch over padded [B, T] rows, as the other frameworks hold them. Our side goes the
+whole way from flags to the gradient of the logits. What the pages call the same must agree in loss and gradient; what they call
+different must differ by what they say.
+"""
+
+import dataclasses
+import re
+from argparse import ArgumentParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg import add_arguments, validate_args
+from megatron_pg.batch import pack, slice_batch
+from megatron_pg.metrics.table import METRICS
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.loss import microbatch_loss
+from megatron_pg.step.plan import local_table_of, plan_from_table
+from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.weights import token_factors, token_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning", "ignore::megatron_pg.ArgumentNotice")
+
+DOCS = Path(__file__).parents[2] / "docs"
+LENGTHS = (1, 7, 3, 5, 2, 4)
+VOCABULARY = 5
+LIMIT = 1e-12
+
+
+@dataclasses.dataclass
+class Batch:
+    """[B, T] of one step, right-padded. Each row has one prompt token, and one advantage for all its response tokens."""
+
+    logits: Tensor  # [B, T, V], a leaf
+    tokens: Tensor  # int64
+    mask: Tensor  # 1 on trained tokens
+    old: Tensor
+    rollout: Tensor
+    ref: Tensor
+    A: Tensor
+    lengths: tuple[int, ...]
+    rollout_ids: list[str]
+    prompt_ids: list[str]
+    temperature: float = 1.0
+
+    @property
+    def log_softmax(self) -> Tensor:
+        return (self.logits / self.temperature).log_softmax(-1)
+
+    @property
+    def new(self) -> Tensor:
+        return self.log_softmax.gather(2, self.tokens[..., None])[..., 0]
+
+    @property
+    def entropy(self) -> Tensor:
+        return -(self.log_softmax.exp() * self.log_softmax).sum(-1)
+
+    @property
+    def r(self) -> Tensor:
+        return (self.new - self.old).exp()
+
+    @property
+    def rho(self) -> Tensor:
+        return (self.old - self.rollout).exp()
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """[B]."""
+        return (x * self.mask).sum(1)
+
+    @property
+    def counts(self) -> Tensor:
+        return self.mask.sum(1)
+
+    def samples(self) -> list[Sample]:
+        fields = {
+            "old_logprobs": self.old,
+            "rollout_logprobs": self.rollout,
+            "ref_logprobs": self.ref,
+            "advantage": self.A,
+        }
+        return [
+            Sample.build(
+                tokens=[0, *self.tokens[i, :n].tolist()],
+                response_length=n,
+                loss_mask=self.mask[i, :n].int().tolist(),
+                rollout_id=self.rollout_ids[i],
+                prompt_id=self.prompt_ids[i],
+                **{name: values[i, :n].tolist() for name, values in fields.items()},
+            )
+            for i, n in enumerate(self.lengths)
+        ]
+
+
+def random_batch(seed: int = 16, **changes) -> Batch:
+    """Six rows of two prompts, holes in the masks, policies far enough apart that every clip and correction acts."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(LENGTHS), max(LENGTHS)
+    normal = lambda *shape: torch.randn(*(shape or size), dtype=torch.float64, generator=generator)  # noqa: E731
+    logits = normal(*size, VOCABULARY).requires_grad_()
+    tokens = torch.randint(0, VOCABULARY, size, generator=generator)
+    within = torch.arange(size[1]) < torch.tensor(LENGTHS)[:, None]
+    mask = within & (torch.rand(size, generator=generator) < 0.8)
+    mask[:, 0] = True
+    new = logits.detach().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    old = (new + 0.5 * normal()).clamp(max=-1e-3)
+    batch = Batch(
+        logits=logits,
+        tokens=tokens,
+        mask=mask.double(),
+        old=old,
+        rollout=(old + 0.5 * normal()).clamp(max=-1e-3),
+        ref=(new + 0.8 * normal()).clamp(max=-1e-3),
+        A=normal(size[0], 1).expand(size),
+        lengths=LENGTHS,
+        rollout_ids=list("abcdef"),
+        prompt_ids=list("xxxxyy"),
+    )
+    return dataclasses.replace(batch, **changes)
+
+
+def one_token(*, new: float, old: float | None = None, A: float = 0.0, ref: float = -1.0) -> Batch:
+    """One row of one token with these log-probabilities, over two columns."""
+    fill = lambda x: torch.full((1, 1), x, dtype=torch.float64)  # noqa: E731
+    odds = fill(new) - torch.log(-torch.expm1(fill(new)))
+    logits = torch.stack([odds, torch.zeros_like(odds)], -1).requires_grad_()
+    anchor = fill(new if old is None else old)
+    rest = {"old": anchor, "rollout": anchor, "ref": fill(ref), "A": fill(A), "mask": fill(1.0)}
+    ids = {"lengths": (1,), "rollout_ids": ["a"], "prompt_ids": ["x"]}
+    return Batch(logits=logits, tokens=torch.zeros(1, 1, dtype=torch.int64), **rest, **ids)
+
+
+def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
+    """Loss of the step and its gradient by the logits, from flags of ours."""
+    parser = add_arguments(ArgumentParser(allow_abbrev=False))
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--dataloader-type", default="external")
+    settings = LossSettings.from_args(validate_args(parser.parse_args([*flags.split(), "--pg-kernel", "torch"])))
+    packed = pack(batch.samples(), qkv_format="thd")
+    factors, rule = token_factors(packed, settings), settings.plan_rule
+    table = local_table_of([packed], rule, None, factors.kept_per_sample(packed))
+    plan = plan_from_table(table, rule, error=None, group=None)
+    weights = token_weights(packed, plan, 0, factors=factors, settings=settings)
+    local = slice_batch(packed, weights, cp_rank=0, cp_size=1, sequences=settings.terms.reads_sequences)
+    last = batch.logits.shape[1] - 1
+    rows = batch.logits[packed.sample_index[0].clamp(min=0), packed.position_ids[0].clamp(max=last)]
+    return _with_gradient(microbatch_loss(rows, local, settings, None).total, batch)
+
+
+def theirs(batch: Batch, formula) -> tuple[Tensor, Tensor]:
+    return _with_gradient(formula(batch), batch)
+
+
+def _with_gradient(loss: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    (gradient,) = torch.autograd.grad(loss, batch.logits)
+    return loss.detach(), gradient
+
+
+def slope(found: tuple[Tensor, Tensor], batch: Batch) -> float:
+    """Derivative by log π of a batch of one token."""
+    return float(found[1][0, 0, 0] / -torch.expm1(batch.new.detach()))
+
+
+def apart(batch: Batch, flags: str, formula) -> tuple[float, float]:
+    """Distance of loss and of gradient, each over the size of the other side's."""
+    (loss, gradient), (their_loss, their_gradient) = ours(batch, flags), theirs(batch, formula)
+    return (
+        float((loss - their_loss).abs() / their_loss.abs()),
+        float((gradient - their_gradient).norm() / their_gradient.norm()),
+    )
+
+
+# --- means of a step ---
+
+
+def of_rows(b: Batch, x: Tensor) -> Tensor:
+    return (b.sum_rows(x) / b.counts).sum() / len(b.mask)
+
+
+def of_tokens(b: Batch, x: Tensor) -> Tensor:
+    return b.sum_rows(x).sum() / b.counts.sum()
+
+
+def of_rollouts(b: Batch, x: Tensor) -> Tensor:
+    """slime, miles: a row over the trained tokens of its rollout, over the rollouts."""
+    same = torch.tensor([[a == c for c in b.rollout_ids] for a in b.rollout_ids]).double()
+    return (b.sum_rows(x) / (same @ b.counts)).sum() / len(set(b.rollout_ids))
+
+
+def of_prompts(b: Batch, x: Tensor) -> Tensor:
+    """DAPO as printed."""
+    groups = [[i for i, prompt in enumerate(b.prompt_ids) if prompt == each] for each in sorted(set(b.prompt_ids))]
+    return sum(b.sum_rows(x)[g].sum() / b.counts[g].sum() for g in groups) / len(groups)
+
+
+def sums_over(divisor: float):
+    return lambda b, x: b.sum_rows(x).sum() / (len(b.mask) * divisor)
+
+
+def of_microbatches(*cut: list[int]):
+    """TRL's grpo: the mean of the rows of each micro-batch, over the accumulation steps."""
+    return lambda b, x: sum((b.sum_rows(x) / b.counts)[rows].mean() for rows in cut) / len(cut)
+
+
+def of_processes(b: Batch, x: Tensor) -> Tensor:
+    """TRL's dapo: two processes, whose gradients are averaged, each over the tokens of all, divided by two."""
+    halves = b.sum_rows(x)[:2].sum(), b.sum_rows(x)[2:].sum()
+    return sum(half / (b.counts.sum() / 2) for half in halves) / 2
+
+
+# --- losses of a token ---
+
+
+def clip(b: Batch, low: float = 0.2, high: float = 0.2, r: Tensor | None = None) -> Tensor:
+    r = b.r if r is None else r
+    return torch.maximum(-b.A * r, -b.A * r.clamp(1 - low, 1 + high))
+
+
+def dual(b: Batch, c: float) -> Tensor:
+    """slime, miles, verl, NeMo-RL."""
+    return torch.where(b.A < 0, torch.minimum(-b.A * c, clip(b)), clip(b))
+
+
+def delta(b: Batch, d: float) -> Tensor:
+    """TRL."""
+    return -torch.minimum(b.r.clamp(max=d) * b.A, b.r.clamp(0.8, 1.2) * b.A)
+
+
+def sequence_ratio(b: Batch) -> Tensor:
+    """[B, 1], with the gradient of the mean: slime, miles, TRL, NeMo-RL."""
+    return (b.sum_rows(b.new - b.old) / b.counts).exp()[:, None]
+
+
+def gspo(b: Batch) -> Tensor:
+    return clip(b, 3e-4, 4e-4, sequence_ratio(b).expand_as(b.A))
+
+
+def gspo_by_token(b: Batch) -> Tensor:
+    """verl: the value of the sequence's ratio, the gradient of the token's."""
+    return clip(b, 3e-4, 4e-4, sequence_ratio(b).detach() * (b.new - b.new.detach()).exp())
+
+
+def cispo(low: float, cap: float):
+    return lambda b: -b.r.clamp(low, cap).detach() * b.A * b.new
+
+
+def sapo(b: Batch) -> Tensor:
+    """verl, TRL."""
+    tau = 1.05 - 0.05 * (b.A > 0).double()
+    return -torch.sigmoid(tau * (b.r - 1)) * 4 / tau * b.A
+
+
+def dppo(distance: str, low: float, high: float, c: float):
+    """verl; without the 1e-8 that it adds inside of its logarithm."""
+
+    def loss(b: Batch) -> Tensor:
+        new, old = b.new.exp(), b.old.exp()
+        if distance == "tv":
+            kept = torch.where(b.A > 0, new - old <= high, new - old >= -low)
+        else:
+            kl = old * (b.old - b.new) + (1 - old) * ((1 - old) / (1 - new)).log()
+            kept = torch.where(b.A > 0, (kl <= high) | (new <= old), (kl <= low) | (new >= old))
+        return -b.A * b.r.clamp(max=c).detach() * b.new * kept
+
+    return loss
+
+
+# --- factors of a correction ---
+
+
+def product(b: Batch) -> Tensor:
+    return b.sum_rows(b.old - b.rollout).exp()[:, None]
+
+
+def within(x: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((x >= low) & (x <= high), x, 0.0)
+
+
+def stays(b: Batch, anchor: Tensor, threshold: float) -> Tensor:
+    """opsm."""
+    strays = (b.sum_rows(anchor - b.new.detach()) / b.counts)[:, None] > threshold
+    return 1.0 - ((b.A < 0) & strays).double()
+
+
+# --- estimators of the KL term ---
+
+
+def k3(b: Batch) -> Tensor:
+    return (b.ref - b.new).exp() - 1 - (b.ref - b.new)
+
+
+def once(b: Batch) -> Tensor:
+    """NeMo-RL's weight of the KL term: 1, with the gradient of log π."""
+    return (b.new - b.new.detach()).exp()
+
+
+def straight_through(b: Batch) -> Tensor:
+    """verl's k3+: the value of k3, the gradient of k2."""
+    k2 = (b.new - b.ref).square() / 2
+    return k2 - k2.detach() + k3(b).detach()
+
+
+def on_policy(seed: int = 16) -> Batch:
+    batch = random_batch(seed)
+    return dataclasses.replace(batch, old=batch.new.detach())
+
+
+def shared_rollouts() -> Batch:
+    return random_batch(rollout_ids=list("aabcdd"))
+
+
+TOKENS = "--loss-aggregation token_mean"
+POLICY = "--pg-aux-aggregation policy"
+GSPO = "--pg-objective gspo"
+CONSTANT = "--loss-aggregation constant --loss-aggregation-divisor"
+KL = "--pg-kl-coef 0.3 --pg-kl-estimator"
+RHO = "--pg-correction"
+
+# (row of a page, who, our flags, their loss of the step)
+SAME = [
+    ("`sample_mean`", "slime miles", "", lambda b: of_rollouts(b, clip(b))),
+    ("`sample_mean`", "verl NeMo-RL", "", lambda b: of_rows(b, clip(b))),
+    ("`sample_mean`", "TRL", "", lambda b: of_microbatches([0, 1, 2], [3, 4, 5])(b, clip(b))),
+    ("`prompt_mean`", "the paper", "--loss-aggregation prompt_mean", lambda b: of_prompts(b, clip(b))),
+    ("`token_mean`", "slime miles verl NeMo-RL Megatron", TOKENS, lambda b: of_tokens(b, clip(b))),
+    ("`token_mean`", "the flag", "--calculate-per-token-loss", lambda b: of_tokens(b, clip(b))),
+    ("`token_mean`", "TRL", TOKENS, lambda b: of_processes(b, clip(b))),
+    ("`constant`, L", "verl TRL", f"{CONSTANT} 16", lambda b: sums_over(16)(b, clip(b))),
+    ("`constant`, L = 1", "verl", f"{CONSTANT} 1", lambda b: sums_over(1)(b, clip(b))),
+    ("`--pg-clip-eps-low`", "slime miles", "--pg-clip-eps-high 0.28", lambda b: of_rollouts(b, clip(b, 0.2, 0.28))),
+    (
+        "`--pg-clip-eps-low`",
+        "Megatron",
+        f"--pg-clip-eps-low 0.01 --pg-clip-eps-high 0.01 {TOKENS}",
+        lambda b: of_tokens(b, -torch.minimum(b.r * b.A, b.r.clamp(0.99, 1.01) * b.A)),
+    ),
+    (
+        "`--pg-temperature`",
+        "all",
+        "--pg-temperature 0.7",
+        lambda b: (lambda hot: of_rows(hot, clip(hot)))(dataclasses.replace(b, temperature=0.7)),
+    ),
+    ("`dual_clip`", "all", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, dual(b, 1.25))),
+    ("`two_sided`", "TRL", "--pg-objective two_sided --pg-delta 1.25", lambda b: of_rows(b, delta(b, 1.25))),
+    ("`two_sided`", "c = δ", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, delta(b, 1.25))),
+    ("`gspo`", "slime miles TRL NeMo-RL", GSPO, lambda b: of_rollouts(b, gspo(b))),
+    ("`gspo_token`", "verl TRL", f"{GSPO}_token", lambda b: of_rows(b, gspo_by_token(b))),
+    ("`gspo_token`", "is gspo here", GSPO, lambda b: of_rows(b, gspo_by_token(b))),
+    *(
+        ("`gspo`", f"with {what}", f"{GSPO} {RHO} {flags}", lambda b, f=factor: of_rows(b, f(b) * gspo(b)))
+        for what, flags, factor in (
+            ("token_truncate", "tis", lambda b: b.rho.clamp(max=2.0)),
+            ("token_mask", "icepop", lambda b: within(b.rho, 0.5, 5.0)),
+            ("sequence_mask", "mis", lambda b: within(product(b), 0.0, 3.0)),
+            ("opsm", "opsm_old --pg-correction-high 0.05", lambda b: stays(b, b.old, 0.05)),
+        )
+    ),
+    (
+        "`gspo_token`",
+        "verl with rollout_is token",
+        f"{GSPO}_token {RHO} tis",
+        lambda b: of_rows(b, b.rho.clamp(max=2.0) * gspo_by_token(b)),
+    ),
+    (
+        "`cispo`",
+        "TRL",
+        f"--pg-objective cispo --pg-cispo-cap 1.28 {TOKENS}",
+        lambda b: of_processes(b, cispo(0.0, 1.28)(b)),
+    ),
+    (
+        "`cispo`",
+        "verl slime NeMo-RL",
+        f"--pg-objective cispo --pg-clip-eps-low 0.2 --pg-cispo-cap 1.2 {TOKENS}",
+        lambda b: of_tokens(b, cispo(0.8, 1.2)(b)),
+    ),
+    ("`sapo`", "verl TRL", "--pg-objective sapo", lambda b: of_rows(b, sapo(b))),
+    *(
+        (
+            f"`dppo_{name}`",
+            "verl",
+            f"--pg-objective dppo_{name} --pg-dppo-delta-low {size} --pg-dppo-delta-high {size} --pg-dual-clip 1.3 {TOKENS}",
+            lambda b, n=name, s=size: of_tokens(b, dppo(n, s, s, 1.3)(b)),
+        )
+        for name, size in (("tv", 0.05), ("kl", 0.02))
+    ),
+    ("`reinforce`", "verl NeMo-RL", f"--pg-objective reinforce {TOKENS}", lambda b: of_tokens(b, -b.A * b.new)),
+    ("`reinforce_is`", "the formula", "--pg-objective reinforce_is", lambda b: of_rows(b, -b.A * b.r)),
+    ("`tis`", "slime miles", f"{RHO} tis", lambda b: of_rollouts(b, clip(b) * b.rho.clamp(0, 2))),
+    (
+        "`tis`",
+        "TRL NeMo-RL, with a lower bound",
+        f"{RHO} tis --pg-correction-low 0.9 --pg-correction-high 1.1",
+        lambda b: of_rows(b, clip(b) * b.rho.clamp(0.9, 1.1)),
+    ),
+    ("`tis`", "verl", f"{RHO} tis {TOKENS}", lambda b: of_tokens(b, clip(b) * b.rho.clamp(max=2.0))),
+    (
+        "`tis`",
+        "NeMo-RL Megatron, not capped",
+        f"{RHO} tis --pg-correction-high 1e9 {TOKENS}",
+        lambda b: of_tokens(b, clip(b) * b.rho),
+    ),
+    ("`seq_tis`", "TRL verl", f"{RHO} seq_tis", lambda b: of_rows(b, clip(b) * product(b).clamp(max=2.0))),
+    (
+        "`seq_tis`",
+        "NeMo-RL gspo, not capped",
+        f"{GSPO} {RHO} seq_tis --pg-correction-high 1e9",
+        lambda b: of_rows(b, gspo(b) * product(b)),
+    ),
+    (
+        "`icepop`",
+        "slime miles TRL NeMo-RL verl",
+        f"{RHO} icepop --pg-correction-low 0.8 --pg-correction-high 1.25",
+        lambda b: of_rows(b, clip(b) * within(b.rho, 0.8, 1.25)),
+    ),
+    ("`mis`", "TRL", f"{RHO} mis", lambda b: of_rows(b, clip(b) * within(product(b), 0.0, 3.0))),
+    (
+        "`seq_mask_tis`",
+        "NeMo-RL",
+        f"{RHO} seq_mask_tis --pg-correction-low 0.9 --pg-correction-high 1.1 {TOKENS}",
+        lambda b: of_tokens(
+            b, clip(b) * b.rho * (within(product(b) ** (1 / b.counts[:, None]), 0.9, 1.1) > 0).double()
+        ),
+    ),
+    (
+        "`opsm`",
+        "TRL",
+        f"{RHO} opsm --pg-correction-high 0.05",
+        lambda b: of_rows(b, clip(b) * stays(b, b.rollout, 0.05)),
+    ),
+    (
+        "`opsm_old`",
+        "slime miles",
+        f"{RHO} opsm_old --pg-correction-high 0.05",
+        lambda b: of_rollouts(b, clip(b) * stays(b, b.old, 0.05)),
+    ),
+    (
+        "`--pg-kl-coef`",
+        "slime miles k1 k2 k3",
+        f"{KL} k3",
+        lambda b: of_rollouts(b, clip(b)) + 0.3 * of_rollouts(b, k3(b)),
+    ),
+    ("`--pg-kl-coef`", "k1", f"{KL} k1", lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, b.new - b.ref)),
+    (
+        "`--pg-kl-coef`",
+        "k2",
+        f"{KL} k2",
+        lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, (b.new - b.ref).square() / 2),
+    ),
+    (
+        "`--pg-kl-coef`",
+        "slime miles --use-unbiased-kl k1",
+        f"{KL} k1_weighted",
+        lambda b: of_rollouts(b, clip(b)) + 0.3 * of_rollouts(b, b.r * (b.new - b.ref)),
+    ),
+    (
+        "`--pg-kl-coef`",
+        "slime miles --use-unbiased-kl k3, TRL use_bias_correction_kl",
+        f"{KL} k3_weighted",
+        lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, b.r * k3(b)),
+    ),
+    (
+        "`--pg-kl-coef`",
+        "verl TRL, weighed like the policy loss",
+        f"{KL} k3 {CONSTANT} 16 {POLICY}",
+        lambda b: sums_over(16)(b, clip(b) + 0.3 * k3(b)),
+    ),
+    ("`--pg-kl-coef`", "Megatron", f"{KL} k3 {TOKENS}", lambda b: of_tokens(b, clip(b) + 0.3 * k3(b))),
+    (
+        "`--pg-entropy-coef`",
+        "slime miles",
+        "--pg-entropy-coef 0.3",
+        lambda b: of_rollouts(b, clip(b)) - 0.3 * of_rollouts(b, b.entropy),
+    ),
+    (
+        "`--pg-entropy-coef`",
+        "verl",
+        f"--pg-entropy-coef 0.3 {CONSTANT} 16 {POLICY}",
+        lambda b: sums_over(16)(b, clip(b) - 0.3 * b.entropy),
+    ),
+    (
+        "`--pg-entropy-coef`",
+        "TRL, where loss_type is dapo",
+        f"--pg-entropy-coef 0.3 {TOKENS}",
+        lambda b: of_processes(b, clip(b) - 0.3 * b.entropy),
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "formula"), [row[2:] for row in SAME], ids=[f"{row} {who}" for row, who, *_ in SAME])
+def test_what_is_called_the_same_has_the_same_loss_and_gradient(flags, formula):
+    for batch in (random_batch(), random_batch(40)):
+        assert max(apart(batch, flags, formula)) < LIMIT
+
+
+def test_the_rows_are_told_apart():
+    """A clip or factor that acted on no token of the batch would make a row equal to one without it."""
+    batch, losses = random_batch(), {}
+    for _, who, flags, formula in SAME:
+        losses.setdefault(f"{float(formula(batch).detach()):.12g}", set()).add(flags if "gspo" not in flags else who)
+    assert {frozenset(found) for found in losses.values() if len(found) > 1} == {
+        frozenset({TOKENS, "--calculate-per-token-loss"}),
+        frozenset(f"--pg-objective {x} 1.25" for x in ("dual_clip --pg-dual-clip", "two_sided --pg-delta")),
+        frozenset({"slime miles TRL NeMo-RL", "verl TRL", "is gspo here"}),
+        frozenset({"with token_truncate", "verl with rollout_is token"}),
+    }
+
+
+def first_cells(page: str) -> set[str]:
+    """The word in backticks that a row of a table of the page begins with."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*?) \|(?!.*\n\| ?---)", text, re.MULTILINE)
+    return {re.match(r"`[^`]*`(, L( = 1)?)?", row)[0] for row in rows}
+
+
+def test_every_row_of_the_pages_has_a_test():
+    tested = {row for row, *_ in SAME}
+    tested |= {
+        "`--custom-pg-loss-reducer-function-path`",  # tests/ranks/test_recipes.py
+        *(
+            "`--pg-objective`",
+            "`--pg-correction`",
+            "`--pg-objective dual_clip --pg-dual-clip`",
+        ),  # their values have rows
+        "`grpo`",  # as `--pg-clip-eps-low`
+        *(
+            f"`{level}_{k}`" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")
+        ),  # below
+        *("`scheduled`", "`live`", "`kept`"),
+        *("`k1`", "`k2`", "`k3`", "`abs`", "`k1_weighted`", "`k3_weighted`"),
+    }
+    assert first_cells("migrating.md") | first_cells("objectives.md") <= tested
+
+
+# --- what is called the same and is not: docs/migrating.md, "Where the same name computes something else" ---
+
+PAGE = (DOCS / "migrating.md").read_text(encoding="utf-8")
+
+
+def stated(*figures: float, digits: int) -> bool:
+    """Whether a bullet of the page has these figures."""
+    words = [re.escape(f"{figure:.{digits}f}".replace("-", "−")) for figure in figures]
+    bullets = re.split(r"\n(?=[*\n|])", PAGE)
+    return any(all(re.search(rf"(?<![\d.−]){word}(?!\d|\.\d)", each) for word in words) for each in bullets)
+
+
+def differs(batch: Batch, flags: str, formula) -> bool:
+    return apart(batch, flags, formula)[1] > 0.01
+
+
+def test_rows_and_rollouts():
+    batch = shared_rollouts()
+    assert max(apart(batch, "", lambda b: of_rollouts(b, clip(b)))) < LIMIT
+    assert differs(batch, "", lambda b: of_rows(b, clip(b)))
+
+
+def test_means_of_microbatches():
+    """TRL's bnpo and grpo with unequal micro-batches; train_rl.py without the per-token flag."""
+    first, second = [0, 1], [2, 3, 4, 5]
+    means = lambda b: sum(b.sum_rows(clip(b))[rows].sum() / b.counts[rows].sum() for rows in (first, second)) / 2  # noqa: E731
+    assert differs(random_batch(), TOKENS, means)
+    assert differs(random_batch(), "", lambda b: of_microbatches(first, second)(b, clip(b)))
+
+
+def test_trl_dapo_divides_by_the_generation_batch():
+    batch = random_batch()
+    twice = lambda b: b.sum_rows(clip(b)).sum() / (2 * b.counts.sum())  # as many tokens in the next step  # noqa: E731
+    (_, gradient), (_, half) = ours(batch, TOKENS), theirs(batch, twice)
+    assert torch.allclose(gradient, 2 * half, rtol=LIMIT, atol=0)
+
+
+def test_verl_sum_norm_divides_by_the_padded_width():
+    width = max(LENGTHS)
+    assert max(apart(random_batch(), f"{CONSTANT} {width}", lambda b: sums_over(width)(b, clip(b)))) < LIMIT
+    widths = torch.tensor([7.0, 7, 7, 5, 5, 5]).double()  # micro-batches of three rows
+    assert differs(random_batch(), f"{CONSTANT} 7", lambda b: (b.sum_rows(clip(b)) / widths).sum() / 6)
+
+
+def test_verl_drops_fully_masked_rows_where_no_batch_size_is_given():
+    batch = random_batch()
+    batch.mask[1] = 0
+    live = lambda b: (b.sum_rows(clip(b)) / b.counts.clamp(min=1)).sum() / 5  # noqa: E731
+    assert max(apart(batch, "--pg-denominator live", live)) < LIMIT
+    assert apart(batch, "", live)[1] == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "sapo"])
+def test_verl_gspo_and_sapo_have_one_aggregation(objective):
+    formula = {"gspo": gspo_by_token, "sapo": sapo}[objective]
+    always = lambda b: of_rows(b, formula(b))  # noqa: E731
+    assert max(apart(random_batch(), f"--pg-objective {objective}", always)) < LIMIT
+    assert differs(random_batch(), f"--pg-objective {objective} {TOKENS}", always)
+
+
+def test_verl_gspo_with_a_token_level_correction_is_gspo_token():
+    found = apart(random_batch(), f"{GSPO} {RHO} tis", lambda b: of_rows(b, b.rho.clamp(max=2) * gspo_by_token(b)))
+    assert found[0] < LIMIT
+    assert found[1] > 0.01
+
+
+NEMO = {"k1": lambda b: b.new - b.ref, "k2": lambda b: (b.new - b.ref).square() / 2, "k3": k3}
+
+
+def nemo_kl(kind: str, weight=once):
+    return lambda b: of_tokens(b, clip(b)) + 0.3 * of_tokens(b, (weight(b) * NEMO[kind](b)).clamp(-10, 10))
+
+
+@pytest.mark.parametrize("kind", NEMO)
+def test_nemo_weighs_its_kl_once(kind):
+    estimators = ("k1", "k2", "k3", "k1_weighted", "k3_weighted")
+    equal = [f"{kind}_weighted"] if kind != "k2" else []
+    on, off = (
+        {e: apart(b, f"{KL} {e} {TOKENS}", nemo_kl(kind)) for e in estimators} for b in (on_policy(), random_batch())
+    )
+    assert [e for e in estimators if max(on[e]) < LIMIT] == equal
+    assert all(off[e][0] > 0.01 or off[e][1] > 0.01 for e in estimators)
+    assert [e for e in estimators if off[e][1] < LIMIT] == (["k2"] if kind == "k3" else [])  # the gradient alone
+    if equal:  # use_on_policy_kl_approximation, with the rollout engine for the old policy
+        batch = random_batch()
+        batch = dataclasses.replace(batch, old=batch.rollout)
+        approximation = nemo_kl(kind, lambda b: (b.new - b.rollout).exp())
+        assert max(apart(batch, f"{KL} {equal[0]} {TOKENS}", approximation)) < LIMIT
+
+
+def test_nemo_k3_has_the_value_of_k3_and_another_gradient():
+    batch = one_token(new=-1.0, ref=-1.5)
+    flags = "--pg-kl-coef 1 --pg-kl-estimator"
+    nemo = theirs(batch, lambda b: (once(b) * k3(b)).sum())
+    assert float(nemo[0]) == pytest.approx(float(ours(batch, f"{flags} k3")[0]), rel=1e-12)
+    assert stated(slope(ours(batch, f"{flags} k3"), batch), slope(nemo, batch), digits=2)
+
+
+def test_low_var_kl_is_clamped():
+    batch = one_token(new=-4.0, ref=-1.0)
+    plain, clamped = (
+        ours(batch, "--pg-kl-coef 1 --pg-kl-estimator k3"),
+        theirs(batch, lambda b: k3(b).clamp(-10, 10).sum()),
+    )
+    assert stated(float(plain[0]), slope(plain, batch), digits=2)
+    assert (float(clamped[0]), slope(clamped, batch)) == (10, 0)
+
+
+def test_verl_k3_plus_is_k3_weighted_on_policy():
+    """And has the gradient of k2 on any samples."""
+    formula = lambda b: of_rows(b, clip(b)) + 0.3 * of_rows(b, straight_through(b))  # noqa: E731
+    assert max(apart(on_policy(), f"{KL} k3_weighted", formula)) < LIMIT
+    assert differs(random_batch(), f"{KL} k3_weighted", formula)
+    assert apart(random_batch(), f"{KL} k2", formula)[1] < LIMIT
+
+
+def test_trl_bias_correction_follows_the_level():
+    formula = lambda b: of_rows(b, gspo(b) + 0.3 * sequence_ratio(b) * k3(b))  # noqa: E731
+    assert differs(random_batch(), f"{GSPO} {KL} k3_weighted", formula)
+
+
+def test_verl_dppo_caps_the_weight():
+    batch = one_token(new=-4.7, old=-6.7, A=-1.0)
+    flags = "--pg-objective dppo_tv --pg-dppo-delta-low 0.2 --pg-dppo-delta-high 0.2"
+    plain, capped = (float(ours(batch, flags + more)[0]) for more in ("", " --pg-dual-clip 3"))
+    assert float(theirs(batch, lambda b: dppo("tv", 0.2, 0.2, 3.0)(b).sum())[0]) == pytest.approx(capped, rel=1e-12)
+    assert stated(capped, plain, digits=1)
+    up = one_token(new=-4.7, old=-6.7, A=1.0)  # the cap asks for no sign
+    assert float(ours(up, flags + " --pg-dual-clip 3")[0]) == pytest.approx(-capped, rel=1e-12)
+
+
+def test_cispo_has_a_lower_bound_elsewhere():
+    batch = one_token(new=-2.0, old=-2.0 + torch.tensor(2.0).log().item(), A=1.0)
+    here, there = (
+        ours(batch, "--pg-objective cispo --pg-cispo-cap 1.2"),
+        theirs(batch, lambda b: cispo(0.8, 1.2)(b).sum()),
+    )
+    assert stated(-slope(there, batch), -slope(here, batch), digits=1)
+
+
+def test_the_upper_clip_follows_the_lower_elsewhere():
+    batch = one_token(new=-2.0, old=-2.0 - torch.tensor(1.15).log().item(), A=1.0)
+    assert slope(ours(batch, "--pg-clip-eps-low 0.1"), batch) == pytest.approx(-1.15)
+    assert slope(theirs(batch, lambda b: clip(b, 0.1, 0.1).sum()), batch) == 0
+
+
+def test_trl_entropy_is_a_mean_of_tokens():
+    """Rows of 1 and 6 tokens, ln 2 and nearly 0 nats each."""
+    fill = lambda x: torch.full((2, 6), x, dtype=torch.float64)  # noqa: E731
+    logits = torch.zeros(2, 6, 2, dtype=torch.float64)
+    logits[1, :, 0] = 40.0
+    mask = fill(1.0)
+    mask[0, 1:] = 0
+    names = dict.fromkeys(("old", "rollout", "ref"), fill(-1.0)) | {"A": fill(0.0)}
+    ids = {"lengths": (1, 6), "rollout_ids": list("ab"), "prompt_ids": list("xy")}
+    batch = Batch(
+        logits=logits.requires_grad_(), tokens=torch.zeros(2, 6, dtype=torch.int64), mask=mask, **names, **ids
+    )
+    here = float(ours(batch, "--pg-entropy-coef 1")[0])
+    there = float(theirs(batch, lambda b: of_rows(b, clip(b)) - of_tokens(b, b.entropy))[0])
+    assert stated(there, here, digits=3)
+    assert differs(random_batch(), "--pg-entropy-coef 1", lambda b: of_rows(b, clip(b)) - of_tokens(b, b.entropy))
+
+
+def test_the_sampled_entropy_of_train_rl_is_not_entropy():
+    formula = lambda b: of_tokens(b, clip(b) + 0.3 * b.new.exp() * b.new)  # noqa: E731
+    assert differs(random_batch(), f"--pg-entropy-coef 0.3 {TOKENS}", formula)
+    logits = torch.zeros(1000, dtype=torch.float64)
+    logits[0] = 4.0
+    p = logits.softmax(0)
+    exact = -p * (p.log() - (p * p.log()).sum())
+    sampled = sum(p[y] * -p[y] * (1 + p[y].log()) * (torch.eye(1000)[y] - p) for y in range(1000))  # E of the gradient
+    assert torch.cosine_similarity(exact, sampled, dim=0) < -0.99  # the page: it lowers the entropy
+
+
+# --- verl's rejections leave its denominators ---
+
+
+def kept_by_verl(b: Batch, upper: float = 1.25) -> Tensor:
+    """rollout_rs token_k1 with one number: 1 / upper <= 1 / ρ <= upper."""
+    return b.mask * ((1 / b.rho <= upper) & (1 / b.rho >= 1 / upper))
+
+
+REJECTED = (
+    f"{RHO} token_k1 --pg-correction-low {-torch.tensor(1.25).double().log().item()} --pg-correction-high "
+    + str(torch.tensor(1.25).double().log().item())
+)
+
+
+def narrowed(b: Batch) -> Batch:
+    return dataclasses.replace(b, mask=kept_by_verl(b))
+
+
+def seq_mean(b: Batch, x: Tensor) -> Tensor:
+    """verl's seq-mean-token-mean with a batch size: rows without a token count."""
+    return (b.sum_rows(x) / b.counts.clamp(min=1)).sum() / len(b.mask)
+
+
+def test_verl_token_mean_counts_the_kept_tokens():
+    formula = lambda b: of_tokens(narrowed(b), clip(b))  # noqa: E731
+    assert max(apart(random_batch(), f"{REJECTED} {TOKENS} --pg-denominator kept", formula)) < LIMIT
+    assert differs(random_batch(), f"{REJECTED} {TOKENS}", formula)
+
+
+def test_verl_means_of_rows_under_a_rejection_of_tokens():
+    formula = lambda b: seq_mean(narrowed(b), clip(b))  # noqa: E731
+    batch = random_batch()
+    every = dataclasses.replace(batch, rollout=torch.where(torch.arange(7) == 0, batch.old - 0.01, batch.rollout))
+    batch.rollout[0] = batch.old[0] - 0.5
+    assert (kept_by_verl(batch).sum(1) > 0).tolist() == [False] + [True] * 5
+    assert all(differs(batch, f"{REJECTED} --pg-denominator {d}", formula) for d in ("scheduled", "live", "kept"))
+    assert max(apart(every, f"{REJECTED} --pg-denominator kept", formula)) < LIMIT  # every row keeps a token
+
+
+def test_verl_rejections_that_are_scheduled():
+    """Whole sequences under seq-mean-token-mean, and anything under seq-mean-token-sum-norm."""
+    assert (
+        max(apart(random_batch(), f"{REJECTED} {CONSTANT} 16", lambda b: sums_over(16)(narrowed(b), clip(b)))) < LIMIT
+    )
+    for kind, divergence in (
+        ("k2", lambda b: (b.old - b.rollout).square() / 2),
+        ("k3", lambda b: b.rho - 1 - b.rho.log()),
+    ):
+        for level, total in (("mean", lambda b, x: b.sum_rows(x) / b.counts), ("sum", Batch.sum_rows)):
+            whole = lambda b, d=divergence, t=total: (t(b, d(b)) <= 0.08)[:, None].double()  # noqa: E731
+            formula = lambda b, w=whole: seq_mean(dataclasses.replace(b, mask=b.mask * w(b)), clip(b))  # noqa: E731
+            assert max(apart(random_batch(), f"{RHO} seq_{level}_{kind} --pg-correction-high 0.08", formula)) < LIMIT
+            by_tokens = lambda b, w=whole: of_tokens(dataclasses.replace(b, mask=b.mask * w(b)), clip(b))  # noqa: E731
+            flags = f"{RHO} seq_{level}_{kind} --pg-correction-high 0.08 {TOKENS} --pg-denominator kept"
+            assert max(apart(random_batch(), flags, by_tokens)) < LIMIT
+
+
+def test_verl_rejections_reach_kl_and_entropy():
+    formula = lambda b: of_tokens(narrowed(b), clip(b) + 0.3 * k3(b) - 0.3 * b.entropy)  # noqa: E731
+    flags = f"{REJECTED} {TOKENS} --pg-denominator kept {KL} k3 --pg-entropy-coef 0.3"
+    assert all(differs(random_batch(), f"{flags} {more}", formula) for more in ("", POLICY))
+
+
+# --- the second table of docs/metrics.md ---
+
+
+def test_mismatch_metrics_of_others():
+    """verl's rollout_corr/kl is k1, its k3_kl and miles' train_rollout_kl are k3."""
+    b = random_batch()
+    values = SimpleNamespace(fields=SimpleNamespace(rollout_logprobs=b.rollout, old_logprobs=b.old))
+    (metric,) = (m for m in METRICS if m.name == "mismatch_kl")
+    mine, log_ratio = metric.formula(values), b.old - b.rollout
+    assert torch.allclose(mine, log_ratio.exp() - log_ratio - 1, atol=1e-14)
+    assert (of_tokens(b, b.rollout - b.old) - of_tokens(b, mine)).abs() > 0.01
+
+
+def test_ess_of_miles_is_a_mean_over_samples():
+    (metric,) = (m for m in METRICS if m.name == "ess")
+    ratios = torch.tensor([[1.0, 1.0], [4.0, 4.0]])
+    sums = {"ratio_new_old_sum": ratios.sum(), "ratio_new_old_squared_sum": ratios.square().sum(), "num_tokens": 4}
+    assert float(metric.formula(sums)) == pytest.approx(100 / 136)
+    assert float((ratios.sum(1).square() / (2 * ratios.square().sum(1))).mean()) == 1
