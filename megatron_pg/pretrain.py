@@ -46,7 +46,7 @@ from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
-from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
+from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, message_of
 from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
@@ -456,7 +456,7 @@ def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: 
         "source of the objective": source_of(settings.terms.objective.loss)[1] if settings else None,
     }
     given_per_rank = _gather_texts(given)
-    failed = all_gather_rows(encode("" if error is None else str(error) or repr(error), _ARGUMENT_BYTES))
+    failed = all_gather_rows(encode("" if error is None else message_of(error), _ARGUMENT_BYTES))
     sources = _gather_texts(sources_here)
     if message := disagreement(given_per_rank):
         raise ArgumentError([("E23", message)]) from error

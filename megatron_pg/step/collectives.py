@@ -30,7 +30,9 @@ def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
 
 def encode(text: str, size: int) -> Tensor:
     """[size] uint8: the text as UTF-8, cut or filled up."""
-    return torch.frombuffer(bytearray(text.encode()[:size].ljust(size, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")), dtype=torch.uint8
+    )
 
 
 def decode(data: Tensor) -> str:

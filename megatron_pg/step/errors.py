@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_pg.rollouts.printable import printable
+
 
 class StepPlanError(ValueError):
     """The step cannot be planned; the same message is raised on every data-parallel rank."""
@@ -20,6 +22,17 @@ class ContractError(ValueError):
 
 class LostPeerError(RuntimeError):
     """Another rank was killed, failed or hangs, so a collective or transfer of the step broke off on this one."""
+
+
+def message_of(error: BaseException) -> str:
+    """The error in words that can be sent to the other ranks and shown on a terminal, whatever the user's code made of it."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"a text that cannot be made ({type(failure).__name__})"
+    lines = [printable(line, limit=None) for line in text.splitlines()]
+    shown = "\n".join(lines) or "no text"
+    return shown if isinstance(error, ValueError) and lines else f"{type(error).__name__}: {shown}"
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
-from megatron_pg.step.errors import StepPlanError
+from megatron_pg.step.errors import StepPlanError, message_of
 from megatron_pg.step.unique_ids import prompts_message, rollouts_message
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
@@ -179,8 +179,7 @@ def plan_from_table(
     """
     local = LocalTable(torch.zeros(0, 4, dtype=torch.int64), False, False, 0, 0) if local is None else local
     try:
-        name = "" if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: "
-        heads, tables = _exchange(local.rows, _Head.of(local, error), name + str(error or ""), group)
+        heads, tables = _exchange(local.rows, _Head.of(local, error), "" if error is None else message_of(error), group)
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)

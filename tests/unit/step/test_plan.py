@@ -118,6 +118,31 @@ def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
         threads.run(2, work)
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("no file /data/\udcff.jsonl"), r"rank 1: OSError: no file /data/\\udcff.jsonl"),
+        (Unreadable(), r"rank 1: Unreadable: a text that cannot be made \(RuntimeError\)"),
+        (KeyError(), "rank 1: KeyError: no text"),
+        (ValueError("\x1b[2J gone"), r"rank 1: \\x1b\[2J gone"),
+    ],
+)
+def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, 2, rank)
+        rule = PlanRule(aggregation="sample_mean")
+        table = _local_table(rule, group, [1], None, None)
+        return plan_from_table(None if rank else table, rule, error=error if rank else None, group=group)
+
+    with pytest.raises(StepPlanError, match=message):
+        threads.run(2, work)
+
+
 def test_counts_beyond_float32_and_int32_stay_exact():
     found = plan([2**24 + 1, 2**31 + 3], "token_mean")
     assert found.num_tokens == 2**24 + 2**31 + 4
