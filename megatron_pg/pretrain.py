@@ -244,32 +244,41 @@ class _Session:
 
         @functools.wraps(provider)  # Megatron looks for a parameter and an attribute
         def build(*positional: object, **keywords: object) -> tuple:
-            found = provider(*positional, **keywords)
-            if not isinstance(found, (tuple, list)) or len(found) != 3:
-                raise ValueError(
-                    f"the dataset provider returned a {type(found).__name__}, so there is no telling which data are for training; return "
-                    "three: (training data, None, None)"
-                )
-            train, *others = found
-            if train is None and get_args().train_iters and not get_args().skip_train:
-                raise ValueError(
-                    f"the dataset provider returned None as training data, so none of --train-iters {get_args().train_iters} would be "
-                    "trained and the run would end as if it had; return an iterator of PackedBatch, or give --skip-train"
-                )
-            if get_args().docs_per_step:
-                train = self._begin(train, get_args())
-            elif isinstance(train, Documents):
-                raise ValueError(
-                    "the dataset provider returned Documents and --docs-per-step is 0, so nothing says how many make a step; set it, "
-                    "or return an iterator of PackedBatch"
-                )
-            return train, *others
+            found, error = (None, None, None), None
+            try:
+                found = self._checked_data(provider(*positional, **keywords), get_args())
+            except Exception as failure:  # travels to the other ranks, so that all of them stop
+                error = failure
+            _raise_on_every_rank(error, "E64")
+            return found
 
         return build
 
+    def _checked_data(self, found: object, args: Namespace) -> tuple:
+        """Training, validation and test data, before anything is taken from them."""
+        if not isinstance(found, (tuple, list)) or len(found) != 3:
+            raise _data_error(
+                f"the dataset provider returned a {type(found).__name__}, so there is no telling which data are for training; return "
+                "three: (training data, None, None)"
+            )
+        train, *others = found
+        if train is None and args.train_iters and not args.skip_train:
+            raise _data_error(
+                f"the dataset provider returned None as training data, so none of --train-iters {args.train_iters} would be trained "
+                "and the run would end as if it had; return an iterator of PackedBatch, or give --skip-train"
+            )
+        if args.docs_per_step:
+            train = self._begin(train, args)
+        elif isinstance(train, Documents):
+            raise _data_error(
+                "the dataset provider returned Documents and --docs-per-step is 0, so nothing says how many make a step; set it, "
+                "or return an iterator of PackedBatch"
+            )
+        return train, *others
+
     def _begin(self, documents: object, args: Namespace) -> Iterator:
         if not isinstance(documents, Documents):
-            raise ValueError(
+            raise _data_error(
                 f"--docs-per-step {args.docs_per_step}, and the dataset provider returned a {type(documents).__name__} for training, so "
                 "steps cannot be cut; return megatron_pg.Documents"
             )
@@ -456,17 +465,25 @@ def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: 
         "source of the objective": source_of(settings.terms.objective.loss)[1] if settings else None,
     }
     given_per_rank = _gather_texts(given)
-    failed = all_gather_rows(encode("" if error is None else message_of(error), _ARGUMENT_BYTES))
-    sources = _gather_texts(sources_here)
     if message := disagreement(given_per_rank):
         raise ArgumentError([("E23", message)]) from error
+    _raise_on_every_rank(error, "E23")
+    if message := disagreement(_gather_texts(sources_here)):
+        raise ArgumentError([("E23", message)])
+
+
+def _raise_on_every_rank(error: Exception | None, rule: str) -> None:
+    """Raise this rank's error, or that another one has; every rank must call."""
+    failed = all_gather_rows(encode("" if error is None else message_of(error), _ARGUMENT_BYTES))
     if error is not None:
         raise error
     for rank, text in enumerate(failed):
         if message := decode(text):
-            raise ArgumentError([("E23", f"rank {rank}: {message}")])
-    if message := disagreement(sources):
-        raise ArgumentError([("E23", message)])
+            raise ArgumentError([(rule, f"rank {rank}: {message}")])
+
+
+def _data_error(message: str) -> ArgumentError:
+    return ArgumentError([("E64", message)])
 
 
 def _gather_texts(mine: dict[str, str | None]) -> list[dict[str, str | None]]:

@@ -23,6 +23,7 @@ def session(monkeypatch):
     session.step = SimpleNamespace(documents=None)
     session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1)
     monkeypatch.setattr(pretrain, "get_args", lambda: session.args)
+    monkeypatch.setattr(pretrain, "all_gather_rows", lambda row: row[None])
     return session
 
 
@@ -95,6 +96,29 @@ def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_tra
         wrapped(None)
     session.args.skip_train = True
     assert wrapped(None) == (None, None, None)
+
+
+def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monkeypatch):
+    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False)
+    monkeypatch.setattr(pretrain, "get_args", lambda: args)
+    found = {}
+
+    def work(rank: int) -> None:
+        def provider(num_samples):
+            if rank == 1:
+                raise OSError("no such shard")
+            return iter(()), None, None
+
+        build = pretrain._Session(None, print, None).datasets_provider(provider)
+        try:
+            build(None)
+        except Exception as error:
+            found[rank] = error
+
+    threads.run(3, work)
+    assert isinstance(found[1], OSError)
+    for rank in (0, 2):
+        assert found[rank].violations == [("E64", "rank 1: OSError: no such shard")]
 
 
 def arguments(*flags: str) -> Namespace:
