@@ -13,6 +13,10 @@ from cases import CONTRACTS, Case, random_case
 from compare import gradient_error, same_bits, scalar_error
 from simulation import Layout, Outcome, Step
 
+from megatron_pg.declarations.choices import METRIC_LEVELS
+from megatron_pg.metrics import Reduction
+from megatron_pg.step.settings import features_of
+
 LAYOUTS = [
     Layout(data=2, microbatches=2),
     Layout(data=2, microbatches=2, qkv_format="bshd"),
@@ -157,3 +161,25 @@ def test_a_masked_sample_counts_in_the_means_that_count_rollouts_and_prompts():
     changed = {change.case.aggregation for change in found if change.factor != 1.0}
     assert {"sample_mean", "prompt_mean", "constant"} <= changed
     assert "token_mean" not in changed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_is_measured_beside_it_moves_no_bit_of_a_metric_or_gradient(layout):
+    rng = random.Random(str(layout))
+    found = [random_case(rng, aggregation, per_token=per_token) for aggregation, per_token in CONTRACTS]
+    steps = [case.step(layout, rng) for case in found]
+    outcomes = {}
+    for level in METRIC_LEVELS:
+        at_level = [
+            dataclasses.replace(s, loss=dataclasses.replace(s.loss, metrics=reduction(s, level))) for s in steps
+        ]
+        outcomes[level] = simulation.run_steps(at_level, layout)
+    for level, names in (("none", 1), ("basic", 10)):
+        for less, all_of_them in zip(outcomes[level], outcomes["with_entropy"], strict=True):
+            assert len(less.metrics) >= names
+            assert less.metrics == {name: all_of_them.metrics[name] for name in less.metrics}
+            assert same_bits(less.gradients, all_of_them.gradients)
+
+
+def reduction(step: Step, level: str) -> Reduction:
+    return Reduction(level, features_of(step.loss.terms, step.loss.correction))
