@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_pg.args import validate_args as validate_args
     from megatron_pg.batch import PackedBatch as PackedBatch
     from megatron_pg.batch import cut_steps as cut_steps
-    from megatron_pg.batch import pack as pack
+    from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
     from megatron_pg.rollouts.lines import RolloutFileError as RolloutFileError
