@@ -62,13 +62,9 @@ docs: .venv/ready
 	$(BIN)/python docs/tables.py
 	@for name in $(PICTURES); do PYTHONPATH=papers $(BIN)/python docs/pictures/$$name.py || exit 1; done
 
-site: .venv/site
+site: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open .site/index.html; for the search: $(BIN)/python -m http.server --directory .site"
-
-.venv/site: setup.py $(CONSTRAINTS) | .venv/ready
-	$(PIP) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[site]"
-	@touch $@
 
 dist: .venv/ready
 	rm -rf dist
