@@ -68,7 +68,7 @@ site: .venv/ready
 
 dist: .venv/ready
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --quiet
 
 clean:
 	rm -rf .venv .site build dist *.egg-info runs
