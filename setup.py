@@ -8,30 +8,31 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 URL = ""  # the project's home, https://HOST/OWNER/NAME: set it once there is one
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "megatron_pg/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+FILES = f"{URL}/blob/v{VERSION}/"  # of this version
+LINKS = {"Documentation": f"{FILES}docs/index.md", "Changelog": f"{FILES}CHANGELOG.md", "Issues": f"{URL}/issues"}
 
 TRAINING = ["pyyaml", "einops", "psutil"]  # what megatron.training imports and megatron-core does not require
 DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
 COMPLETION = ["argcomplete>=3.4"]
 TEST = [*DEMO, *COMPLETION, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
-SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.29"]
+SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=1"]
 
 
-def absolute(page: str, url: str) -> str:
-    """The page for readers outside of the repository: its relative links lead to this version's files at `url`."""
-    base = {"": f"{url}/blob/v{VERSION}/", "!": f"{url}/raw/v{VERSION}/"}  # pages, and pictures
-    return re.sub(r"(!?)(\[[^\]]*\]\()(?!https:|#)", lambda link: link[0] + base[link[1]], page)
+def long_description() -> str:
+    """The README; where the project has a URL, its relative links lead to this version's files there."""
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    base = {"": FILES, "!": f"{URL}/raw/v{VERSION}/"}  # pages, and pictures
+    return re.sub(r"(!?)(\[[^\]]*\]\()(?!https:|#)", lambda link: link[0] + base[link[1]], page) if URL else page
 
-
-README = (HERE / "README.md").read_text(encoding="utf-8")
-PAGES = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md", "Source": ""}
 
 setup(
     name="megatron-pg",
     version=VERSION,
     description="Exactly normalised policy-gradient (RL) losses for Megatron-LM",
-    long_description=absolute(README, URL) if URL else README,
+    long_description=long_description(),
     long_description_content_type="text/markdown",
-    project_urls={name: f"{URL}/blob/v{VERSION}/{page}" for name, page in PAGES.items()} if URL else {},
+    url=URL or None,
+    project_urls=LINKS if URL else {},
     keywords=["Megatron-LM", "reinforcement learning", "policy gradient", "GRPO", "PPO"],
     license="Apache-2.0",
     license_files=["LICENSE"],
