@@ -3,6 +3,7 @@
 #   CONSTRAINTS  pins; empty on a machine whose torch must stay as it is
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
+# `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
 # `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES
 # (0.18.2 and 0.19.2 need Python 3.12: make prove PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2").
 PYTHON ?= python3
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 PAPERS := length_bias group_size head_precision kl_gradients
 PICTURES := weights zigzag dataflow
 
-.PHONY: demo test prove papers lint check fix docs clean
+.PHONY: demo test prove papers lint check fix docs site dist clean
 
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
@@ -61,5 +62,13 @@ docs: .venv/ready
 	$(BIN)/python docs/tables.py
 	@for name in $(PICTURES); do PYTHONPATH=papers $(BIN)/python docs/pictures/$$name.py || exit 1; done
 
+site: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open .site/index.html; for the search: $(BIN)/python -m http.server --directory .site"
+
+dist: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+
 clean:
-	rm -rf .venv build *.egg-info runs
+	rm -rf .venv .site build dist *.egg-info runs

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_pg.args import validate_args as validate_args
     from megatron_pg.batch import PackedBatch as PackedBatch
     from megatron_pg.batch import cut_steps as cut_steps
-    from megatron_pg.batch import pack as pack
+    from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
     from megatron_pg.rollouts.lines import RolloutFileError as RolloutFileError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.plan import plan_step as plan_step
     from megatron_pg.step.settings import LossSettings as LossSettings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,12 +69,24 @@ def test_rooms_import_exactly_what_the_drawing_says():
     assert {room: rooms - {room} for room, rooms in found.items()} == ARROWS
 
 
-def test_arrows_go_down_over_few_floors():
+def floors_of_rooms() -> dict[str, int]:
     floors: dict[str, int] = {}
     for room in graphlib.TopologicalSorter(ARROWS).static_order():  # raises on a circle
         floors[room] = 1 + max((floors[below] for below in ARROWS[room]), default=-1)
+    return floors
+
+
+def test_arrows_go_down_over_few_floors():
+    floors = floors_of_rooms()
     assert max(floors[room] for room in ARROWS if not room.startswith("__")) < MOST_FLOORS
     assert len({path.relative_to(PACKAGE).parts[0] for path in FILES} | {"py.typed"}) <= MOST_ENTRIES
+
+
+def test_the_page_for_contributors_has_the_floors_and_arrows():
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    shown = {room: (int(floor), set(re.findall(r"`(\w+)`", imports))) for floor, room, imports in rows}
+    assert shown == {room: (floor, ARROWS[room]) for room, floor in floors_of_rooms().items()}
 
 
 @pytest.mark.parametrize("room", sorted({path.parent.name for path in FILES if path.parent != PACKAGE}))

@@ -4,11 +4,13 @@ Each subcommand is one module with `add_options(parser)` and `run(options) -> ex
 for: `explain` needs no torch. Bad input is one line on the standard error, exit code 2, and nothing written.
 """
 
+# PYTHON_ARGCOMPLETE_OK
+
 import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Σ, a path that is no UTF-8
+    if "_ARGCOMPLETE" in os.environ:
+        return _complete(os.environ["COMP_LINE"])
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if word in SUBCOMMANDS), None)
     try:
@@ -69,6 +73,16 @@ def _run(argv: list[str], name: str | None) -> int:
 
 
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
+    parser = _parser(name)
+    if name not in LAUNCHES:
+        return parser.parse_args(argv)
+    options, words = parser.parse_known_args(argv)
+    options.words = words
+    return options
+
+
+def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]) -> argparse.ArgumentParser:
+    """The command's parser, with the options of one subcommand only, and what `more` adds to them."""
     parser = _Parser(prog="megatron-pg", description="Exactly normalised policy-gradient losses for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-pg {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
@@ -76,10 +90,18 @@ def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
         shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         sub = choices.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **shape)
         if each == name:
-            import_module(f"megatron_pg.cli.{each}").add_options(sub)
+            for add in (import_module(f"megatron_pg.cli.{each}").add_options, *more):
+                add(sub)
             sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
-    if name not in LAUNCHES:
-        return parser.parse_args(argv)
-    options, words = parser.parse_known_args(argv)
-    options.words = words
-    return options
+    return parser
+
+
+def _complete(line: str) -> int:
+    """Answer the shell's question how `line` goes on; exit code 1, and so the shell's own answer, where a package is missing."""
+    name = next((word for word in line.split() if word in SUBCOMMANDS), None)
+    try:
+        flags = [import_module("megatron_pg.args").add_arguments] if name in LAUNCHES else []
+        import_module("argcomplete").autocomplete(_parser(name, *flags), exit_method=sys.exit)
+    except ModuleNotFoundError:
+        return 1
+    return 0

@@ -21,7 +21,7 @@ from megatron_pg import add_arguments, validate_args
 from megatron_pg.flags.banner import banner
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = re.compile(r"--(?:pg-[a-z0-9]+|loss-aggregation|custom-pg|fp32-lm-head|docs-per-step)(?:-[a-z0-9]+)*")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
@@ -148,7 +148,8 @@ def test_the_papers_page_shows_what_the_scripts_compute():
 
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES[1:] if page.name != "index.md" and f"]({page.name})" not in index] == []
+    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"} | {"../CONTRIBUTING.md"}
+    assert [page for page in sorted(pages) if f"]({page})" not in index] == []
 
 
 def test_every_message_of_the_code_is_on_its_page():

@@ -1,0 +1,71 @@
+"""What the site has beyond the pages of docs/, as a hook of mkdocs: navigation, API reference and the pages of the root.
+
+mkdocs.yml loads it, for `make site`. griffe reads the package's source without importing it, so neither torch nor Megatron is needed.
+"""
+
+import re
+from pathlib import Path
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import megatron_pg
+
+ROOT = Path(__file__).parents[1]
+ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+MODULES = ("args", "pretrain", "cp_utils", "reducers", "objectives", "kernels", "lm_head", "metrics")
+LAZY = sorted(set(megatron_pg.__all__) - {"__version__"})  # no static reader finds these, so they are listed
+API = {name: f"api/{name}.md" for name in ("megatron_pg", *(f"megatron_pg.{module}" for module in MODULES))}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """The navigation: the sections of docs/index.md in their order, then the API and the root's pages."""
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    sections = {
+        part.partition("\n")[0]: re.findall(r"\]\((\w+\.md)\) \|$", part, re.M) for part in index.split("\n## ")
+    }
+    config.nav = [
+        "index.md",
+        *({title: pages} for title, pages in sections.items() if pages),
+        {"API": [{name: page} for name, page in API.items()]},
+        {"The project": list(ROOT_PAGES)},
+    ]
+    config.copyright = f"megatron_pg {megatron_pg.__version__}, Apache-2.0"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> None:
+    """The pages that are not in docs/."""
+    for name in ROOT_PAGES:
+        files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
+    for name, page in API.items():
+        members = f", members: {LAZY}" if name == "megatron_pg" else ""
+        files.append(File.generated(config, page, content=f"::: {name}\n    options: {{heading_level: 1{members}}}\n"))
+
+
+def on_page_markdown(markdown: str, *, page, **_: object) -> str:
+    """Links between docs/ and the root, which are one folder here; fences in the form that mkdocs reads."""
+    if "/" not in page.file.src_uri:
+        markdown = markdown.replace("](../", "](").replace("](docs/", "](")
+    return markdown.replace("```python excerpt\n", "```python\n")
+
+
+class Comments(griffe.Extension):
+    """The comments behind the fields of a class, and behind a module's attributes, are their documentation."""
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: object) -> None:
+        """A module's attribute."""
+        if attr.docstring is None and attr.parent.is_module and (comment := _comment(attr)):
+            attr.docstring = griffe.Docstring(comment, parent=attr)
+
+    def on_class(self, *, cls: griffe.Class, **_: object) -> None:
+        """The fields, as a table."""
+        comments = {name: _comment(field) for name, field in cls.attributes.items() if field.docstring is None}
+        rows = [f"    {name}: {comment}" for name, comment in comments.items() if comment]
+        if rows and cls.docstring:
+            cls.docstring.value += "\n\nAttributes:\n" + "\n".join(rows)
+
+
+def _comment(attr: griffe.Attribute) -> str | None:
+    found = re.search(r"  # (.+)", attr.source.partition("\n")[0])
+    return found[1] if found else None
