@@ -77,7 +77,7 @@ def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
         if b"\n" in whole:  # more than the header
             scratch.write_bytes(whole + end)
             kept = [sample for sample in read_rollouts(scratch) if sample.step < sampled]
-    writer = RolloutWriter(scratch)
+    writer = RolloutWriter(scratch, if_exists="replace")  # a run that was killed may have left one
     writer.write(kept)
     os.replace(scratch, path)  # never half a file
     return writer
