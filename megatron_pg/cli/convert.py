@@ -110,7 +110,7 @@ def _choose_advantages(rows: "Sequence[Row]", options: argparse.Namespace, shown
     try:
         found = group_advantages(rewards, prompts, rule=options.advantage, rollout_ids=rollouts)
     except ValueError as error:
-        raise InputError(f"{shown}: --advantage {options.advantage}: {error}") from error
+        raise InputError(f"{shown}: {error}") from error
     for row, advantage in zip(rows, found.values, strict=True):
         row.record["advantage"] = advantage
     is_said = found.num_zero_variance and RULES[options.advantage].is_relative

@@ -313,23 +313,21 @@ def read_jsonl(path: str, options: argparse.Namespace) -> list[Row]:
         if options.format == "verl" and "prompt_id" not in fields:
             text = str(_field(record, "input", where))
             fields["prompt_id"] = f"{fields.get('step')}/{prompts.setdefault(text, len(prompts))}"
+        fields.setdefault("rollout_id", f"{fields.get('step')}/{len(rows)}")
+        _check_columns(fields, record, where, {"prompt_id"} if options.group_size is not None else set())
         rows.append(Row(where, fields))
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path))
-    for i, row in enumerate(rows):
-        _check_columns(row)
-        row.record.setdefault("rollout_id", f"{row.record['step']}/{i}")
     return rows
 
 
-def _check_columns(row: Row) -> None:
+def _check_columns(fields: Mapping, record: Mapping, where: str, to_come: set[str]) -> None:
     """Refuse a line without a column for what no option chooses."""
     for name in REQUIRED:
-        if row.record.get(name) is None and name not in ("rollout_id", "old_logprobs", "advantage"):
+        if fields.get(name) is None and name not in {"old_logprobs", "advantage"} | to_come:
             other = f", or give {OTHERWISE[name]}" if name in OTHERWISE else ""
-            has = _names({column.removeprefix("x_"): None for column in row.record})
             raise InputError(
-                f"{row.where}: has no column for {name} (it has: {has}). Name one: --column {name}=NAME{other}."
+                f"{where}: has no column for {name} (it has: {_names(record)}). Name one: --column {name}=NAME{other}."
             )
 
 

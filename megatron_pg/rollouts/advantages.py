@@ -18,6 +18,7 @@ class AdvantageRule:
     source: str
     of_group: Callable[[list[float]], list[float]]
     is_relative: bool = True  # to the group's other rewards: a group of equal rewards has advantage 0
+    is_binary: bool = False  # for rewards of 0 and 1 alone
 
 
 def _group_mean(rewards: list[float]) -> list[float]:
@@ -37,10 +38,6 @@ def _rloo(rewards: list[float]) -> list[float]:
 
 
 def _max_rl(rewards: list[float]) -> list[float]:
-    if bad := [reward for reward in rewards if reward not in (0.0, 1.0)]:
-        raise ValueError(
-            f"has the reward {bad[0]:g}, and max_rl is defined for rewards of 0 and 1. Choose another rule."
-        )
     mean = math.fsum(rewards) / len(rewards) or 1.0  # no success: nothing to follow
     return [centred / mean for centred in _group_mean(rewards)]
 
@@ -49,7 +46,7 @@ RULES = {
     "group_mean": AdvantageRule("R - mean", "Dr. GRPO, arXiv 2503.20783", _group_mean),
     "group_norm": AdvantageRule("(R - mean)/(std + 1e-6), std over G - 1", "GRPO, arXiv 2402.03300", _group_norm),
     "rloo": AdvantageRule("R - mean of the G - 1 others", "RLOO, arXiv 2402.14740", _rloo),
-    "max_rl": AdvantageRule("(R - mean)/mean, rewards 0 or 1", "MaxRL, arXiv 2602.02710", _max_rl),
+    "max_rl": AdvantageRule("(R - mean)/mean, rewards 0 or 1", "MaxRL, arXiv 2602.02710", _max_rl, is_binary=True),
     "reward": AdvantageRule("R", "REINFORCE", list, is_relative=False),
 }
 
@@ -124,14 +121,16 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
         raise ValueError(
             f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use reward."
         )
+    if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
+        raise ValueError(
+            f"prompt {shorten(prompt)} has the reward {graded[0]:g}, and {rule} is defined for rewards of 0 and 1. Choose another rule."
+        )
     try:
         advantages = RULES[rule].of_group(rewards)
         if not all(map(math.isfinite, advantages)):
             raise OverflowError
     except OverflowError as error:
         raise ValueError(f"prompt {shorten(prompt)} has rewards too large for {rule}. Scale them.") from error
-    except ValueError as error:
-        raise ValueError(f"prompt {shorten(prompt)} {error}") from error
     return dict(zip(group, advantages, strict=True))
 
 

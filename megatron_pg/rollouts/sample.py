@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, OPTIONAL, Id, is_int, plain
+from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, OPTIONAL, Id, is_id, is_int, is_number, plain
 from megatron_pg.rollouts.printable import printable, shorten
 
 Values = Sequence[Any] | np.ndarray | Tensor
@@ -46,8 +46,22 @@ class Sample:
         label = _label(self.sample_id)
         object.__setattr__(self, "sample_id", label)
         for name in ("prompt_id", "rollout_id", "step", "reward"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _number_or_id(name, plain(value), label))
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in ("prompt_id", "rollout_id"):
+            value = getattr(self, name)
+            if value is not None and not is_id(value):
+                raise ValueError(
+                    f"{name}={shorten(value)} of sample {label} is neither a string of printable characters nor an integer "
+                    "of 62 bits, so units could not be counted or named. Give one."
+                )
+        if self.step is not None and not FIELDS["step"].accepts(self.step):
+            raise ValueError(
+                f"step={shorten(self.step)} of sample {label} is not an integer from 0 on. Give one, or none."
+            )
+        if not (
+            self.reward is None or is_number(self.reward) or isinstance(self.reward, float)
+        ):  # nan: it is not trained
+            raise ValueError(f"reward={shorten(self.reward)} of sample {label} is not a number. Give one, or none.")
         if not isinstance(self.extra, dict):
             raise ValueError(f"extra={shorten(self.extra)} of sample {label} is no dict of x_ fields. Give one.")
         tokens, mask = self.tokens, self.loss_mask
@@ -163,19 +177,6 @@ def _is_vector(values: Any) -> bool:
     """Whether it is a plain tensor of one dimension on the CPU."""
     is_plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_nested
     return is_plain and values.dim() == 1 and values.device.type == "cpu"
-
-
-def _number_or_id(name: str, value: Any, label: str) -> Any:
-    """The value of a field that is one number or id."""
-    if FIELDS[name].accepts(value) or (name == "reward" and isinstance(value, float)):  # which nothing computes with
-        return value
-    if name in ("prompt_id", "rollout_id"):
-        raise ValueError(
-            f"{name}={shorten(value)} of sample {label} is neither a string of printable characters nor an integer "
-            "of 62 bits, so units could not be counted or named. Give one."
-        )
-    what = "an integer from 0 on" if name == "step" else "a number"
-    raise ValueError(f"{name}={shorten(value)} of sample {label} is not {what}. Give one, or leave it out.")
 
 
 def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tensor:

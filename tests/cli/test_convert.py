@@ -436,7 +436,7 @@ BAD_VERL = {
     "texts only": (
         VERL,
         ("--advantage", "reward"),
-        "5.jsonl:1: has no column for tokens (it has: input, output, gts, ids, n, mask, logp, step, reward",
+        "5.jsonl:1: has no column for tokens (it has: input, output, gts, score, step, ids, n, mask, logp)",
     ),
     "a column that is not there": (
         VERL,
