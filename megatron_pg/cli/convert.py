@@ -31,11 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
     engine = "old_logprobs are those of the rollout engine, where the dump has no other or in place of the other"
     parser.add_argument("--old-logprobs", choices=("rollout",), help=engine)
-    rules = ", ".join(f"{name} {rule.formula}" for name, rule in RULES.items())
+    rules = "; ".join(f"{name}: {rule.formula}" for name, rule in RULES.items())
     parser.add_argument(
         "--advantage",
         choices=RULES,
-        help=f"advantage from the reward R, over the G rollouts of the prompt: {rules}; where the dump has none or in place "
+        help=f"advantage from the reward R, over the G rollouts of the prompt. {rules}. Where the dump has none, or in place "
         "of the dump's",
     )
     parser.add_argument("--loss-mask", choices=("ones",), help="verl, jsonl: every response token is trained")

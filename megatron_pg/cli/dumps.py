@@ -54,7 +54,7 @@ def _integer(record: Any, name: str, where: str) -> int:
 
 def _constant_mask(bit: int, length: int, tokens: Any) -> list[int]:
     """A mask of equal bits, no longer than the sample, however long its response is said to be."""
-    return [bit] * min(length, len(tokens) if isinstance(tokens, list) else 0)
+    return [bit] * max(0, min(length, len(tokens) if isinstance(tokens, list) else 0))
 
 
 def _names(record: Mapping) -> str:
@@ -130,7 +130,10 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
             f"{shown}: is no training dump of slime (format_version 2), whose samples name their position in the rollout dump. The "
             "dumps that miles writes per rank cannot be joined; choose --old-logprobs and --advantage instead."
         )
-    trained = {str(_field(sample, "rollout_position", shown)): sample for sample in _field(dump, "samples", shown)}
+    samples = _field(dump, "samples", shown)
+    if not isinstance(samples, list):
+        raise _foreign(shown, "samples is no list")
+    trained = {str(_field(sample, "rollout_position", shown)): sample for sample in samples}
     steps = _steps_of(_field(dump, "dp_shards", shown), shown)
     if trained.keys() != set(map(str, steps)) or not all(0 <= position < len(rows) for position in steps):
         raise InputError(
@@ -298,7 +301,7 @@ def read_jsonl(path: str, options: argparse.Namespace) -> list[Row]:
         InputError: a column is missing, ambiguous or contradicts an option.
     """
     chosen, prompts = _columns(options.column or []), dict[str, int]()
-    rows = []
+    rows: list[Row] = []
     for record, where in _json_lines(path):
         fields = _named(record, chosen, where)
         for name, option in (("step", "step"), ("prompt_id", "group_size"), ("loss_mask", "loss_mask")):
@@ -323,12 +326,13 @@ def read_jsonl(path: str, options: argparse.Namespace) -> list[Row]:
 
 def _check_columns(fields: Mapping, record: Mapping, where: str, to_come: set[str]) -> None:
     """Refuse a line without a column for what no option chooses."""
-    for name in REQUIRED:
-        if fields.get(name) is None and name not in {"old_logprobs", "advantage"} | to_come:
-            other = f", or give {OTHERWISE[name]}" if name in OTHERWISE else ""
-            raise InputError(
-                f"{where}: has no column for {name} (it has: {_names(record)}). Name one: --column {name}=NAME{other}."
-            )
+    chosen = {"old_logprobs", "advantage"} | to_come
+    if missing := [name for name in REQUIRED if fields.get(name) is None and name not in chosen]:
+        given = ", ".join(dict.fromkeys(OTHERWISE[name] for name in missing if name in OTHERWISE))
+        others = f"; or give {given}" if given else ""
+        raise InputError(
+            f"{where}: has no column for {', '.join(missing)} (it has: {_names(record)}). Name one: --column {missing[0]}=NAME{others}."
+        )
 
 
 def _columns(given: Sequence[str]) -> dict[str, str]:

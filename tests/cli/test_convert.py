@@ -210,6 +210,7 @@ def test_a_part_of_the_reward_is_chosen_by_its_key(save, tmp_path, capsys):
 BAD_TRAIN_DATA = {
     "a dump of one rank": (lambda d: {"rollout_id": 12, "rank": 0, "rollout_data": {}}, "no training dump of slime"),
     "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "its samples are not those of its schedule"),
+    "samples that are none": (lambda d: d | {"samples": None}, "samples is no list"),
     "samples of a longer rollout": (
         lambda d: train_dump([*SLIME, SLIME[0]], (range(7),)),
         "not in the rollout dump of 6",
@@ -436,7 +437,7 @@ BAD_VERL = {
     "texts only": (
         VERL,
         ("--advantage", "reward"),
-        "5.jsonl:1: has no column for tokens (it has: input, output, gts, score, step, ids, n, mask, logp)",
+        "5.jsonl:1: has no column for tokens, response_length, loss_mask (it has: input, output, gts, score, step, ids, n, mask, logp)",
     ),
     "a column that is not there": (
         VERL,
@@ -599,11 +600,17 @@ BAD_JSONL = {
         (),
         "has no column for step (it has: prompt_id, rollout_id, tokens",
     ),
+    "nothing but a pair": (
+        [PAIR],
+        ("--old-logprobs", "rollout"),
+        "has no column for step, prompt_id, loss_mask (it has: prompt_ids, completion_ids, response_logprobs, score). Name one: "
+        "--column step=NAME; or give --step, --group-size, --loss-mask ones.",
+    ),
     "a step twice": ([OURS], ("--step", "1"), "has a column for step, so --step contradicts it"),
     "groups twice": ([OURS], ("--group-size", "1"), "has a column for prompt_id, so --group-size contradicts it"),
     "masks twice": ([OURS], ("--loss-mask", "ones"), "has a column for loss_mask, so --loss-mask contradicts it"),
-    "no mask": ([renamed(loss_mask="m")], (), "--column loss_mask=NAME, or give --loss-mask ones"),
-    "no prompt": ([renamed(prompt_id="p")], (), "--column prompt_id=NAME, or give --group-size"),
+    "no mask": ([renamed(loss_mask="m")], (), "--column loss_mask=NAME; or give --loss-mask ones"),
+    "no prompt": ([renamed(prompt_id="p")], (), "--column prompt_id=NAME; or give --group-size"),
     "no tokens": ([renamed(tokens="t")], (), "or give columns prompt_ids and response_ids"),
     "a null": ([OURS | {"step": None}], ("--column=step=step",), "has no column for step"),
     "two rewards": (
@@ -631,6 +638,16 @@ BAD_JSONL = {
         "extra of sample of the dump holds what JSON cannot",
     ),
     "a number of many digits": ([OURS | {"response_length": 10**400}], (), "mine.jsonl:1: "),
+    "a length below any": (
+        [PAIR | {"response_length": -(10**400)}],
+        ("--loss-mask", "ones"),
+        "its response_length is not that",
+    ),
+    "no tokens for so many ones": (
+        [renamed(loss_mask="m", tokens="t") | {"response_length": -(10**400)}],
+        ("--loss-mask", "ones"),
+        "has no column for tokens",
+    ),
     "a reward of many digits": ([OURS | {"reward": 10**400}], (), "not a finite number"),
     "a step of many digits": ([OURS | {"step": 10**400}], (), "has the wrong type or range"),
 }
