@@ -1,8 +1,10 @@
 """What a run leaves behind and shows: metrics.jsonl, rollouts.jsonl, arguments.json, curves.png, a progress line."""
 
+import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -70,14 +72,21 @@ class RunFolder:
 
 
 def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
-    """A writer of `path` behind the samples of the first `sampled` steps; later ones will be sampled again."""
-    scratch, kept = path.with_suffix(".part"), []
-    if sampled and path.exists():
+    """A writer of `path` behind the samples of the first `sampled` steps.
+
+    Later ones will be sampled again; an earlier run's, too, stay in a copy beside it (rollouts.jsonl.1 and so on).
+    """
+    scratch, found = path.with_suffix(".part"), []
+    if path.exists():
         whole, end, _ = path.read_bytes().rpartition(b"\n")  # a last line without its end was cut by a kill
         if b"\n" in whole:  # more than the header
             scratch.write_bytes(whole + end)
-            kept = [sample for sample in read_rollouts(scratch) if sample.step < sampled]
-    writer = RolloutWriter(scratch)
+            found = read_rollouts(scratch)
+    kept = [sample for sample in found if sample.step < sampled]
+    if len(kept) < len(found):
+        copies = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+        shutil.copyfile(path, next(copy for copy in copies if not copy.exists()))
+    writer = RolloutWriter(scratch, if_exists="replace")  # a run that was killed may have left one
     writer.write(kept)
     os.replace(scratch, path)  # never half a file
     return writer

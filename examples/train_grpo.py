@@ -15,6 +15,7 @@ every rank samples when it has used up its own rollouts (rollout_documents.py).
 """
 
 import contextlib
+import itertools
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -43,8 +44,17 @@ from run_folder import RunFolder, say
 from sampling import Policy
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_pg import Documents, PackedBatch, RolloutFileError, Sample, cut_steps, pack, read_rollouts
-from megatron_pg.batch import check_boundaries
+from megatron_pg import (
+    Documents,
+    PackedBatch,
+    RolloutFileError,
+    Sample,
+    cut_microbatches,
+    cut_steps,
+    group_advantages,
+    read_rollouts,
+    read_steps,
+)
 from megatron_pg.pretrain import StepLog, pretrain, step_record
 from megatron_pg.step.collectives import all_gather_rows
 
@@ -112,8 +122,7 @@ class Example:
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         if args.docs_per_step:
             return self.recorded_documents(args) if args.rollouts else self.sampled_documents(args), None, None
-        steps = self.recorded_steps(args) if args.rollouts else self.sampled_steps(args)
-        return microbatches(steps, args), None, None
+        return self.recorded_steps(args) if args.rollouts else self.sampled_steps(args), None, None
 
     def on_step(self, log: StepLog) -> None:
         """Write and show what the step did."""
@@ -178,30 +187,35 @@ class Example:
             values["exact_match"] = exact_match(self.policy, args)
         return values
 
-    def recorded_steps(self, args) -> Iterator[list[Sample]]:
-        """This rank's samples of each step of a rollout file, which is read and checked whole before training."""
-        by_step: dict[int, list[Sample]] = {}
-        for sample in read_rollouts(args.rollouts):
+    def recorded_steps(self, args) -> Iterator[PackedBatch]:
+        """This rank's micro-batches of each step of a rollout file, which is read and checked whole before training."""
+        steps = read_steps(args.rollouts)
+        for sample in itertools.chain.from_iterable(steps):
             _check_fits(sample, args)
-            by_step.setdefault(sample.step, []).append(sample)
-        steps = [by_step[number] for number in sorted(by_step)]
-        check_boundaries(steps)
         if len(steps) < args.train_iters:
             raise ValueError(
                 f"{args.rollouts} holds {len(steps)} optimizer steps, --train-iters asks for {args.train_iters}, so the run "
                 "would end early. Lower --train-iters."
             )
-        for number, step in zip(sorted(by_step), steps, strict=True):
+        for step in steps:
             if len(step) > args.global_batch_size:
                 raise ValueError(
-                    f"step {number} of {args.rollouts} has {len(step)} samples, more than --global-batch-size "
+                    f"step {step[0].step} of {args.rollouts} has {len(step)} samples, more than --global-batch-size "
                     f"{args.global_batch_size}; none may be dropped. Raise it."
                 )
-        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        return (self._with_task_metrics(step)[rank::size] for step in steps[args.iteration :])
+        return self._recorded_microbatches(steps[args.iteration :], args)
 
-    def sampled_steps(self, args) -> Iterator[list[Sample]]:
-        """This rank's samples of each optimizer step: right answers first, then rollouts of the current policy."""
+    def _recorded_microbatches(self, steps: list[list[Sample]], args) -> Iterator[PackedBatch]:
+        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        for step in steps:
+            self.task_metrics = {
+                "reward": sum(sample.reward for sample in step) / len(step),
+                "response_length": sum(sample.response_length for sample in step) / len(step),
+            }
+            yield from microbatches(step, args, data_parallel_rank=rank, data_parallel_size=size)
+
+    def sampled_steps(self, args) -> Iterator[PackedBatch]:
+        """This rank's micro-batches of each optimizer step: right answers first, then rollouts of the current policy."""
         policy = self._policy(args)
         step = args.iteration
         while True:
@@ -216,7 +230,7 @@ class Example:
             for samples in batches:
                 if step >= args.warm_up_iters:
                     self.task_metrics = self._task_metrics(policy, step, samples, args)
-                yield samples
+                yield from microbatches(samples, args)
                 step += 1
 
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
@@ -240,21 +254,12 @@ class Example:
             values["exact_match"] = exact_match(policy, args)
         return values
 
-    def _with_task_metrics(self, step: list[Sample]) -> list[Sample]:
-        self.task_metrics = {
-            "reward": sum(sample.reward for sample in step) / len(step),
-            "response_length": sum(sample.response_length for sample in step) / len(step),
-        }
-        return step
 
-
-def microbatches(steps: Iterator[list[Sample]], args) -> Iterator[PackedBatch]:
-    """Each step's samples as the K micro-batches that Megatron's schedule takes; the last ones may have empty rows."""
-    rows, cp_size = args.micro_batch_size, mpu.get_context_parallel_world_size()
-    for samples in steps:
-        for k in range(get_num_microbatches()):
-            part = samples[k * rows : (k + 1) * rows]
-            yield pack(part, qkv_format="bshd", cp_size=cp_size, max_seq_len=args.seq_length, rows=rows)
+def microbatches(samples: list[Sample], args, **ranks: int) -> list[PackedBatch]:
+    """The K micro-batches that Megatron's schedule takes in a step: of this rank's samples, or of all where `ranks` says so."""
+    layout = {"rows": args.micro_batch_size, "max_seq_len": args.seq_length}
+    cp_size, count = mpu.get_context_parallel_world_size(), get_num_microbatches()
+    return cut_microbatches(samples, num_microbatches=count, qkv_format="bshd", cp_size=cp_size, **layout, **ranks)
 
 
 def imitation(policy: Policy, step: int, count: int, generator: torch.Generator) -> list[Sample]:
@@ -287,8 +292,8 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     prompts = [prompt for prompt in task.prompts(count, generator) for _ in range(args.group_size)]
     done = policy.sample(prompts, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
     rewards = [task.reward(prompt, response) for prompt, response in zip(prompts, done.responses, strict=True)]
-    groups = torch.tensor(rewards).view(count, args.group_size)
-    advantages = (groups - groups.mean(dim=1, keepdim=True)).flatten().tolist()
+    prompt_ids = [f"{step}-{rank * count + i // args.group_size}" for i in range(len(prompts))]
+    advantages = group_advantages(rewards, prompt_ids, rule="group_mean").values
     samples = []
     for i, (prompt, response, logprobs) in enumerate(zip(prompts, done.responses, done.logprobs, strict=True)):
         samples.append(
@@ -298,7 +303,7 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
                 loss_mask=[1] * len(response),
                 old_logprobs=logprobs,
                 advantage=advantages[i],
-                prompt_id=f"{step}-{rank * count + i // args.group_size}",
+                prompt_id=prompt_ids[i],
                 rollout_id=f"{step}-{rank * len(prompts) + i}",
                 sample_id=f"{step}-{rank * len(prompts) + i}",
                 reward=rewards[i],

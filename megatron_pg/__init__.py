@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from megatron_pg.args import add_arguments as add_arguments
     from megatron_pg.args import validate_args as validate_args
     from megatron_pg.batch import PackedBatch as PackedBatch
+    from megatron_pg.batch import cut_microbatches as cut_microbatches
     from megatron_pg.batch import cut_steps as cut_steps
+    from megatron_pg.batch import read_steps as read_steps
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
+    from megatron_pg.rollouts.advantages import Advantages as Advantages
+    from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
     from megatron_pg.rollouts.lines import RolloutFileError as RolloutFileError
@@ -37,7 +41,8 @@ __version__ = "0.2.0"
 
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
-    "batch": "PackedBatch cut_steps pack",
+    "batch": "PackedBatch cut_microbatches cut_steps pack read_steps",
+    "rollouts.advantages": "Advantages group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError",
     "rollouts.sample": "Sample",

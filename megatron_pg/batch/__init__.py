@@ -1,9 +1,10 @@
-"""One micro-batch: samples laid out as Megatron wants them, and this rank's slice of it."""
+"""Steps and their micro-batches: samples laid out as Megatron wants them, and this rank's slice of them."""
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.batch.pack import PackedBatch, check_boundaries, cut_steps, pack
+from megatron_pg.batch.pack import PackedBatch, pack
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.slicing import LocalBatch, ModelInputs, slice_batch
+from megatron_pg.batch.steps import check_boundaries, cut_microbatches, cut_steps, read_steps
 
 __all__ = [
     "LocalBatch",
@@ -12,7 +13,9 @@ __all__ = [
     "Sequences",
     "TokenFields",
     "check_boundaries",
+    "cut_microbatches",
     "cut_steps",
     "pack",
+    "read_steps",
     "slice_batch",
 ]

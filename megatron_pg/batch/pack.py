@@ -8,13 +8,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch.zigzag import padded_length
-from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.sample import Sample
 
 
@@ -111,36 +109,6 @@ def pack(
             )
         return _pack_bshd(samples, cp_size, max_seq_len, len(samples) if rows is None else rows)
     raise ValueError(f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them.")
-
-
-def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:
-    """Cut one rollout batch into optimizer steps, in order.
-
-    Raises:
-        ValueError: samples are left over, or a prompt group or rollout would lie in two steps, so that neither step
-            would know its denominator.
-    """
-    if samples_per_step < 1 or len(samples) % samples_per_step:
-        raise ValueError(
-            f"{len(samples)} samples do not fill steps of {samples_per_step}; none may be dropped. Choose a step size that "
-            "divides the rollout batch."
-        )
-    steps = [list(samples[i : i + samples_per_step]) for i in range(0, len(samples), samples_per_step)]
-    check_boundaries(steps)
-    return steps
-
-
-def check_boundaries(steps: Sequence[Sequence[Any]]) -> None:
-    """Raise unless every prompt group and every rollout lies wholly in one of the steps of a rollout batch."""
-    for kind, noun in (("prompt_id", "prompt group"), ("rollout_id", "rollout")):
-        seen: dict[Id, int] = {}
-        for number, step in enumerate(steps):
-            for unit in {getattr(sample, kind) for sample in step} - {None}:
-                if seen.setdefault(unit, number) != number:
-                    raise ValueError(
-                        f"{noun} {unit!r} has samples in steps {seen[unit]} and {number}; a group must lie in one optimizer "
-                        "step. Sort the samples by prompt, or choose another step size."
-                    )
 
 
 def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multiple_of: int) -> PackedBatch:

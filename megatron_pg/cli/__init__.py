@@ -24,7 +24,7 @@ SUBCOMMANDS = {
     "validate": "the startup checks of flags or a launch script, without starting; exit code 2 when one fails",
     "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
     "plot": "curves of the metrics.jsonl of one or several runs",
-    "convert": "dumps of slime, miles, NeMo-RL and verl as rollout files",
+    "convert": "dumps of slime, miles, NeMo-RL, verl and JSON Lines as rollout files",
     "doctor": "what is installed, which contract and kernels apply, what would fail and why",
 }
 LAUNCHES = ("explain", "validate")  # they take the launch's own flags, which belong to other parsers

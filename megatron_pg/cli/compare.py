@@ -100,7 +100,7 @@ def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, 
     Raises:
         InputError: a prompt group or rollout lies in two steps, or a step cannot be planned.
     """
-    from megatron_pg.batch.pack import check_boundaries  # imports torch
+    from megatron_pg.batch import check_boundaries  # imports torch
 
     steps: dict[int, list[int]] = {}
     for i, row in enumerate(rows):

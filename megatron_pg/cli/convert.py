@@ -1,13 +1,11 @@
-"""`megatron-pg convert`: dumps of slime, miles, NeMo-RL and verl as a rollout file (docs/rollout_file.md)."""
+"""`megatron-pg convert`: dumps of slime, miles, NeMo-RL, verl and JSON Lines as a rollout file (docs/rollout_file.md)."""
 
 import argparse
-import math
-import statistics
 from collections.abc import Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
+from megatron_pg.rollouts.advantages import RULES, group_advantages
 from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, is_int, is_number
 from megatron_pg.rollouts.printable import printable, shorten
 
@@ -19,31 +17,35 @@ FORMATS = {  # and the options that have an effect on each
     "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
     "miles": ("reward_key", "old_logprobs", "advantage"),
     "nemo_rl": ("group_size", "step", "old_logprobs", "advantage"),
-    "verl": ("column", "advantage"),
+    "verl": ("column", "old_logprobs", "advantage", "loss_mask"),
+    "jsonl": ("column", "group_size", "step", "old_logprobs", "advantage", "loss_mask"),
 }
-ADVANTAGES = ("group_norm", "group_mean", "reward")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`."""
-    parser.add_argument("dumps", nargs="+", metavar="DUMP", help="files of one format, in the order of their steps")
+    dumps = "files of one format, in the order of their steps; of text also .gz, and - for the standard input"
+    parser.add_argument("dumps", nargs="+", metavar="DUMP", help=dumps)
     parser.add_argument("--format", required=True, choices=FORMATS, help="who wrote them")
     parser.add_argument("--output", required=True, metavar="FILE", help="the rollout file")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
     engine = "old_logprobs are those of the rollout engine, where the dump has no other or in place of the other"
     parser.add_argument("--old-logprobs", choices=("rollout",), help=engine)
+    rules = "; ".join(f"{name}: {rule.formula}" for name, rule in RULES.items())
     parser.add_argument(
         "--advantage",
-        choices=ADVANTAGES,
-        help="advantage from the reward R: group_norm (R - mean)/(std + 1e-6) over the rollouts of the prompt, "
-        "group_mean R - mean, reward R; where the dump has none or in place of the dump's",
+        choices=RULES,
+        help=f"advantage from the reward R, over the G rollouts of the prompt. {rules}. Where the dump has none, or in place "
+        "of the dump's",
     )
+    parser.add_argument("--loss-mask", choices=("ones",), help="verl, jsonl: every response token is trained")
     parser.add_argument("--train-data", metavar="FILE", help="slime: the --save-debug-train-data file of the one DUMP")
     parser.add_argument("--reward-key", metavar="KEY", help="slime, miles: which part of a reward that has several")
-    parser.add_argument("--group-size", type=int, metavar="N", help="NeMo-RL: num_generations_per_prompt of the run")
-    step = "NeMo-RL: the step of the one DUMP, where its name does not say it"
+    group = "NeMo-RL, jsonl: consecutive samples of a prompt, NeMo-RL's num_generations_per_prompt"
+    parser.add_argument("--group-size", type=int, metavar="N", help=group)
+    step = "NeMo-RL, jsonl: the step of the one DUMP, where its name or columns do not say it"
     parser.add_argument("--step", type=int, metavar="N", help=step)
-    column = "verl: the column that holds a field of ours; may be repeated"
+    column = "verl, jsonl: the column that holds a field of ours, or prompt_ids and response_ids; may be repeated"
     parser.add_argument("--column", action="append", metavar="FIELD=NAME", help=column)
 
 
@@ -54,49 +56,98 @@ def run(options: argparse.Namespace) -> int:
     from megatron_pg.cli import dumps  # imports torch
     from megatron_pg.rollouts.file import RolloutWriter
 
-    units: dict[Any, int] = {}
-    count = 0
-    with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        with (
-            closing(RolloutWriter(scratch)) as writer,
-            progress("converting", len(options.dumps), lambda n: f"{n} files") as update,
-        ):
-            for number, path in enumerate(options.dumps, start=1):
-                rows = dumps.READERS[options.format](path, options)
-                complete(rows, options)
-                samples = [_sample(row) for row in rows]
-                _check_units(rows, units)
+    units: dict[Any, tuple[int, str]] = {}
+    count, notes = 0, []
+    with (
+        written_whole(options.output, overwrite=options.overwrite) as scratch,
+        RolloutWriter(scratch) as writer,
+        progress("converting", len(options.dumps), lambda n: f"{n} files") as update,
+    ):
+        for number, path in enumerate(options.dumps, start=1):
+            shown = show_path(path)
+            rows, found = _complete(dumps.READERS[options.format](path, options), options, shown)
+            samples = [_sample(row) for row in rows]
+            _check_logprobs(samples, options, shown)
+            _check_units(rows, shown, units)
+            try:
                 writer.write(samples)
-                count += len(samples)
-                update(number)
-        if not count:
-            raise InputError(f"{show_path(options.dumps[0])}: holds no sample, so there is nothing to convert.")
-    prompts, steps = sum(kind == "prompt_id" for kind, _ in units), sorted(set(units.values()))
+            except ValueError as error:
+                raise InputError(f"{shown}: {error}") from error
+            count += len(samples)
+            notes += [f"{shown}: {note}" for note in found]
+            update(number)
+    prompts, steps = sum(kind == "prompt_id" for kind, _ in units), sorted({step for step, _ in units.values()})
     if options.json:
-        show_json({"output": options.output, "samples": count, "prompts": prompts, "steps": steps})
+        show_json({"output": options.output, "samples": count, "prompts": prompts, "steps": steps, "notes": notes})
     else:
-        say(f"{show_path(options.output)}: {count} samples of {prompts} prompts in {len(steps)} steps")
+        summary = f"{show_path(options.output)}: {count} samples of {prompts} prompts in {len(steps)} steps"
+        say("\n".join([summary, *notes]))
     return 0
 
 
-def complete(rows: "Sequence[Row]", options: argparse.Namespace) -> None:
-    """Give the rows the log-probabilities and advantages that the options choose.
+def _complete(rows: "list[Row]", options: argparse.Namespace, shown: str) -> "tuple[list[Row], list[str]]":
+    """The rows of a dump that are samples, with all that the options choose, and what there is to say of them.
 
     Raises:
-        InputError: a dump does not hold them and none is chosen, or siblings of one rollout have different rewards.
+        InputError: there are none, or a dump does not hold what a sample needs and no option chooses it.
     """
+    if not rows:
+        raise InputError(f"{shown}: holds no sample, so there is nothing to convert.")
     for row in rows:
         _check_row(row)
-    if options.advantage:
-        for row, advantage in zip(rows, _advantages(rows, options.advantage), strict=True):
-            row.record["advantage"] = advantage
+    notes = _choose_advantages(rows, options, shown) if options.advantage else []
+    if options.train_data:
+        rows, more = _as_scheduled(rows)
+        notes += more
+    _choose_logprobs(rows, options)
+    return rows, notes
+
+
+def _choose_advantages(rows: "Sequence[Row]", options: argparse.Namespace, shown: str) -> list[str]:
+    """Give the rows the advantages that --advantage chooses, and say how many groups bring no gradient."""
+    names = ("reward", "prompt_id", "rollout_id")
+    rewards, prompts, rollouts = ([row.record[name] for row in rows] for name in names)
+    try:
+        found = group_advantages(rewards, prompts, rule=options.advantage, rollout_ids=rollouts)
+    except ValueError as error:
+        raise InputError(f"{shown}: {error}") from error
+    for row, advantage in zip(rows, found.values, strict=True):
+        row.record["advantage"] = advantage
+    is_said = found.num_zero_variance and RULES[options.advantage].is_relative
+    return [f"{found}, so they bring no gradient"] if is_said else []
+
+
+def _as_scheduled(rows: "Sequence[Row]") -> "tuple[list[Row], list[str]]":
+    """The rows that slime trained. A prompt group that its schedule cut is named by step: in a file it lies in one."""
+    trained, notes = [row for row in rows if row.record["step"] is not None], []
+    if left := len(rows) - len(trained):
+        notes.append(
+            f"{left} samples of the last rollouts, which did not fill a step, were not trained and are left out"
+        )
+    steps: dict[Any, set[int]] = {}
+    for row in trained:
+        steps.setdefault(row.record["prompt_id"], set()).add(row.record["step"])
+    for row in trained:
+        if len(steps[prompt := row.record["prompt_id"]]) > 1:
+            row.record["prompt_id"] = f"{prompt}/{row.record['step']}"
+    if cut := sum(len(found) > 1 for found in steps.values()):
+        notes.append(f"{cut} prompt groups were trained in several steps, so their parts are prompts of their own")
+    return trained, notes
+
+
+def _choose_logprobs(rows: "Sequence[Row]", options: argparse.Namespace) -> None:
+    """Give the rows the log-probabilities that --old-logprobs chooses.
+
+    Raises:
+        InputError: a dump does not hold them, or no advantages, and none are chosen.
+    """
     for row in rows:
         if options.old_logprobs:
             row.record["old_logprobs"] = row.record.get("rollout_logprobs")
         if row.record.get("old_logprobs") is None:
             if options.old_logprobs:
                 raise InputError(
-                    f"{row.where}: the dump has no rollout_log_probs, and old_logprobs cannot be derived. Record them."
+                    f"{row.where}: the dump has no log-probabilities of the rollout engine, and old_logprobs cannot be derived. Record them."
                 )
             raise InputError(
                 f"{row.where}: the dump has no log-probabilities under the trainer's own weights, and old_logprobs cannot be derived. "
@@ -119,28 +170,6 @@ def _check_row(row: "Row") -> None:
         raise InputError(f"{row.where}: its reward is {shorten(reward)}, not a finite number. Was it scored?")
 
 
-def _advantages(rows: "Sequence[Row]", rule: str) -> list[float]:
-    groups: dict[Any, dict[Any, float]] = {}
-    for row in rows:
-        reward, group = row.record["reward"], groups.setdefault(row.record["prompt_id"], {})
-        if group.setdefault(row.record["rollout_id"], reward) != reward:
-            raise InputError(
-                f"{row.where}: samples of one rollout have different rewards, so --advantage {rule} is not defined."
-            )
-    return [_advantage(row, list(groups[row.record["prompt_id"]].values()), rule) for row in rows]
-
-
-def _advantage(row: "Row", group: Sequence[float], rule: str) -> float:
-    if rule == "reward":
-        return row.record["reward"]
-    if len(group) < 2:
-        raise InputError(
-            f"{row.where}: its prompt has one rollout, so --advantage {rule} would be 0. Use --advantage reward."
-        )
-    centred = row.record["reward"] - math.fsum(group) / len(group)
-    return centred / (statistics.stdev(group) + 1e-6) if rule == "group_norm" else centred
-
-
 def _sample(row: "Row") -> "Sample":
     """The row, through the checks of a rollout file's line."""
     from megatron_pg.rollouts.file import sample_of
@@ -158,14 +187,31 @@ def _sample(row: "Row") -> "Sample":
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
 
 
-def _check_units(rows: "Sequence[Row]", units: dict[tuple[str, Any], int]) -> None:
+def _check_logprobs(samples: "Sequence[Sample]", options: argparse.Namespace, shown: str) -> None:
+    """Refuse log-probabilities that nobody computed."""
+    trained = [sample.old_logprobs[sample.loss_mask] for sample in samples if sample.num_trained]
+    if trained and not any(values.any() for values in trained):
+        way = "Record them." if options.old_logprobs else "Give --old-logprobs rollout to take the rollout engine's."
+        raise InputError(
+            f"{shown}: every old_logprobs is 0, that is probability 1: placeholders, as NeMo-RL writes with force_on_policy_ratio, and the "
+            f"ratio would be π itself. {way}"
+        )
+
+
+def _check_units(rows: "Sequence[Row]", shown: str, units: dict[tuple[str, Any], tuple[int, str]]) -> None:
     for row in rows:
         for kind in ("prompt_id", "rollout_id"):
             name, step = row.record[kind], row.record["step"]
-            if units.setdefault((kind, name), step) != step:
+            first, file = units.setdefault((kind, name), (step, shown))
+            if first != step:
                 raise InputError(
-                    f"{row.where}: {kind} {printable(repr(name))} is also in step {units[kind, name]}, and a unit must lie in one step. Do the "
+                    f"{row.where}: {kind} {printable(repr(name))} is also in step {first}, and a unit must lie in one step. Do the "
                     "files belong to one run, each once?"
+                )
+            if kind == "rollout_id" and file != shown:
+                raise InputError(
+                    f"{row.where}: rollout_id {printable(repr(name))} is also in {file}, so two rollouts would count as one. Name them apart, "
+                    "and give every file once."
                 )
 
 

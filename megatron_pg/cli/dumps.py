@@ -3,22 +3,28 @@
 slime, miles   --save-debug-rollout-data, torch.save of {rollout_id, samples: [...]}; slime also --save-debug-train-data
 nemo_rl        train_data_step{N}.jsonl, one padded row per sample, every value a list of one
 verl           trainer.rollout_data_dir, {step}.jsonl: texts and scores, and the columns that a reward function adds
+jsonl          one JSON object per sample, in columns of any names
 """
 
 import argparse
+import gzip
 import json
+import operator
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.cli.terminal import InputError, opened, show_path
-from megatron_pg.rollouts.fields import FIELDS, REQUIRED, is_int
-from megatron_pg.rollouts.lines import raw_lines
+from megatron_pg.rollouts.fields import REQUIRED, is_int
+from megatron_pg.rollouts.lines import raw_lines, unique_keys
 from megatron_pg.rollouts.printable import printable, shorten
 
 
@@ -44,6 +50,11 @@ def _integer(record: Any, name: str, where: str) -> int:
     if not is_int(value):
         raise _foreign(where, f"{name} is {shorten(value)}, not an integer")
     return value
+
+
+def _constant_mask(bit: int, length: int, tokens: Any) -> list[int]:
+    """A mask of equal bits, no longer than the sample, however long its response is said to be."""
+    return [bit] * max(0, min(length, len(tokens) if isinstance(tokens, list) else 0))
 
 
 def _names(record: Mapping) -> str:
@@ -82,14 +93,17 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
             raise InputError(
                 f"{where}: {name} is not set, so its unit cannot be counted. Set it in the rollout function."
             )
-    length, mask = _integer(sample, "response_length", where), _plain_list(sample.get("loss_mask"))
+    tokens, mask = _plain_list(_field(sample, "tokens", where)), _plain_list(sample.get("loss_mask"))
+    length = _integer(sample, "response_length", where)
+    if mask is None or sample.get("remove_sample"):
+        mask = _constant_mask(0 if sample.get("remove_sample") else 1, length, tokens)
     fields = {
         "step": step,
         "prompt_id": prompt_id,
         "rollout_id": f"sample-{index}" if rollout_id is None else rollout_id,
-        "tokens": _plain_list(_field(sample, "tokens", where)),
+        "tokens": tokens,
         "response_length": length,
-        "loss_mask": [0] * length if sample.get("remove_sample") else [1] * length if mask is None else mask,
+        "loss_mask": mask,
         "reward": _reward(_field(sample, "reward", where), where, reward_key),
         "rollout_logprobs": _plain_list(sample.get("rollout_log_probs")),
         "x_status": str(sample.get("status")),
@@ -109,27 +123,51 @@ def _reward(reward: Any, where: str, key: str | None) -> Any:
 
 
 def _add_train_data(rows: Sequence[Row], path: str) -> None:
-    """Give the rows the log-probabilities and advantages that slime trained with."""
+    """Give the rows the steps, log-probabilities and advantages that slime trained with; step None: it trained them not."""
     dump, shown = load_tensors(path), show_path(path)
     if not isinstance(dump, Mapping) or dump.get("format_version") != 2:
         raise InputError(
             f"{shown}: is no training dump of slime (format_version 2), whose samples name their position in the rollout dump. The "
             "dumps that miles writes per rank cannot be joined; choose --old-logprobs and --advantage instead."
         )
-    trained = {str(_field(sample, "rollout_position", shown)): sample for sample in _field(dump, "samples", shown)}
+    samples = _field(dump, "samples", shown)
+    if not isinstance(samples, list):
+        raise _foreign(shown, "samples is no list")
+    trained = {str(_field(sample, "rollout_position", shown)): sample for sample in samples}
+    steps = _steps_of(_field(dump, "dp_shards", shown), shown)
+    if trained.keys() != set(map(str, steps)) or not all(0 <= position < len(rows) for position in steps):
+        raise InputError(
+            f"{shown}: its samples are not those of its schedule, or not in the rollout dump of {len(rows)} samples. Do both files belong "
+            "to one rollout?"
+        )
+    num_steps = 1 + max(steps.values(), default=0)
     for position, row in enumerate(rows):
-        where, sample = f"{shown}: sample {position}", trained.get(str(position))
-        if sample is None:
-            raise InputError(
-                f"{row.where}: {shown} holds no sample of this position. Do both files belong to one rollout?"
-            )
+        if position not in steps:  # of the rollouts that did not fill a step
+            row.record["step"] = None
+            continue
+        where, sample = f"{shown}: sample {position}", trained[str(position)]
         if _plain_list(_field(sample, "tokens", where)) != row.record["tokens"]:
             raise InputError(
                 f"{where}: its tokens differ from those of {row.where}. Do both files belong to one rollout?"
             )
+        row.record["step"] = row.record["step"] * num_steps + steps[position]
         row.record["old_logprobs"] = _plain_list(_field(sample, "log_probs", where))
         row.record["advantage"] = _plain_list(_field(sample, "advantages", where))
         row.record["ref_logprobs"] = _plain_list(sample.get("ref_log_probs"))
+
+
+def _steps_of(shards: Any, shown: str) -> dict[int, int]:
+    """Position in the rollout dump -> which of the dump's optimizer steps trained it, as slime's schedule has it."""
+    steps: dict[int, int] = {}
+    try:
+        for shard in shards:
+            counts, microbatches = shard["num_microbatches"], shard["micro_batch_indices"]
+            numbers = chain.from_iterable(repeat(step, count) for step, count in enumerate(counts))
+            for step, microbatch in zip(numbers, microbatches, strict=True):
+                steps |= {operator.index(shard["partition"][i]): step for i in microbatch}
+    except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
+        raise _foreign(shown, "dp_shards does not say which micro-batches and steps trained a sample") from error
+    return steps
 
 
 def load_tensors(path: str) -> Any:
@@ -184,18 +222,11 @@ def read_nemo_rl(path: str, options: argparse.Namespace) -> list[Row]:
         raise InputError(
             f"{shown}: this format does not say which samples share a prompt. Give --group-size, the run's num_generations_per_prompt."
         )
-    rows, prompts = [], []
-    for i, (record, where) in enumerate(_json_lines(path)):
-        fields = _nemo_rl_fields(record, where)
-        prompts.append(fields["tokens"][: -fields["response_length"]])
-        if prompts[i] != prompts[i - i % size]:
-            raise InputError(
-                f"{where}: its prompt differs from that of its group's first row, so --group-size {size} is wrong."
-            )
-        ids = {"step": step, "prompt_id": f"{step}/{i // size}", "rollout_id": f"{step}/{i}"}
-        rows.append(Row(where, ids | fields))
-    if len(rows) % size:
-        raise InputError(f"{shown}: {len(rows)} rows are no multiple of --group-size {size}. Correct it.")
+    rows = [
+        Row(where, {"step": step, "rollout_id": f"{step}/{i}"} | _nemo_rl_fields(record, where))
+        for i, (record, where) in enumerate(_json_lines(path))
+    ]
+    _group_rows(rows, size, shown)
     return rows
 
 
@@ -234,45 +265,83 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
     }
 
 
-# --- verl ---
+# --- JSON Lines of any trainer, verl's among them ---
 
-VERL_HOLDS = ("step", "prompt_id", "rollout_id", "reward")  # the rest of a sample, if any, is in columns of the user's
+COLUMNS = {  # field -> the columns that are taken for it where --column names none
+    "step": ("step",),
+    "prompt_id": ("prompt_id", "uid"),
+    "rollout_id": ("rollout_id",),
+    "tokens": ("tokens",),
+    "prompt_ids": ("prompt_ids",),
+    "response_ids": ("response_ids", "completion_ids"),
+    "response_length": ("response_length",),
+    "loss_mask": ("loss_mask", "response_mask"),
+    "old_logprobs": ("old_logprobs", "old_per_token_logps"),
+    "rollout_logprobs": ("rollout_logprobs", "response_logprobs", "sampling_per_token_logps"),
+    "ref_logprobs": ("ref_logprobs", "ref_per_token_logps"),
+    "reward": ("reward", "score"),
+    "advantage": ("advantage", "advantages"),
+}
+OTHERWISE = {  # field -> what may stand for its column
+    "step": "--step",
+    "prompt_id": "--group-size",
+    "tokens": "columns prompt_ids and response_ids",
+    "response_length": "columns prompt_ids and response_ids",
+    "loss_mask": "--loss-mask ones",
+}
 
 
-def read_verl(path: str, options: argparse.Namespace) -> list[Row]:
-    """The samples of a {step}.jsonl of verl's rollout_data_dir, with the columns that --column names.
+def read_jsonl(path: str, options: argparse.Namespace) -> list[Row]:
+    """The samples of a file with one JSON object per sample, whose columns `COLUMNS` and --column name.
 
-    Samples of one step with equal `input` share a prompt.
+    A line without a rollout_id is a rollout of its own. verl: samples with equal `input` share a prompt where there is no
+    uid. Columns that are no field become x_ fields.
 
     Raises:
-        InputError: the file is no such file, or does not hold what a sample needs: texts are no tokens.
+        InputError: a column is missing, ambiguous or contradicts an option.
     """
-    columns = _columns(options.column or [])
-    if missing := [name for name in REQUIRED if name not in (*VERL_HOLDS, "advantage", *columns)]:
-        raise InputError(
-            f"{show_path(path)}: verl writes texts and scores; {', '.join(missing)} cannot be derived from them. Have the reward function "
-            f"return them as extra columns, and name these: --column {missing[0]}=NAME."
-        )
-    prompts: dict[str, int] = {}
-    rows = []
-    for i, (record, where) in enumerate(_json_lines(path)):
-        step, text = _integer(record, "step", where), _field(record, "input", where)
-        group = prompts.setdefault(str(text), len(prompts))
-        fields = {"step": step, "prompt_id": f"{step}/{group}", "rollout_id": f"{step}/{i}"}
-        if "reward" not in columns:
-            fields["reward"] = _field(record, "score", where)
-        rows.append(Row(where, fields | {name: _field(record, column, where) for name, column in columns.items()}))
+    chosen, prompts = _columns(options.column or []), dict[str, int]()
+    rows: list[Row] = []
+    for record, where in _json_lines(path):
+        fields = _named(record, chosen, where)
+        for name, option in (("step", "step"), ("prompt_id", "group_size"), ("loss_mask", "loss_mask")):
+            if name in fields and getattr(options, option) is not None:
+                raise InputError(
+                    f"{where}: has a column for {name}, so --{option.replace('_', '-')} contradicts it. Leave one out."
+                )
+        if options.step is not None:
+            fields["step"] = options.step
+        if options.loss_mask is not None:
+            fields["loss_mask"] = _constant_mask(1, _integer(fields, "response_length", where), fields.get("tokens"))
+        if options.format == "verl" and "prompt_id" not in fields:
+            text = str(_field(record, "input", where))
+            fields["prompt_id"] = f"{fields.get('step')}/{prompts.setdefault(text, len(prompts))}"
+        fields.setdefault("rollout_id", f"{fields.get('step')}/{len(rows)}")
+        _check_columns(fields, record, where, {"prompt_id"} if options.group_size is not None else set())
+        rows.append(Row(where, fields))
+    if options.group_size is not None:
+        _group_rows(rows, options.group_size, show_path(path))
     return rows
 
 
+def _check_columns(fields: Mapping, record: Mapping, where: str, to_come: set[str]) -> None:
+    """Refuse a line without a column for what no option chooses."""
+    chosen = {"old_logprobs", "advantage"} | to_come
+    if missing := [name for name in REQUIRED if fields.get(name) is None and name not in chosen]:
+        given = ", ".join(dict.fromkeys(OTHERWISE[name] for name in missing if name in OTHERWISE))
+        others = f"; or give {given}" if given else ""
+        raise InputError(
+            f"{where}: has no column for {', '.join(missing)} (it has: {_names(record)}). Name one: --column {missing[0]}=NAME{others}."
+        )
+
+
 def _columns(given: Sequence[str]) -> dict[str, str]:
-    known = [name for name in FIELDS if name != "step"]
     columns: dict[str, str] = {}
     for text in given:
         name, equals, column = text.partition("=")
-        if not equals or not column or name not in known:
+        if not equals or not column or name not in COLUMNS:
             raise InputError(
-                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(known)}. Correct it."
+                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(COLUMNS)}. Correct it."
             )
         if name in columns:
             raise InputError(f"--column names {name} twice. Name it once.")
@@ -280,16 +349,69 @@ def _columns(given: Sequence[str]) -> dict[str, str]:
     return columns
 
 
+def _named(record: Any, chosen: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The columns of a line under our names, the others under x_ names; prompt and response joined."""
+    if not isinstance(record, Mapping):
+        raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
+    fields, taken = {}, set(chosen.values())
+    for field, names in COLUMNS.items():
+        found = [name for name in names if record.get(name) is not None and name not in chosen.values()]
+        if field not in chosen and len(found) > 1:
+            raise InputError(
+                f"{where}: {' and '.join(found)} may both be its {field}. Choose one: --column {field}={found[0]}."
+            )
+        if field in chosen or found:
+            fields[field] = _field(record, chosen.get(field) or found[0], where)
+        taken |= set(found)
+    prompt, response = fields.pop("prompt_ids", None), fields.pop("response_ids", None)
+    if isinstance(prompt, list) and isinstance(response, list):
+        for name, value in (("tokens", prompt + response), ("response_length", len(response))):
+            if fields.setdefault(name, value) != value:
+                raise InputError(f"{where}: its {name} is not that of prompt_ids and response_ids. Leave one out.")
+    elif (prompt, response) != (None, None):
+        raise _foreign(where, "prompt_ids and response_ids are not two lists")
+    others = {
+        name if name.startswith("x_") else f"x_{name}": value for name, value in record.items() if name not in taken
+    }
+    return others | fields
+
+
+def _group_rows(rows: Sequence[Row], size: int, shown: str) -> None:
+    """Name the prompts of groups of consecutive rows, whose prompts are compared."""
+    prompts = []
+    for row in rows:
+        tokens, length = _field(row.record, "tokens", row.where), _integer(row.record, "response_length", row.where)
+        if not isinstance(tokens, list):
+            raise _foreign(row.where, f"tokens is {shorten(tokens)}, not a list")
+        prompts.append(tokens[: len(tokens) - length])
+    for i, row in enumerate(rows):
+        if prompts[i] != prompts[i - i % size]:
+            raise InputError(
+                f"{row.where}: its prompt differs from that of its group's first row, so --group-size {size} is wrong."
+            )
+        row.record["prompt_id"] = f"{_field(row.record, 'step', row.where)}/{i // size}"
+    if len(rows) % size:
+        raise InputError(f"{shown}: {len(rows)} rows are no multiple of --group-size {size}. Correct it.")
+
+
 def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
-    for number, line in enumerate(raw_lines(path), start=1):
+    for number, line in enumerate(raw_lines(path, opener=_open_text), start=1):
         where = f"{show_path(path)}:{number}"
-        if not line.endswith(b"\n"):
-            raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.")
         try:
-            record = json.loads(line.decode("utf-8"))
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            record = json.loads(text, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
+            if not line.endswith(b"\n"):
+                raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.") from error
             raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
         yield record, where
 
 
-READERS = {"slime": read_slime, "miles": read_slime, "nemo_rl": read_nemo_rl, "verl": read_verl}
+def _open_text(path: str, mode: str) -> Any:
+    """A file, an archive of one (.gz) or the standard input (-)."""
+    if path == "-":
+        return nullcontext(sys.stdin.buffer)
+    return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)
+
+
+READERS = {"slime": read_slime, "miles": read_slime, "nemo_rl": read_nemo_rl, "verl": read_jsonl, "jsonl": read_jsonl}

@@ -18,6 +18,14 @@ class Field:
     is_logprob: bool = False  # in nats, at most 0
 
 
+def plain(value: Any) -> Any:
+    """The Python value of a number of numpy or of a tensor without dimensions; anything else as it is."""
+    try:
+        return value.item() if getattr(value, "ndim", None) == 0 else value
+    except Exception:  # a tensor without data
+        return value
+
+
 def is_int(value: Any) -> bool:
     """Whether it is an integer, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -2,14 +2,24 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, REQUIRED
-from megatron_pg.rollouts.lines import FORMAT, VERSION, RolloutFileError, read_records
+from megatron_pg.rollouts.lines import (
+    FORMAT,
+    VERSION,
+    RolloutFileError,
+    check_header,
+    parse_line,
+    raw_lines,
+    read_records,
+)
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.sample import Sample
 
@@ -45,27 +55,63 @@ def iterate_rollouts(path: str | Path, *, update: Callable[[int], None] | None =
 
 
 class RolloutWriter:
-    """Writes samples to a rollout file, one line each and without a buffer.
+    """Writes samples to a rollout file, one line each and without a buffer; in a `with` block it closes itself.
 
     A process that is killed leaves whole lines; the kernel may cut the very last one, which then has no line end.
+
+    Args:
+        path: the file. Ranks write files of their own: two writers of one file would mix their lines.
+        if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
+
+    Raises:
+        RolloutFileError: the file exists and is refused, or cannot be appended to.
     """
 
-    def __init__(self, path: str | Path):
-        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115, closed by close()
-        self._lines([{"format": FORMAT, "version": VERSION}])
+    def __init__(self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse"):
+        path = Path(path)
+        if if_exists not in ("refuse", "append", "replace"):
+            raise ValueError(f"if_exists={shorten(if_exists)} is none of refuse, append and replace. Choose one.")
+        goes_on = if_exists != "replace" and path.exists() and path.stat().st_size > 0
+        if goes_on:
+            _check_goes_on(path, if_exists)
+        self._file = path.open("wb" if if_exists == "replace" else "ab", buffering=0)
+        if not goes_on:
+            self._put([_encoded({"format": FORMAT, "version": VERSION})])
 
     def write(self, samples: Sequence[Sample]) -> None:
         """Append samples, all or none; `step`, `prompt_id`, `rollout_id` and `reward` must be set: the format needs them."""
-        self._lines([_record(sample) for sample in samples])
+        self._put([_line(sample) for sample in samples])
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _lines(self, records: Sequence[dict[str, object]]) -> None:
-        for line in [json.dumps(record, allow_nan=False).encode() + b"\n" for record in records]:
+    def __enter__(self) -> "RolloutWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _put(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
             while line:
                 line = line[self._file.write(line) :]  # a full disk or a signal may cut one write short
+
+
+def _check_goes_on(path: Path, if_exists: str) -> None:
+    """Refuse to write to a file of samples, unless it is whole and shall be appended to."""
+    shown = printable(str(path), limit=None)
+    if if_exists == "refuse":
+        raise RolloutFileError(
+            f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or 'replace'."
+        )
+    check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            raise RolloutFileError(
+                f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete that line."
+            )
 
 
 def sample_of(record: dict, sample_id: str) -> Sample:
@@ -83,11 +129,15 @@ def sample_of(record: dict, sample_id: str) -> Sample:
     return Sample.build(**{name: record.get(name) for name in FIELDS}, sample_id=sample_id, extra=extra)
 
 
-def _record(sample: Sample) -> dict[str, object]:
+def _line(sample: Sample) -> bytes:
     needed = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "reward")}
     if missing := [name for name, value in needed.items() if value is None]:
         raise ValueError(
             f"sample {sample.sample_id} has no {missing[0]}, which the rollout file needs. Set it on the sample."
+        )
+    if bad := [name for name in sample.extra if not str(name).startswith("x_")]:
+        raise ValueError(
+            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be read. Rename it."
         )
     if not math.isfinite(sample.reward):
         raise ValueError(
@@ -103,7 +153,17 @@ def _record(sample: Sample) -> dict[str, object]:
         "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
     }
     optional = {name: getattr(sample, name) for name in OPTIONAL}
-    return record | {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
+    record |= {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
+    try:
+        return _encoded(record)
+    except (TypeError, ValueError, RecursionError) as error:  # of extra: the rest has been checked
+        raise ValueError(
+            f"extra of sample {sample.sample_id} holds what JSON cannot ({printable(str(error))}). Give plain values."
+        ) from error
+
+
+def _encoded(record: dict[str, object]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def _finite(values: Tensor) -> list[float]:

@@ -1,8 +1,10 @@
 """The lines of a rollout file: one header, then one JSON object each. Needs no torch."""
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_pg.rollouts.printable import printable, shorten
 
@@ -30,8 +32,10 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
             yield number, record
 
 
-def raw_lines(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[bytes]:
-    """The lines of a file, of which one that is too long is cut behind MAX_LINE_BYTES.
+def raw_lines(
+    path: str | Path, *, update: Callable[[int], None] | None = None, opener: Callable[..., Any] = open
+) -> Iterator[bytes]:
+    """The lines of a file, of which one that is too long is cut behind MAX_LINE_BYTES; `opener` opens it as `open` does.
 
     Raises:
         RolloutFileError: the file cannot be read.
@@ -40,15 +44,16 @@ def raw_lines(path: str | Path, *, update: Callable[[int], None] | None = None) 
     if "\0" in str(path):
         raise RolloutFileError(f"{shown}: no file can have this name. Give an existing rollout file.")
     try:
-        with open(path, "rb") as file:
+        with opener(path, "rb") as file:
             done = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 yield line
                 done += len(line)
                 if update is not None:
                     update(done)
-    except OSError as error:
-        raise RolloutFileError(f"{shown}: cannot be read ({error.strerror}). Give an existing rollout file.") from error
+    except (OSError, EOFError, zlib.error) as error:  # the latter two of a damaged archive
+        reason = getattr(error, "strerror", None) or error
+        raise RolloutFileError(f"{shown}: cannot be read ({reason}). Give an existing rollout file.") from error
 
 
 def parse_line(line: bytes, where: str) -> dict:
@@ -58,7 +63,7 @@ def parse_line(line: bytes, where: str) -> dict:
             f"{where}: line is longer than {MAX_LINE_BYTES} bytes, so it is no sample of this format."
         )
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise RolloutFileError(
             f"{where}: is not UTF-8 (byte {error.start}), so it cannot be read. Re-export it."
@@ -73,7 +78,8 @@ def parse_line(line: bytes, where: str) -> dict:
     return record
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of a JSON text, of which no field is given twice."""
     record = dict(pairs)
     if len(record) != len(pairs):
         names = [name for name, _ in pairs]

@@ -9,4 +9,7 @@ def printable(text: str, *, limit: int | None = 120) -> str:
 
 def shorten(value: object) -> str:
     """A value as messages show it."""
-    return printable(repr(value))
+    try:
+        return printable(repr(value).replace("\n", ""))  # a tensor's text has several lines
+    except Exception:  # an integer of too many digits, a user's class
+        return f"a {type(value).__name__} without a text"

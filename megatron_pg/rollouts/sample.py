@@ -3,16 +3,18 @@
 Everything is checked here, at the door, so that nothing later has to.
 """
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.fields import LOGPROBS, OPTIONAL, Id, is_id
+from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, OPTIONAL, Id, is_id, is_int, is_number, plain
 from megatron_pg.rollouts.printable import printable, shorten
+
+Values = Sequence[Any] | np.ndarray | Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,23 +43,10 @@ class Sample:
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):
-        object.__setattr__(self, "sample_id", label := printable(self.sample_id))
-        tokens, mask = self.tokens, self.loss_mask
-        if tokens.dim() != 1 or tokens.dtype != torch.int64:
-            raise ValueError(
-                f"tokens of sample {label} have shape {tuple(tokens.shape)} and dtype {tokens.dtype}, not [n] int64. Give one "
-                "flat list of token ids."
-            )
-        if len(tokens) and tokens.min() < 0:
-            raise ValueError(
-                f"tokens of sample {label} hold {int(tokens.min())}, which is no token id. Remove padding first."
-            )
-        if mask.dim() != 1 or mask.dtype != torch.bool:
-            raise ValueError(
-                f"loss_mask of sample {label} has shape {tuple(mask.shape)} and dtype {mask.dtype}, not [R] bool. "
-                "Use Sample.build, which also takes 0 and 1."
-            )
-        check_lengths(len(tokens), len(mask))
+        label = _label(self.sample_id)
+        object.__setattr__(self, "sample_id", label)
+        for name in ("prompt_id", "rollout_id", "step", "reward"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("prompt_id", "rollout_id"):
             value = getattr(self, name)
             if value is not None and not is_id(value):
@@ -65,54 +54,84 @@ class Sample:
                     f"{name}={shorten(value)} of sample {label} is neither a string of printable characters nor an integer "
                     "of 62 bits, so units could not be counted or named. Give one."
                 )
+        if self.step is not None and not FIELDS["step"].accepts(self.step):
+            raise ValueError(
+                f"step={shorten(self.step)} of sample {label} is not an integer from 0 on. Give one, or none."
+            )
+        if not (
+            self.reward is None or is_number(self.reward) or isinstance(self.reward, float)
+        ):  # nan: it is not trained
+            raise ValueError(f"reward={shorten(self.reward)} of sample {label} is not a number. Give one, or none.")
+        if not isinstance(self.extra, dict):
+            raise ValueError(f"extra={shorten(self.extra)} of sample {label} is no dict of x_ fields. Give one.")
+        tokens, mask = self.tokens, self.loss_mask
+        if not _is_vector(tokens) or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens of sample {label} are {_shown(tokens)}, not [n] int64 on the CPU. Use Sample.build."
+            )
+        for bad in (tokens[tokens < 0], tokens[tokens >= 2**31]):
+            if len(bad):
+                raise ValueError(
+                    f"tokens of sample {label} hold {int(bad[0])}, which is no token id. Remove padding first."
+                )
+        if not _is_vector(mask) or mask.dtype != torch.bool:
+            raise ValueError(
+                f"loss_mask of sample {label} is {_shown(mask)}, not [R] bool on the CPU. Use Sample.build, which also takes 0 and 1."
+            )
+        check_lengths(len(tokens), len(mask))
         for name in ("advantages", *LOGPROBS):
-            if (values := getattr(self, name)) is not None:
+            if (values := getattr(self, name)) is not None or name not in OPTIONAL:
                 _check_values(name, values, mask, label)
 
     @classmethod
     def build(
         cls,
         *,
-        tokens: Sequence[int],
+        tokens: Values,
         response_length: int,
-        loss_mask: Sequence[int],
-        old_logprobs: Sequence[float],
-        advantage: float | Sequence[float],
+        loss_mask: Values,
+        old_logprobs: Values,
+        advantage: float | Values,
         **rest: Any,
     ) -> "Sample":
-        """A sample from plain lists; `advantage` is one number for the whole response or one per response token.
+        """A sample from lists, arrays or tensors; numbers may be numpy's, or tensors without dimensions.
 
         Args:
-            tokens: prompt and response token ids.
+            tokens: prompt and response token ids, integers.
             response_length: R, the number of response tokens.
-            loss_mask: R entries, 0 or 1.
+            loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: a number or R numbers.
-            rest: any other field of `Sample`; log-probability fields may be lists.
+            advantage: one number for the whole response, or R numbers.
+            rest: any other field of `Sample`; log-probabilities as `old_logprobs`.
+
+        Raises:
+            ValueError: a value has no meaning as its field, or `Sample` refuses it.
         """
-        label = printable(rest.setdefault("sample_id", str(rest.get("rollout_id") or rest.get("prompt_id") or "?")))
-        if len(loss_mask) != response_length:
-            raise ValueError(_length_message("loss_mask", len(loss_mask), response_length, label))
-        if isinstance(advantage, numbers.Real):
-            advantage = [float(advantage)] * response_length
-        ids, mask = torch.as_tensor(tokens), torch.as_tensor(loss_mask, dtype=torch.float64)
-        if ids.dtype.is_floating_point:
+        names = (rest.get(name) for name in ("sample_id", "rollout_id", "prompt_id"))
+        label = rest["sample_id"] = _label(next((name for name in names if name is not None), "?"))
+        if not is_int(length := plain(response_length)) or abs(length) >= 2**62:
             raise ValueError(
-                f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
+                f"response_length={shorten(length)} of sample {label} is no length, so prompt and response cannot be told apart. "
+                "Give the number of response tokens."
             )
+        mask = _vector("loss_mask", loss_mask, label, (bool, int, float))
+        if len(mask) != length:
+            raise ValueError(_length_message("loss_mask", len(mask), length, label))
         if not (is_binary := (mask == 0) | (mask == 1)).all():
             bad = float(mask[~is_binary][0])
             raise ValueError(
                 f"loss_mask of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages"
             )
+        number = plain(advantage)
+        values = [number] * length if isinstance(number, float) or is_int(number) else advantage
         for name in OPTIONAL:
             if rest.get(name) is not None:
-                rest[name] = torch.as_tensor(rest[name], dtype=torch.float64)
+                rest[name] = _vector(name, rest[name], label, (int, float))
         return cls(
-            tokens=ids.to(torch.int64),
+            tokens=_vector("tokens", tokens, label, (int,)),
             loss_mask=mask.bool(),
-            old_logprobs=torch.as_tensor(old_logprobs, dtype=torch.float64),
-            advantages=torch.as_tensor(advantage, dtype=torch.float64),
+            old_logprobs=_vector("old_logprobs", old_logprobs, label, (int, float)),
+            advantages=_vector("advantage", values, label, (int, float)),
             **rest,
         )
 
@@ -141,6 +160,58 @@ def check_lengths(total_length: int, response_length: int) -> None:
         )
 
 
+def _label(name: Any) -> str:
+    """What messages call a sample."""
+    name = plain(name)
+    return printable(name) if isinstance(name, str) else shorten(name)
+
+
+def _shown(values: Any) -> str:
+    """Values as messages show them."""
+    if isinstance(values, Tensor) and not values.is_nested:
+        return f"a tensor of shape {tuple(values.shape)}, {values.dtype}, on {values.device}"
+    return shorten(values)
+
+
+def _is_vector(values: Any) -> bool:
+    """Whether it is a plain tensor of one dimension on the CPU."""
+    is_plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_nested
+    return is_plain and values.dim() == 1 and values.device.type == "cpu"
+
+
+def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tensor:
+    """[n] float64, or int64 where only integers have a meaning, from a list, an array or a tensor of these kinds."""
+    dtype, found = torch.int64 if kinds == (int,) else torch.float64, set()
+    try:
+        if isinstance(values, np.ndarray) and values.dtype != object:
+            values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+        if isinstance(values, Tensor):
+            found = {type(torch.zeros((), dtype=values.dtype).item())}
+        else:
+            values = _plain_list(values)
+            found = set(map(type, values))
+        if found <= set(kinds) or len(values) == 0:
+            vector = torch.as_tensor(values, dtype=dtype, device="cpu").detach()
+            if _is_vector(vector):
+                return vector
+    except Exception:  # of whatever else was given
+        found = set()
+    if float in found and dtype == torch.int64:
+        raise ValueError(
+            f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
+        )
+    what = {"tokens": "token ids", "loss_mask": "0 and 1"}.get(name, "numbers")
+    raise ValueError(f"{name}={_shown(values)} of sample {label} is not one flat list of {what}. Give one.")
+
+
+def _plain_list(values: Any) -> list:
+    """The Python values of a list or array."""
+    items = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes, bytearray)):
+        raise TypeError
+    return list(items) if set(map(type, items)) <= {bool, int, float} else list(map(plain, items))
+
+
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
     return (
         f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not align. "
@@ -148,9 +219,11 @@ def _length_message(name: str, length: int, response_length: int, label: object)
     )
 
 
-def _check_values(name: str, values: Tensor, mask: Tensor, label: str) -> None:
-    if values.shape != mask.shape:
-        raise ValueError(_length_message(name, len(values) if values.dim() else 1, len(mask), label))
+def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
+    if not _is_vector(values):
+        raise ValueError(f"{name} of sample {label} are {_shown(values)}, not [R] numbers. Use Sample.build.")
+    if len(values) != len(mask):
+        raise ValueError(_length_message(name, len(values), len(mask), label))
     if not values.dtype.is_floating_point:
         raise ValueError(f"{name} of sample {label} have dtype {values.dtype}, not a floating-point one. Convert them.")
     bad = (mask & ~torch.isfinite(values)).nonzero()

@@ -1,5 +1,7 @@
 """`megatron-pg convert`: dumps with the field names of the frameworks' own writers, read back with `read_rollouts`."""
 
+import gzip
+import io
 import json
 import math
 import pickle
@@ -8,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dumps_of_others import NEMO, SLIME, nemo_row
+from dumps_of_others import NEMO, SLIME, nemo_row, slime_sample
 
-from megatron_pg import read_rollouts
+from megatron_pg import read_rollouts, read_steps
 from megatron_pg.cli import main
 
 
@@ -81,33 +83,80 @@ def test_advantages_follow_from_rewards_as_chosen(rule, expected, save, tmp_path
     )
 
 
-def train_dump(samples=SLIME) -> dict:
-    """--save-debug-train-data of slime, format_version 2: the rows are in another order than in the rollout dump."""
+def train_dump(samples=SLIME, steps=(range(6),)) -> dict:
+    """--save-debug-train-data of slime, format_version 2, of two ranks that trained these positions in each step."""
+    shards = [
+        {
+            "rank": 2 * rank,
+            "data_parallel_rank": rank,
+            "partition": [],
+            "micro_batch_indices": [],
+            "num_microbatches": [],
+        }
+        for rank in range(2)
+    ]
+    for positions in steps:
+        for rank, shard in enumerate(shards):
+            mine = list(positions)[rank::2]
+            first = len(shard["partition"])
+            shard["partition"] += mine
+            shard["micro_batch_indices"] += [[first + i] for i in range(len(mine))]
+            shard["num_microbatches"].append(len(mine))
     rows = [
         {
             "data_parallel_rank": i % 2,
             "rollout_position": i,
-            "tokens": torch.tensor(sample["tokens"]),
+            "tokens": torch.tensor(samples[i]["tokens"]),
             "response_lengths": 3,
             "log_probs": torch.tensor([-0.125, -0.75, -2.0 - i]),
             "ref_log_probs": torch.tensor([-0.1, -0.2, -0.3]),
             "advantages": torch.tensor([0.5 * i, 1.0, -1.0]),
         }
-        for i, sample in enumerate(samples)
+        for positions in steps
+        for i in positions
     ]
-    return {"format_version": 2, "rollout_id": 12, "rank": 0, "samples": rows[::-1], "dp_shards": []}
+    return {"format_version": 2, "rollout_id": 12, "rank": 0, "samples": rows, "dp_shards": shards}
 
 
 def test_the_training_dump_of_slime_gives_what_was_trained_with(save, tmp_path, capsys):
     torch.save(train_dump(), tmp_path / "train.pt")
     output = tmp_path / "out.jsonl"
-    code, _, err = run(capsys, save(), "--format", "slime", "--train-data", tmp_path / "train.pt", "--output", output)
+    code, out, err = run(capsys, save(), "--format", "slime", "--train-data", tmp_path / "train.pt", "--output", output)
     assert (code, err) == (0, "")
+    assert out.count("\n") == 1
     sample = read_rollouts(output)[3]
+    assert sample.step == 12
     assert sample.old_logprobs.tolist() == [-0.125, -0.75, -5.0]
     assert sample.ref_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
     assert sample.advantages.tolist() == [1.5, 1.0, -1.0]
     assert sample.rollout_logprobs.tolist() == [-0.5, -0.25, -4.0]
+
+
+def test_the_training_dump_of_slime_says_which_step_trained_a_sample_and_which_none_did(save, tmp_path, capsys):
+    """12 rollouts of 4 prompts in steps of 5: the last two fill none, and the second prompt lies in both."""
+    samples = [slime_sample(i, i // 3, float(i)) for i in range(12)]
+    torch.save(train_dump(samples, (range(5), range(5, 10))), tmp_path / "train.pt")
+    output = tmp_path / "out.jsonl"
+    words = (
+        "--format",
+        "slime",
+        "--train-data",
+        tmp_path / "train.pt",
+        "--advantage",
+        "group_mean",
+        "--output",
+        output,
+    )
+    code, out, err = run(capsys, save(samples), *words)
+    assert (code, err) == (0, "")
+    assert "10 samples of 5 prompts in 2 steps" in out
+    assert "2 samples of the last rollouts, which did not fill a step, were not trained and are left out" in out
+    assert "1 prompt groups were trained in several steps" in out
+    found = [sample for step in read_steps(output) for sample in step]
+    assert [s.step for s in found] == [24] * 5 + [25] * 5
+    assert [s.prompt_id for s in found] == [0, 0, 0, "1/24", "1/24", "1/25", 2, 2, 2, 3]
+    assert [float(s.advantages[0]) for s in found] == [-1, 0, 1, -1, 0, 1, -1, 0, 1, -1]  # over the whole groups
+    assert [float(s.old_logprobs[2]) for s in found] == [-2.0 - i for i in range(10)]
 
 
 BAD_SLIME = {
@@ -115,13 +164,19 @@ BAD_SLIME = {
     "no choice of advantages": ({}, ("--old-logprobs", "rollout"), "the dump has no advantages"),
     "no group": ({"group_index": None}, CHOICES, "sample 0: group_index is not set"),
     "no index": ({"index": None}, CHOICES, "sample 0: rollout_id and index is not set"),
-    "no log-probabilities": ({"rollout_log_probs": None}, CHOICES, "the dump has no rollout_log_probs"),
+    "no log-probabilities": (
+        {"rollout_log_probs": None},
+        CHOICES,
+        "the dump has no log-probabilities of the rollout engine",
+    ),
     "no reward": ({"reward": None}, CHOICES, "its reward is None, not a finite number"),
     "a reward of parts": ({"reward": {"math": 1.0}}, CHOICES, r"several parts (math). Choose one with --reward-key"),
     "a reward without parts": ({}, (*CHOICES, "--reward-key", "math"), "its reward 1.0 has no parts"),
     "a reward that is not finite": ({"reward": math.nan}, CHOICES, "its reward is nan, not a finite number"),
     "an empty response": ({"response_length": 0, "rollout_log_probs": []}, CHOICES, "sample 0: "),
     "a wrong length": ({"response_length": 2}, CHOICES, "old_logprobs of sample of the dump has 3 entries for 2"),
+    "a length beyond memory": ({"response_length": 10**15}, CHOICES, "has 5 entries for 1000000000000000"),
+    "a length of many digits": ({"response_length": 10**400}, CHOICES, "sample 0: "),
     "a length in words": ({"response_length": "3"}, CHOICES, "response_length is '3', not an integer"),
     "tokens in words": ({"tokens": "abc"}, CHOICES, "tokens='abc' has the wrong type"),
     "no tokens": ({"tokens": None}, CHOICES, "field 'tokens' is missing"),
@@ -140,7 +195,7 @@ BAD_SLIME = {
 def test_a_slime_dump_that_does_not_say_enough_is_refused(name, save, tmp_path, capsys):
     changes, options, message = BAD_SLIME[name]
     if name.startswith("siblings"):
-        changes, message = changes | {"reward": 0.25}, "samples of one rollout have different rewards"
+        changes, message = changes | {"reward": 0.25}, "rollout 40 of prompt 1 has samples with different rewards"
     path = save([SLIME[0] | changes, *SLIME[1:]])
     assert message in refused(capsys, tmp_path, path, "--format", "slime", *options)
 
@@ -154,7 +209,18 @@ def test_a_part_of_the_reward_is_chosen_by_its_key(save, tmp_path, capsys):
 
 BAD_TRAIN_DATA = {
     "a dump of one rank": (lambda d: {"rollout_id": 12, "rank": 0, "rollout_data": {}}, "no training dump of slime"),
-    "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "holds no sample of this position"),
+    "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "its samples are not those of its schedule"),
+    "samples that are none": (lambda d: d | {"samples": None}, "samples is no list"),
+    "samples of a longer rollout": (
+        lambda d: train_dump([*SLIME, SLIME[0]], (range(7),)),
+        "not in the rollout dump of 6",
+    ),
+    "no schedule": (lambda d: d | {"dp_shards": []}, "its samples are not those of its schedule"),
+    "a schedule of another kind": (lambda d: d | {"dp_shards": 3}, "dp_shards does not say which micro-batches"),
+    "half a schedule": (
+        lambda d: d | {"dp_shards": [s | {"num_microbatches": [10**30]} for s in d["dp_shards"]]},
+        "dp_shards does not say which micro-batches",
+    ),
     "other tokens": (
         lambda d: d | {"samples": [s | {"tokens": torch.tensor([1])} for s in d["samples"]]},
         "its tokens differ",
@@ -272,6 +338,31 @@ def test_dynamic_sampling_uses_the_rewards_that_were_kept(lines, tmp_path, capsy
     assert {s.reward for s in read_rollouts(output)} == {0.75}
 
 
+def test_log_probabilities_that_nobody_computed_are_refused(lines, tmp_path, capsys):
+    """force_on_policy_ratio leaves prev_logprobs at 0."""
+    rows = [row | {"prev_logprobs": [[0.0] * 8]} for row in NEMO]
+    words = (lines(rows), "--format", "nemo_rl", "--group-size", "2")
+    message = refused(capsys, tmp_path, *words)
+    assert "every old_logprobs is 0" in message
+    assert "Give --old-logprobs rollout" in message
+    neither = (
+        lines([row | {"generation_logprobs": [[0.0] * 8]} for row in rows], "other.jsonl"),
+        *words[1:],
+        "--step",
+        "7",
+    )
+    assert "Record them" in refused(capsys, tmp_path, *neither, "--old-logprobs", "rollout")
+    output = tmp_path / "out.jsonl"
+    assert run(capsys, *words, "--old-logprobs", "rollout", "--output", output)[0] == 0
+    assert read_rollouts(output)[0].old_logprobs.tolist() == [-0.5, -1.5, -2.5]
+
+
+def test_a_sure_token_is_no_placeholder(lines, tmp_path, capsys):
+    rows = [NEMO[0] | {"prev_logprobs": [[0.0] * 4 + [-1.0] + [0.0] * 3]}, NEMO[1]]
+    words = ("--format", "nemo_rl", "--group-size", "2", "--output", tmp_path / "out.jsonl")
+    assert run(capsys, lines(rows), *words)[0] == 0
+
+
 BAD_NEMO = {
     "no group size": (NEMO, (), "does not say which samples share a prompt. Give --group-size"),
     "a wrong group size": (NEMO, ("--group-size", "4"), ":3: its prompt differs from that of its group's first row"),
@@ -346,7 +437,7 @@ BAD_VERL = {
     "texts only": (
         VERL,
         ("--advantage", "reward"),
-        "verl writes texts and scores; tokens, response_length, loss_mask, old_logprobs cannot",
+        "5.jsonl:1: has no column for tokens, response_length, loss_mask (it has: input, output, gts, score, step, ids, n, mask, logp)",
     ),
     "a column that is not there": (
         VERL,
@@ -354,7 +445,7 @@ BAD_VERL = {
         "has no field 'missing'",
     ),
     "no advantages": (VERL, COLUMNS, "the dump has no advantages"),
-    "one rollout a prompt": ([verl_row(0, "a")], (*COLUMNS, "--advantage", "group_norm"), "its prompt has one rollout"),
+    "one rollout a prompt": ([verl_row(0, "a")], (*COLUMNS, "--advantage", "group_norm"), "has one rollout"),
     "a list for an id": (
         VERL,
         (*COLUMNS, "--column=prompt_id=ids", "--advantage", "reward"),
@@ -365,9 +456,9 @@ BAD_VERL = {
     "a step in words": (
         [verl_row(0, "a", step="5")],
         (*COLUMNS, "--advantage", "reward"),
-        "step is '5', not an integer",
+        "step='5' has the wrong type",
     ),
-    "no mask": ([verl_row(0, "a", mask=None)], (*COLUMNS, "--advantage", "reward"), "field 'loss_mask' is missing"),
+    "no mask": ([verl_row(0, "a", mask=None)], (*COLUMNS, "--advantage", "reward"), "has no column for loss_mask"),
     "a text for a mask": (
         [verl_row(0, "a", mask="11")],
         (*COLUMNS, "--advantage", "reward"),
@@ -382,16 +473,220 @@ def test_a_verl_dump_that_does_not_say_enough_is_refused(name, lines, tmp_path, 
     assert message in refused(capsys, tmp_path, lines(rows, "5.jsonl"), "--format", "verl", *options)
 
 
+def test_the_uid_of_verl_names_the_prompt(lines, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    words = ("--format", "verl", *COLUMNS, "--advantage", "group_mean", "--output", output)
+    assert run(capsys, lines([row | {"uid": f"u{i // 2}"} for i, row in enumerate(VERL)], "5.jsonl"), *words)[0] == 0
+    assert [s.prompt_id for s in read_rollouts(output)] == ["u0", "u0", "u1", "u1"]
+    assert read_rollouts(output)[0].extra == {"x_input": "a", "x_output": "4", "x_gts": "4"}
+
+
+# --- JSON Lines ---
+
+OURS = {
+    "step": 3,
+    "prompt_id": "q",
+    "rollout_id": "q/0",
+    "tokens": [1, 2, 5, 6],
+    "response_length": 2,
+    "loss_mask": [1, 0],
+    "old_logprobs": [-0.5, -0.25],
+    "reward": 1.0,
+    "advantage": 0.5,
+}
+PAIR = {"prompt_ids": [1, 2], "completion_ids": [5, 6], "response_logprobs": [-0.5, -0.25], "score": 1.0}
+
+
+def renamed(**names) -> dict:
+    return {names.get(name, name): value for name, value in OURS.items()}
+
+
+JSONL = {
+    "our names": ([OURS], ()),
+    "names of one's own": (
+        [renamed(tokens="ids", response_length="n", loss_mask="mask", old_logprobs="logp", reward="r", step="it")],
+        [
+            f"--column={w}"
+            for w in ("tokens=ids", "response_length=n", "loss_mask=mask", "old_logprobs=logp", "reward=r", "step=it")
+        ],
+    ),
+    "prompt and completion": (
+        [PAIR | {"response_mask": [1, 0], "advantages": 0.5, "uid": "q", "rollout_id": "q/0", "step": 3}],
+        ("--old-logprobs", "rollout"),
+    ),
+    "prompt and response": (
+        [
+            {k: v for k, v in OURS.items() if k not in ("tokens", "response_length", "step", "rollout_id")}
+            | {"prompt_ids": [1, 2], "response_ids": [5, 6], "id": "q/0"}
+        ],
+        ("--step", "3", "--column=rollout_id=id"),
+    ),
+    "two names for one field, and a choice": ([OURS | {"score": 9.0}], ("--column=reward=reward",)),
+    "a name that stands for another field": (
+        [renamed(old_logprobs="response_logprobs")],
+        ("--column=old_logprobs=response_logprobs",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JSONL)
+def test_lines_of_json_with_columns_of_any_names(name, lines, tmp_path, capsys):
+    rows, words = JSONL[name]
+    output = tmp_path / "out.jsonl"
+    code, _, err = run(capsys, lines(rows, "mine.jsonl"), "--format", "jsonl", *words, "--output", output)
+    assert (code, err) == (0, "")
+    (sample,) = read_rollouts(output)
+    found = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "response_length", "reward")}
+    assert found == {name: OURS[name] for name in found}
+    assert sample.tokens.tolist() == OURS["tokens"]
+    assert sample.loss_mask.int().tolist() == OURS["loss_mask"]
+    assert float(sample.old_logprobs[0]) == -0.5
+    assert float(sample.advantages[0]) == 0.5
+
+
+def test_a_file_without_ids_and_masks_is_read_as_chosen(lines, tmp_path, capsys):
+    rows = [PAIR | {"completion_ids": [5, 6 + i], "score": float(i == 1), "text": "…"} for i in range(4)]
+    words = (
+        "--step",
+        "0",
+        "--group-size",
+        "2",
+        "--loss-mask",
+        "ones",
+        "--old-logprobs",
+        "rollout",
+        "--advantage",
+        "rloo",
+    )
+    output = tmp_path / "out.jsonl"
+    code, out, err = run(capsys, lines(rows, "mine.jsonl"), "--format", "jsonl", *words, "--output", output)
+    assert (code, err) == (0, "")
+    assert "mine.jsonl: 1 of 2 prompt groups (50%) have equal rewards, so they bring no gradient" in out
+    samples = read_rollouts(output)
+    assert [s.prompt_id for s in samples] == ["0/0", "0/0", "0/1", "0/1"]
+    assert len({s.rollout_id for s in samples}) == 4
+    assert [float(s.advantages[0]) for s in samples] == [-1.0, 1.0, 0.0, 0.0]
+    assert {s.num_trained for s in samples} == {2}
+    assert samples[0].extra == {"x_text": "…"}
+
+
+TEXT = json.dumps(OURS)
+WAYS = {
+    "a byte order mark": b"\xef\xbb\xbf" + TEXT.encode() + b"\n",
+    "line ends of Windows": TEXT.encode() + b"\r\n" + json.dumps(OURS | {"rollout_id": "q/1"}).encode() + b"\r\n",
+    "no last line end": TEXT.encode(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["file", "archive", "standard input"])
+def test_text_is_read_as_it_comes(way, how, tmp_path, capsys, monkeypatch):
+    path, output = tmp_path / "mine.jsonl.gz", tmp_path / "out.jsonl"
+    if how == "archive":
+        path.write_bytes(gzip.compress(WAYS[way]))
+    elif how == "file":
+        path = tmp_path / "mine.jsonl"
+        path.write_bytes(WAYS[way])
+    else:
+        path = "-"
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(WAYS[way])))
+    assert run(capsys, path, "--format", "jsonl", "--output", output)[::2] == (0, "")
+    assert len(read_rollouts(output)) == WAYS[way].count(b"rollout_id")
+
+
+BAD_JSONL = {
+    "no step": (
+        [{k: v for k, v in OURS.items() if k != "step"}],
+        (),
+        "has no column for step (it has: prompt_id, rollout_id, tokens",
+    ),
+    "nothing but a pair": (
+        [PAIR],
+        ("--old-logprobs", "rollout"),
+        "has no column for step, prompt_id, loss_mask (it has: prompt_ids, completion_ids, response_logprobs, score). Name one: "
+        "--column step=NAME; or give --step, --group-size, --loss-mask ones.",
+    ),
+    "a step twice": ([OURS], ("--step", "1"), "has a column for step, so --step contradicts it"),
+    "groups twice": ([OURS], ("--group-size", "1"), "has a column for prompt_id, so --group-size contradicts it"),
+    "masks twice": ([OURS], ("--loss-mask", "ones"), "has a column for loss_mask, so --loss-mask contradicts it"),
+    "no mask": ([renamed(loss_mask="m")], (), "--column loss_mask=NAME; or give --loss-mask ones"),
+    "no prompt": ([renamed(prompt_id="p")], (), "--column prompt_id=NAME; or give --group-size"),
+    "no tokens": ([renamed(tokens="t")], (), "or give columns prompt_ids and response_ids"),
+    "a null": ([OURS | {"step": None}], ("--column=step=step",), "has no column for step"),
+    "two rewards": (
+        [OURS | {"score": 0.0}],
+        (),
+        "reward and score may both be its reward. Choose one: --column reward=reward",
+    ),
+    "half a pair": ([PAIR | {"completion_ids": None}], (), "prompt_ids and response_ids are not two lists"),
+    "a pair of texts": ([PAIR | {"completion_ids": "ab"}], (), "prompt_ids and response_ids are not two lists"),
+    "a pair and other tokens": (
+        [OURS | PAIR | {"completion_ids": [5, 7]}],
+        ("--column=reward=score",),
+        "its tokens is not that of prompt_ids",
+    ),
+    "a mask of the whole sample": ([OURS | {"loss_mask": [0, 0, 1, 1]}], (), "has 4 entries for 2 response tokens"),
+    "a group of texts": (
+        [renamed(prompt_id="p") | {"tokens": "abc"}],
+        ("--group-size", "1"),
+        "tokens is 'abc', not a list",
+    ),
+    "one rollout in two lines of two steps": ([OURS, OURS | {"step": 4}], (), "prompt_id 'q' is also in step 3"),
+    "a value that JSON has not": (
+        [OURS | {"note": math.nan}],
+        (),
+        "extra of sample of the dump holds what JSON cannot",
+    ),
+    "a number of many digits": ([OURS | {"response_length": 10**400}], (), "mine.jsonl:1: "),
+    "a length below any": (
+        [PAIR | {"response_length": -(10**400)}],
+        ("--loss-mask", "ones"),
+        "its response_length is not that",
+    ),
+    "no tokens for so many ones": (
+        [renamed(loss_mask="m", tokens="t") | {"response_length": -(10**400)}],
+        ("--loss-mask", "ones"),
+        "has no column for tokens",
+    ),
+    "a reward of many digits": ([OURS | {"reward": 10**400}], (), "not a finite number"),
+    "a step of many digits": ([OURS | {"step": 10**400}], (), "has the wrong type or range"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JSONL)
+def test_lines_of_json_that_do_not_say_enough_are_refused(name, lines, tmp_path, capsys):
+    rows, words, message = BAD_JSONL[name]
+    assert message in refused(capsys, tmp_path, lines(rows, "mine.jsonl"), "--format", "jsonl", *words)
+
+
+def test_a_rollout_in_two_files_is_refused(lines, tmp_path, capsys):
+    first, second = lines([OURS], "a.jsonl"), lines([OURS], "b.jsonl")
+    assert "rollout_id 'q/0' is also in" in refused(capsys, tmp_path, first, second, "--format", "jsonl")
+    assert "rollout_id 'q/0' is also in" not in refused(
+        capsys, tmp_path, first, lines([], "b.jsonl"), "--format", "jsonl"
+    )
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:20], lambda b: b[:-9], lambda b: b[:12] + b"\xff" * 9 + b[21:], lambda b: b"{}"]
+)
+def test_a_damaged_archive_is_refused(damage, tmp_path, capsys):
+    path = tmp_path / "mine.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(TEXT.encode() * 50)))
+    assert "cannot be read (" in refused(capsys, tmp_path, path, "--format", "jsonl")
+
+
 # --- every format ---
 
-MINIMAL = {"nemo_rl": ("--group-size", "1", "--step", "1"), "verl": (*COLUMNS, "--advantage", "reward")}
+MINIMAL = {"jsonl": (), "nemo_rl": ("--group-size", "1", "--step", "1"), "verl": (*COLUMNS, "--advantage", "reward")}
 
 
 @pytest.mark.parametrize("framework", MINIMAL)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"a": 1}', "the line has no end"),
+        (b'{"a": 1', "the line has no end"),
+        (b'{"a": 1, "a": 2}\n', "duplicate field 'a'"),
         (b'{"a": \n', "is not one JSON object per line"),
         (b"\xff\n", "is not one JSON object per line"),
         (b"[" * 100_000 + b"\n", "is not one JSON object per line"),
@@ -412,7 +707,7 @@ def test_a_huge_line_is_refused(framework, tmp_path, capsys, monkeypatch):
     assert "no end" in refused(capsys, tmp_path, tmp_path / "dump.jsonl", "--format", framework, *MINIMAL[framework])
 
 
-@pytest.mark.parametrize("framework", ["slime", "miles", "nemo_rl", "verl"])
+@pytest.mark.parametrize("framework", ["slime", "miles", "nemo_rl", "verl", "jsonl"])
 @pytest.mark.parametrize("name", ["absent", ".", "a\0b"])
 def test_an_unreadable_path_is_refused(framework, name, tmp_path, capsys):
     message = refused(capsys, tmp_path, tmp_path / name, "--format", framework, *MINIMAL.get(framework, CHOICES))
@@ -425,7 +720,7 @@ def test_an_unreadable_path_is_refused(framework, name, tmp_path, capsys):
         (("--format", "trl"), "invalid choice: 'trl'"),
         ((), "the following arguments are required: --format"),
         (("--format", "slime", "--group-size", "2"), "--group-size has no effect with --format slime"),
-        (("--format", "verl", "--old-logprobs", "rollout"), "--old-logprobs has no effect with --format verl"),
+        (("--format", "verl", "--group-size", "2"), "--group-size has no effect with --format verl"),
         (("--format", "miles", "--train-data", "x"), "--train-data has no effect with --format miles"),
         (("--format", "nemo_rl", "--reward-key", "x"), "--reward-key has no effect with --format nemo_rl"),
         (("more", "--format", "nemo_rl", "--step", "1"), "--step belongs to one dump, and 2 are given"),
@@ -461,4 +756,4 @@ def test_the_result_as_json(save, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     code, out, _ = run(capsys, save(), "--format", "slime", *CHOICES, "--output", output, "--json")
     assert code == 0
-    assert json.loads(out) == {"output": str(output), "samples": 6, "prompts": 2, "steps": [12]}
+    assert json.loads(out) == {"output": str(output), "samples": 6, "prompts": 2, "steps": [12], "notes": []}

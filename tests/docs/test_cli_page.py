@@ -33,6 +33,9 @@ def checkout(tmp_path, monkeypatch):
         writer.close()
     torch.save({"rollout_id": 12, "samples": SLIME}, tmp_path / "rollout_12.pt")
     (tmp_path / "train_data_step7.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NEMO))
+    mine = {"step": 0, "tokens": [1, 2, 3], "response_length": 1, "logprobs": [-0.5]}
+    rows = [mine | {"prompt_id": i // 2, "reward": float(i == 1)} for i in range(4)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("PROCESSES", "RUN_DIR", "RANK", "PYTHON", "OMP_NUM_THREADS", "LENGTH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

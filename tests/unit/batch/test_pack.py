@@ -4,7 +4,7 @@ import pytest
 import torch
 from samples import make_sample, random_step
 
-from megatron_pg.batch import check_boundaries, cut_steps, pack, slice_batch
+from megatron_pg.batch import pack, slice_batch
 
 
 def coded(rng, **rest):
@@ -84,21 +84,6 @@ def test_bshd_fills_up_with_empty_rows():
     )
     assert batch.tokens.shape == (3, 4)
     assert batch.sample_index[1:].tolist() == [[-1] * 4] * 2
-
-
-def test_steps_are_cut_at_group_boundaries_only():
-    samples = [make_sample(prompt_length=1, mask=[1], rng=random.Random(i), prompt_id=i // 2) for i in range(8)]
-    assert [len(step) for step in cut_steps(samples, samples_per_step=4)] == [4, 4]
-    with pytest.raises(ValueError, match="8 samples do not fill steps of 3; none may be dropped"):
-        cut_steps(samples, samples_per_step=3)
-    with pytest.raises(ValueError, match="prompt group 0 has samples in steps 0 and 1"):
-        cut_steps(samples, samples_per_step=1)
-
-
-def test_a_rollout_that_straddles_two_steps_is_refused():
-    steps = [[make_sample(prompt_length=1, mask=[1], rng=random.Random(i), rollout_id="r")] for i in range(2)]
-    with pytest.raises(ValueError, match="rollout 'r' has samples in steps 0 and 1"):
-        check_boundaries(steps)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from rollout_files import HEADER, RECORD
@@ -137,8 +138,6 @@ def test_a_trained_token_with_a_value_that_is_not_finite_is_refused_at_the_door(
 
 
 def test_token_ids_are_not_rounded_and_numbers_of_numpy_are_numbers():
-    import numpy as np
-
     fields = {"response_length": 1, "loss_mask": [1], "old_logprobs": [-1.0]}
     with pytest.raises(ValueError, match="fractions, not token ids"):
         Sample.build(tokens=[1.9, 2.0], advantage=1.0, **fields)
@@ -151,6 +150,166 @@ def test_an_id_that_cannot_be_counted_is_refused_at_the_door():
         with pytest.raises(ValueError, match="prompt_id="):
             Sample.build(prompt_id=value, **fields)
     assert Sample.build(prompt_id="q7", **fields).sample_id == "q7"
+
+
+GOOD = {"tokens": [5, 6, 7], "response_length": 2, "loss_mask": [1, 0], "old_logprobs": [-1.0, -2.0], "advantage": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": torch.tensor([5, 6, 7], dtype=torch.int32)},
+        {"tokens": np.array([5, 6, 7], dtype=np.uint16)},
+        {"tokens": (np.int64(5), torch.tensor(6), 7)},
+        {"tokens": range(5, 8)},
+        {"response_length": np.int32(2)},
+        {"response_length": torch.tensor(2)},
+        {"loss_mask": [True, False]},
+        {"loss_mask": [np.True_, 0]},
+        {"loss_mask": np.array([True, False])},
+        {"loss_mask": torch.tensor([1.0, 0.0])},
+        {"old_logprobs": np.array([-2, -1], dtype=">f2")[::-1]},
+        {"old_logprobs": torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)},
+        {"old_logprobs": [np.float32(-1), torch.tensor(-2.0)]},
+        {"advantage": torch.tensor(1.0)},
+        {"advantage": torch.tensor(1)},
+        {"advantage": np.float16(1)},
+        {"advantage": np.array(1)},
+        {"advantage": [1, np.int64(1)]},
+    ],
+    ids=repr,
+)
+def test_a_value_with_one_meaning_is_taken(change):
+    sample = Sample.build(**GOOD | change)
+    assert sample.tokens.tolist() == [5, 6, 7]
+    assert sample.loss_mask.tolist() == [True, False]
+    assert sample.old_logprobs.tolist() == [-1.0, -2.0]
+    assert sample.advantages.tolist() == [1.0, 1.0]
+    assert {t.dtype for t in (sample.old_logprobs, sample.advantages)} == {torch.float64}
+    assert not sample.old_logprobs.requires_grad
+
+
+def test_ids_and_numbers_of_numpy_and_torch_become_pythons_and_0_is_an_id(tmp_path):
+    numbers = {
+        "prompt_id": np.int64(3),
+        "rollout_id": torch.tensor(0),
+        "step": np.int32(1),
+        "reward": torch.tensor(0.5),
+    }
+    sample = Sample.build(**GOOD, **numbers)
+    assert sample.sample_id == "0"
+    with RolloutWriter(tmp_path / "r.jsonl") as writer:
+        writer.write([sample])
+    (read,) = read_rollouts(tmp_path / "r.jsonl")
+    for found in (sample, read):
+        values = [found.prompt_id, found.rollout_id, found.step, found.reward]
+        assert values == [3, 0, 1, 0.5]
+        assert list(map(type, values)) == [int, int, int, float]
+
+
+class Broken:
+    """An object that raises whatever is asked of it."""
+
+    ndim = 0
+
+    def item(self):
+        raise KeyError
+
+    __len__ = __iter__ = __str__ = __repr__ = item
+
+
+HOSTILE = [
+    *(None, "text", b"12", True, 1.5, float("nan"), -1, 2**63, 10**400, 10**5000, object(), Broken(), type, slice(1)),
+    *({}, {1: 2}, {1, 2}, iter([1, 2]), [], (), [None], ["1"], [[1, 2]], [[1], [1, 2]], [True, False], [10**30, 1]),
+    *([10**400, 1], [object(), 1], [torch.zeros(2)] * 2, torch.zeros(2, 2), torch.zeros(0), torch.zeros(2).to_sparse()),
+    *(torch.zeros(2, dtype=torch.complex64), torch.zeros(2, device="meta"), torch.zeros((), device="meta")),
+    *(torch.tensor([1, 2**62]), torch.tensor([2**63 + 1, 2], dtype=torch.uint64), np.zeros((2, 2)), np.array("x")),
+    *(np.array(["a", "b"]), np.array([object(), 1]), np.complex64(1), np.datetime64("2020"), np.longdouble(1.5)),
+]
+
+
+@pytest.mark.parametrize("build", [True, False], ids=["Sample.build", "Sample"])
+def test_a_value_without_a_meaning_is_refused_in_one_line(build):
+    good = Sample.build(**GOOD)
+    whole = {name: getattr(good, name) for name in ("tokens", "loss_mask", "old_logprobs", "advantages")}
+    make, fields = (Sample.build, GOOD) if build else (Sample, whole)
+    others = ("prompt_id", "rollout_id", "sample_id", "step", "reward", "extra", "rollout_logprobs", "ref_logprobs")
+    messages = []
+    for name in (*fields, *others):
+        for value in HOSTILE:
+            try:
+                make(**fields | {name: value})
+            except ValueError as error:
+                messages.append(str(error))
+    assert all(message.isprintable() and len(message) < 400 for message in messages)
+    assert len(messages) > 0.7 * len(HOSTILE) * (len(fields) + len(others) - 1)  # anything may be a label
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": []}, "total_length=0 with response_length=2 leaves no prompt token"),
+        ({"tokens": None}, "tokens=None of sample s is not one flat list of token ids. Give one."),
+        ({"tokens": "567"}, "tokens='567' of sample s is not one flat list of token ids"),
+        ({"tokens": [[5, 6, 7]]}, "tokens=[[5, 6, 7]] of sample s is not one flat list"),
+        ({"tokens": torch.zeros(1, 3, dtype=torch.int64)}, "a tensor of shape (1, 3), torch.int64, on cpu of sample s"),
+        ({"tokens": [5, 2**31, 7]}, "tokens of sample s hold 2147483648, which is no token id"),
+        ({"response_length": "2"}, "response_length='2' of sample s is no length"),
+        ({"response_length": True}, "response_length=True of sample s is no length"),
+        ({"loss_mask": "10"}, "loss_mask='10' of sample s is not one flat list of 0 and 1"),
+        ({"loss_mask": None}, "loss_mask=None of sample s is not one flat list of 0 and 1"),
+        ({"old_logprobs": -1.0}, "old_logprobs=-1.0 of sample s is not one flat list of numbers"),
+        ({"advantage": True}, "advantage=True of sample s is not one flat list of numbers"),
+        ({"advantage": "1"}, "advantage='1' of sample s is not one flat list of numbers"),
+        ({"advantage": torch.tensor([1.0])}, "advantages of sample s has 1 entries for 2 response tokens"),
+        ({"step": 1.0}, "step=1.0 of sample s is not an integer from 0 on"),
+        ({"reward": "1"}, "reward='1' of sample s is not a number"),
+        ({"extra": [1]}, "extra=[1] of sample s is no dict of x_ fields"),
+    ],
+)
+def test_a_refusal_names_the_value(change, message):
+    with pytest.raises(ValueError) as error:
+        Sample.build(**GOOD | {"sample_id": "s"} | change)
+    assert message in str(error.value)
+
+
+def test_a_file_of_samples_is_kept_unless_it_is_to_be_appended_to_or_replaced(tmp_path):
+    path, samples = tmp_path / "r.jsonl", random_step(random.Random(5), poison=False)[:2]
+    path.touch()  # an empty file holds nothing
+    with RolloutWriter(path) as writer:
+        writer.write(samples)
+    with pytest.raises(RolloutFileError, match="exists already and is kept"):
+        RolloutWriter(path)
+    for _ in range(2):
+        with RolloutWriter(path, if_exists="append") as writer:
+            writer.write(samples)
+    assert len(read_rollouts(path)) == 6
+    with RolloutWriter(path, if_exists="replace") as writer:
+        writer.write(samples)
+    assert len(read_rollouts(path)) == 2
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RolloutFileError, match="its last line has no end"):
+        RolloutWriter(path, if_exists="append")
+    path.write_bytes(b'{"mine": 1}\n')
+    with pytest.raises(RolloutFileError, match="header has format None"):
+        RolloutWriter(path, if_exists="append")
+    assert path.read_bytes() == b'{"mine": 1}\n'
+    with pytest.raises(ValueError, match="if_exists='keep' is none of refuse, append and replace"):
+        RolloutWriter(path, if_exists="keep")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"mine": 1}, "extra field 'mine'"),
+        ({"x_a": {1}}, "holds what JSON cannot"),
+        ({"x_a": float("nan")}, "holds what"),
+    ],
+)
+def test_a_field_that_could_not_be_read_back_is_not_written(extra, message, tmp_path):
+    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, extra=extra)
+    with RolloutWriter(tmp_path / "r.jsonl") as writer, pytest.raises(ValueError, match=message):
+        writer.write([sample])
 
 
 def test_a_reward_that_json_cannot_hold_is_refused(tmp_path):

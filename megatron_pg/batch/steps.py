@@ -1,0 +1,130 @@
+"""Rollout batch or file → optimizer steps → micro-batches, with every sample in exactly one of them."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_pg.batch.pack import PackedBatch, pack
+from megatron_pg.batch.zigzag import padded_length
+from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.file import read_rollouts
+from megatron_pg.rollouts.lines import RolloutFileError
+from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.sample import Sample
+
+
+def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[Sample]]:
+    """Cut one rollout batch into optimizer steps, in order.
+
+    Raises:
+        ValueError: samples are left over, or a prompt group or rollout would lie in two steps, so that neither step
+            would know its denominator.
+    """
+    if samples_per_step < 1 or len(samples) % samples_per_step:
+        raise ValueError(
+            f"{len(samples)} samples do not fill steps of {samples_per_step}; none may be dropped. Choose a step size that "
+            "divides the rollout batch."
+        )
+    steps = [list(samples[i : i + samples_per_step]) for i in range(0, len(samples), samples_per_step)]
+    check_boundaries(steps)
+    return steps
+
+
+def read_steps(path: str | Path) -> list[list[Sample]]:
+    """The optimizer steps of a rollout file, in the order of their `step`, read and checked whole.
+
+    Raises:
+        RolloutFileError: with file and line, for whatever does not follow docs/rollout_file.md, or where a prompt group
+            or rollout lies in two steps.
+    """
+    by_step: dict[int, list[Sample]] = {}
+    for sample in read_rollouts(path):
+        by_step.setdefault(sample.step, []).append(sample)
+    numbers = sorted(by_step)
+    try:
+        check_boundaries([by_step[number] for number in numbers], numbers)
+    except ValueError as error:
+        raise RolloutFileError(f"{printable(str(path), limit=None)}: {error}") from error
+    return [by_step[number] for number in numbers]
+
+
+def check_boundaries(steps: Sequence[Sequence[Any]], numbers: Sequence[int] | None = None) -> None:
+    """Raise unless every prompt group and every rollout lies wholly in one of the steps; `numbers` are the steps' names."""
+    for kind, noun in (("prompt_id", "prompt group"), ("rollout_id", "rollout")):
+        seen: dict[Id, int] = {}
+        for number, step in zip(numbers or range(len(steps)), steps, strict=True):
+            for unit in {getattr(sample, kind) for sample in step} - {None}:
+                if seen.setdefault(unit, number) != number:
+                    raise ValueError(
+                        f"{noun} {unit!r} has samples in steps {seen[unit]} and {number}; a group must lie in one optimizer "
+                        "step. Sort the samples by prompt, or choose another step size."
+                    )
+
+
+def cut_microbatches(
+    samples: Sequence[Sample],
+    *,
+    num_microbatches: int,
+    qkv_format: str,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    rows: int | None = None,
+    max_seq_len: int | None = None,
+    cp_size: int = 1,
+    multiple_of: int = 1,
+) -> list[PackedBatch]:
+    """This data-parallel rank's K micro-batches of one optimizer step.
+
+    The partition follows from the arguments alone, so tensor-, context- and pipeline-parallel peers, which call with the
+    same, get the same. Over all ranks every sample lies in exactly one micro-batch: the step's plan counts each once, and
+    loss and gradient are those of any other partition. bshd: samples r, r + D, r + 2D, … of rank r, `rows` to a micro-batch;
+    the last ones may have empty rows. thd: the longest document first, each into the row with the fewest tokens.
+
+    Args:
+        samples: the whole step, the same on every rank; with the default rank and size, what this rank has sampled itself.
+        num_microbatches: K, Megatron's `get_num_microbatches()`.
+        qkv_format: "thd" (packed) or "bshd" (padded).
+        data_parallel_rank: r, of Megatron's pure data-parallel group.
+        data_parallel_size: D, the size of that group.
+        rows: rows of a bshd micro-batch, `--micro-batch-size`; not for thd.
+        max_seq_len: width of a row, `--seq-length`; thd may do without where the pipeline has one stage.
+        cp_size: context-parallel size.
+        multiple_of: of the row's length, for thd (sequence parallelism: TP · C).
+
+    Raises:
+        ValueError: the samples don't fit into the micro-batches: none is dropped.
+    """
+    if num_microbatches < 1 or not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(
+            f"num_microbatches={num_microbatches}, data_parallel_rank={data_parallel_rank}, data_parallel_size={data_parallel_size} are no "
+            "micro-batches of a rank. Give K ≥ 1 and a rank below the size."
+        )
+    laid_out = partial(
+        pack, qkv_format=qkv_format, cp_size=cp_size, max_seq_len=max_seq_len, rows=rows, multiple_of=multiple_of
+    )
+    if qkv_format == "thd":
+        parts = _even_rows(samples, num_microbatches * data_parallel_size, cp_size)[
+            data_parallel_rank::data_parallel_size
+        ]
+        return [laid_out(part) for part in parts]
+    if rows is None:
+        raise ValueError("bshd needs rows, so that every micro-batch has the same shape; pass --micro-batch-size.")
+    if len(samples) > (places := rows * num_microbatches * data_parallel_size):
+        raise ValueError(
+            f"{len(samples)} samples for {num_microbatches} micro-batches of {rows} rows on {data_parallel_size} data-parallel ranks: "
+            f"{len(samples) - places} have no row, and none may be dropped. Raise --global-batch-size, or cut smaller steps."
+        )
+    mine = samples[data_parallel_rank::data_parallel_size]
+    return [laid_out(mine[k * rows : (k + 1) * rows]) for k in range(num_microbatches)]
+
+
+def _even_rows(samples: Sequence[Sample], count: int, cp_size: int) -> list[list[Sample]]:
+    """The samples in `count` rows of nearly equal numbers of tokens."""
+    rows: list[list[Sample]] = [[] for _ in range(count)]
+    lengths = [0] * count
+    for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):  # stable: equal on every rank
+        row = min(range(count), key=lengths.__getitem__)
+        rows[row].append(sample)
+        lengths[row] += padded_length(len(sample.tokens), cp_size)
+    return rows

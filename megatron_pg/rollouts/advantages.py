@@ -1,0 +1,148 @@
+"""Advantages of rollouts from their rewards, within their prompt groups; in float64, without torch."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pg.rollouts.fields import Id, is_id, is_number, plain
+from megatron_pg.rollouts.printable import shorten
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageRule:
+    """One rule: its formula, its source, and the advantages of one group's rewards."""
+
+    formula: str  # R the rollout's reward, G the rollouts of its prompt group
+    source: str
+    of_group: Callable[[list[float]], list[float]]
+    is_relative: bool = True  # to the group's other rewards: a group of equal rewards has advantage 0
+    is_binary: bool = False  # for rewards of 0 and 1 alone
+
+
+def _group_mean(rewards: list[float]) -> list[float]:
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)  # exactly, whatever the mean rounds to
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _group_norm(rewards: list[float]) -> list[float]:
+    std = statistics.stdev(rewards)
+    return [centred / (std + 1e-6) for centred in _group_mean(rewards)]
+
+
+def _rloo(rewards: list[float]) -> list[float]:
+    return [centred * len(rewards) / (len(rewards) - 1) for centred in _group_mean(rewards)]
+
+
+def _max_rl(rewards: list[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards) or 1.0  # no success: nothing to follow
+    return [centred / mean for centred in _group_mean(rewards)]
+
+
+RULES = {
+    "group_mean": AdvantageRule("R - mean", "Dr. GRPO, arXiv 2503.20783", _group_mean),
+    "group_norm": AdvantageRule("(R - mean)/(std + 1e-6), std over G - 1", "GRPO, arXiv 2402.03300", _group_norm),
+    "rloo": AdvantageRule("R - mean of the G - 1 others", "RLOO, arXiv 2402.14740", _rloo),
+    "max_rl": AdvantageRule("(R - mean)/mean, rewards 0 or 1", "MaxRL, arXiv 2602.02710", _max_rl, is_binary=True),
+    "reward": AdvantageRule("R", "REINFORCE", list, is_relative=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages of the samples of a step; as text, what one wants to read of them."""
+
+    values: list[float]  # [S] in the order of the rewards
+    num_groups: int
+    num_zero_variance: int  # groups with equal rewards, which bring no gradient (except under `reward`)
+
+    def __str__(self) -> str:
+        share = self.num_zero_variance / self.num_groups
+        return f"{self.num_zero_variance} of {self.num_groups} prompt groups ({share:.0%}) have equal rewards"
+
+
+def group_advantages(
+    rewards: Sequence[float], prompt_ids: Sequence[Id], *, rule: str, rollout_ids: Sequence[Id] | None = None
+) -> Advantages:
+    """Advantages of rollouts relative to their prompt groups, one for each sample.
+
+        group_mean  A = R - mean                          Dr. GRPO, arXiv 2503.20783
+        group_norm  A = (R - mean)/(std + 1e-6)           GRPO, arXiv 2402.03300; std with G - 1
+        rloo        A = R - mean of the G - 1 others      RLOO, arXiv 2402.14740
+        max_rl      A = (R - mean)/mean, 0 where mean = 0   MaxRL, arXiv 2602.02710; rewards 0 or 1
+        reward      A = R                                 REINFORCE
+
+    Mean and std are over the G rollouts of a group, each of which counts once, however many samples it has. GRPO's paper
+    does not say what its std divides by; most trainers take G - 1 and add 1e-6. In a group whose rewards are all equal
+    every A is exactly 0, except under `reward`. Whole groups must be given: a rank that holds a part of a group would
+    compute another mean.
+
+    Args:
+        rewards: [S] finite numbers, one for each sample; the same for all samples of a rollout.
+        prompt_ids: [S] the prompt group of each sample.
+        rule: which of the above.
+        rollout_ids: [S] the rollout of each sample; without it every sample is its own rollout.
+
+    Raises:
+        ValueError: lengths differ, a reward is not finite, samples of one rollout have different rewards, a group has one
+            rollout, or the rule is unknown or not defined for the rewards.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule={shorten(rule)} is none of {', '.join(RULES)}, so no advantage is defined. Choose one.")
+    values = [plain(reward) for reward in rewards]
+    prompts = _ids("prompt_ids", prompt_ids, len(values))
+    rollouts = list(range(len(values))) if rollout_ids is None else _ids("rollout_ids", rollout_ids, len(values))
+    groups: dict[Id, dict[Id, float]] = {}
+    for i, (reward, prompt, rollout) in enumerate(zip(values, prompts, rollouts, strict=True)):
+        if not is_number(reward):
+            raise ValueError(
+                f"rewards[{i}]={shorten(reward)} is not a finite number, so its group has no mean. Was it scored?"
+            )
+        if groups.setdefault(prompt, {}).setdefault(rollout, float(reward)) != reward:
+            raise ValueError(
+                f"rollout {shorten(rollout)} of prompt {shorten(prompt)} has samples with different rewards, so {rule} is not defined. "
+                "Give all its samples the rollout's reward."
+            )
+    found = {prompt: _of_group(rule, prompt, group) for prompt, group in groups.items()}
+    return Advantages(
+        values=[found[prompt][rollout] for prompt, rollout in zip(prompts, rollouts, strict=True)],
+        num_groups=len(groups),
+        num_zero_variance=sum(len(set(group.values())) == 1 for group in groups.values()),
+    )
+
+
+def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
+    """The advantage of each rollout of a group."""
+    rewards = list(group.values())
+    if RULES[rule].is_relative and len(group) < 2:
+        raise ValueError(
+            f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use reward."
+        )
+    if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
+        raise ValueError(
+            f"prompt {shorten(prompt)} has the reward {graded[0]:g}, and {rule} is defined for rewards of 0 and 1. Choose another rule."
+        )
+    try:
+        advantages = RULES[rule].of_group(rewards)
+        if not all(map(math.isfinite, advantages)):
+            raise OverflowError
+    except OverflowError as error:
+        raise ValueError(f"prompt {shorten(prompt)} has rewards too large for {rule}. Scale them.") from error
+    return dict(zip(group, advantages, strict=True))
+
+
+def _ids(name: str, ids: Sequence[Any], size: int) -> list[Id]:
+    found = [plain(value) for value in ids]
+    if len(found) != size:
+        raise ValueError(
+            f"{name} has {len(found)} entries for {size} rewards, so groups cannot be told apart. Give one each."
+        )
+    for i, value in enumerate(found):
+        if not is_id(value):
+            raise ValueError(
+                f"{name}[{i}]={shorten(value)} is neither an integer nor a printable string. Give every sample an id."
+            )
+    return found
