@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_pg.rollouts.lines import append_whole
 from megatron_pg.rollouts.printable import printable
 
 _PROBE_BYTES = 2**16  # written and taken back, so that a full disk shows before the model is built
@@ -66,7 +67,7 @@ class MetricsFile:
         try:
             if self._file is None:
                 self._file = _continued(self.path, before=record["iteration"])
-            _append(self._file, line.encode())
+            append_whole(self._file, line.encode())
         except OSError as error:
             self.num_missing = 1
             warnings.warn(
@@ -105,10 +106,10 @@ def _locked(path: Path) -> IO[bytes]:
         lock.close()  # its holder has ended in between and taken the name away
     try:
         lock.truncate(0)
-        _append(lock, b"\0" * _PROBE_BYTES)
+        append_whole(lock, b"\0" * _PROBE_BYTES)
         os.fsync(lock.fileno())
         lock.truncate(0)
-        _append(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+        append_whole(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
     except OSError:
         name.unlink()
         lock.close()
@@ -142,14 +143,3 @@ def _continued(path: Path, *, before: int) -> IO[bytes]:
     scratch.write_bytes(b"".join(line for iteration, line in lines if iteration < before))
     os.replace(scratch, path)  # never half a file
     return path.open("ab", buffering=0)
-
-
-def _append(file: IO[bytes], data: bytes) -> None:
-    """All of it or nothing: a full disk may cut a write short."""
-    end, rest = file.seek(0, os.SEEK_END), data
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        file.truncate(end)
-        raise

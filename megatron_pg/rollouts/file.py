@@ -15,6 +15,7 @@ from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSION,
     RolloutFileError,
+    append_whole,
     check_header,
     parse_line,
     raw_lines,
@@ -64,7 +65,7 @@ class RolloutWriter:
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
 
     Raises:
-        RolloutFileError: the file exists and is refused, or cannot be appended to.
+        RolloutFileError: the file exists and is refused, or cannot be appended to; when it is written, the disk is full.
     """
 
     def __init__(self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse"):
@@ -93,9 +94,13 @@ class RolloutWriter:
         self.close()
 
     def _put(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            while line:
-                line = line[self._file.write(line) :]  # a full disk or a signal may cut one write short
+        try:
+            append_whole(self._file, b"".join(lines))
+        except OSError as error:
+            raise RolloutFileError(
+                f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these {len(lines)} lines is in "
+                "it; the earlier ones are. Make room."
+            ) from error
 
 
 def _check_goes_on(path: Path, if_exists: str) -> None:

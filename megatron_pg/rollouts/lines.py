@@ -1,10 +1,11 @@
 """The lines of a rollout file: one header, then one JSON object each. Needs no torch."""
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_pg.rollouts.printable import printable, shorten
 
@@ -100,3 +101,14 @@ def check_header(record: dict, shown: str) -> None:
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
         raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")
+
+
+def append_whole(file: IO[bytes], data: bytes) -> None:
+    """Append to an unbuffered file all of `data` or nothing: a full disk may cut a write short."""
+    end, rest = file.seek(0, os.SEEK_END), data
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(end)
+        raise

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import random
 
 import numpy as np
@@ -342,6 +344,40 @@ def test_a_batch_is_written_whole_at_once_or_not_at_all(tmp_path):
         writer.write(samples)
     writer.close()
     assert path.read_bytes() == before
+
+
+class FullDisk:
+    """A file on a disk that has room for so many bytes more."""
+
+    def __init__(self, file, room: int) -> None:
+        self.file, self.room, self.name = file, room, file.name
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+    def write(self, data: bytes) -> int:
+        written = self.file.write(data[: min(self.room, 100)])
+        self.room -= written
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
+
+
+def test_a_full_disk_leaves_whole_batches_and_the_next_one_goes_behind_them(tmp_path):
+    path, samples = tmp_path / "r.jsonl", [sample for sample in random_step(random.Random(3)) if sample.num_trained]
+    with RolloutWriter(path) as writer:
+        writer.write(samples)
+        before, whole = path.read_bytes(), writer._file
+        for room in (0, 1, len(before) // 2, len(before) - 200):
+            writer._file = FullDisk(whole, room)
+            with pytest.raises(
+                RolloutFileError, match=rf"r.jsonl: cannot be written \(No space.*none of these {len(samples)} lines"
+            ):
+                writer.write(samples)
+            assert path.read_bytes() == before
+        writer._file = whole
+        writer.write(samples)
+    assert len(read_rollouts(path)) == 2 * len(samples)
 
 
 def test_the_file_format_page_names_every_field():
