@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.reducers import StepCounts, reducer_of
-from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
@@ -54,8 +54,8 @@ def plan_step(
     *,
     aggregation: str,
     divisor: float | None = None,
-    rollout_ids: Sequence[Id] | None = None,
-    prompt_ids: Sequence[Id] | None = None,
+    rollout_ids: Sequence[Id] | Tensor | None = None,
+    prompt_ids: Sequence[Id] | Tensor | None = None,
     positions_per_sample: Sequence[int] | Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> StepPlan:
@@ -67,8 +67,8 @@ def plan_step(
         tokens_per_sample: [S] trained tokens of each sample of this process in the whole step, all micro-batches.
         aggregation: sample_mean, prompt_mean, token_mean or constant. The same on every rank.
         divisor: L of `constant`, in tokens. The same on every rank.
-        rollout_ids: [S] the trajectory of each sample, unique over all ranks of the step; without it every sample is its
-            own rollout.
+        rollout_ids: [S] the trajectory of each sample, unique over all ranks of the step: strings, integers, or a tensor or
+            array of integers; without it every sample is its own rollout.
         prompt_ids: [S] the prompt group of each sample, unique over all ranks; needed by prompt_mean.
         positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
         group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
@@ -79,7 +79,8 @@ def plan_step(
     """
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
-        local = _local_table(rule, group, tokens_per_sample, rollout_ids, prompt_ids)
+        rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
+        local = _local_table(rule, group, tokens_per_sample, rollouts, prompts)
         if positions_per_sample is not None:
             local = replace(local, num_positions=_count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # travels to the other ranks, so that all of them stop
@@ -261,7 +262,12 @@ def needs_prompt_ids(aggregation: str) -> bool:
 
 
 def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
-    counts = torch.as_tensor(tokens_per_sample)
+    try:
+        counts = torch.as_tensor(tokens_per_sample)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers of trained tokens."
+        ) from error
     if counts.numel() == 0:
         return torch.zeros(0, dtype=torch.int64)
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:

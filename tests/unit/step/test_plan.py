@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import threads
 import torch
@@ -143,6 +144,13 @@ def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
         threads.run(2, work)
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, lambda ids: [np.int32(i) for i in ids], tuple])
+def test_integer_ids_may_come_as_a_tensor_or_array(kind):
+    found = plan([1, 2, 3], "prompt_mean", rollout_ids=kind([4, 5, 6]), prompt_ids=kind([7, 7, 8]))
+    assert (found.num_rollouts, found.num_prompts) == (3, 2)
+    assert found.denominators.tolist() == [6.0, 6.0, 6.0]
+
+
 def test_counts_beyond_float32_and_int32_stay_exact():
     found = plan([2**24 + 1, 2**31 + 3], "token_mean")
     assert found.num_tokens == 2**24 + 2**31 + 4
@@ -178,6 +186,8 @@ def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_
         ([1, 1], "prompt_mean", {"prompt_ids": [1, None]}, "sample 1 has none"),
         ([1, 1], "sample_mean", {"rollout_ids": [1]}, "rollout_ids has 1 entries for 2 samples"),
         ([1, 1], "sample_mean", {"rollout_ids": [1, 1.5]}, "rollout_ids[1]=1.5 is neither"),
+        ([1, 1], "sample_mean", {"rollout_ids": torch.tensor([1.0, 2.0])}, "rollout_ids[0]=1.0 is neither"),
+        ([1, 1], "sample_mean", {"rollout_ids": np.array([[1], [2]])}, "rollout_ids[0]="),
         ([1, 1], "sample_mean", {"rollout_ids": [1, True]}, "rollout_ids[1]=True is neither"),
         (
             [1, 1],
@@ -190,7 +200,7 @@ def test_a_rank_with_more_samples_than_slots_costs_one_more_collective_on_every_
         ([0.5], "token_mean", {}, "not [S] integers"),
         ([-1, 3], "token_mean", {}, "tokens_per_sample[0]=-1 is negative"),
         ([1], "seq_mean", {}, "aggregation='seq_mean' is not one of"),
-        ([1, None], "token_mean", {}, "RuntimeError: "),
+        ([1, None], "token_mean", {}, "tokens_per_sample=[1, None] are no counts"),
         ([1, 2, 3], "token_mean", {"positions_per_sample": [4]}, "positions_per_sample has 1 entries for 3 samples"),
     ],
 )
