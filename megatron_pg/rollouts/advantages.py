@@ -60,7 +60,7 @@ class Advantages:
     num_zero_variance: int  # groups with equal rewards, which bring no gradient (except under `reward`)
 
     def __str__(self) -> str:
-        share = self.num_zero_variance / self.num_groups
+        share = self.num_zero_variance / max(self.num_groups, 1)
         return f"{self.num_zero_variance} of {self.num_groups} prompt groups ({share:.0%}) have equal rewards"
 
 
@@ -69,14 +69,14 @@ def group_advantages(
 ) -> Advantages:
     """Advantages of rollouts relative to their prompt groups, one for each sample.
 
-        group_mean  A = R - mean                          Dr. GRPO, arXiv 2503.20783
-        group_norm  A = (R - mean)/(std + 1e-6)           GRPO, arXiv 2402.03300; std with G - 1
-        rloo        A = R - mean of the G - 1 others      RLOO, arXiv 2402.14740
-        max_rl      A = (R - mean)/mean, 0 where mean = 0   MaxRL, arXiv 2602.02710; rewards 0 or 1
-        reward      A = R                                 REINFORCE
+        group_mean  A = R - mean                           Dr. GRPO, arXiv 2503.20783
+        group_norm  A = (R - mean)/(std + 1e-6)            GRPO, arXiv 2402.03300; std with G - 1
+        rloo        A = R - mean of the G - 1 others       RLOO, arXiv 2402.14740
+        max_rl      A = (R - mean)/mean, 0 where mean = 0  MaxRL, arXiv 2602.02710; rewards 0 or 1
+        reward      A = R                                  REINFORCE
 
     Mean and std are over the G rollouts of a group, each of which counts once, however many samples it has. GRPO's paper
-    does not say what its std divides by; most trainers take G - 1 and add 1e-6. In a group whose rewards are all equal
+    does not say what its std divides by; G - 1 and 1e-6 are what miles takes. In a group whose rewards are all equal
     every A is exactly 0, except under `reward`. Whole groups must be given: a rank that holds a part of a group would
     compute another mean.
 
@@ -101,7 +101,7 @@ def group_advantages(
             raise ValueError(
                 f"rewards[{i}]={shorten(reward)} is not a finite number, so its group has no mean. Was it scored?"
             )
-        if groups.setdefault(prompt, {}).setdefault(rollout, float(reward)) != reward:
+        if groups.setdefault(prompt, {}).setdefault(rollout, float(reward)) != float(reward):
             raise ValueError(
                 f"rollout {shorten(rollout)} of prompt {shorten(prompt)} has samples with different rewards, so {rule} is not defined. "
                 "Give all its samples the rollout's reward."

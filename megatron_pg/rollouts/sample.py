@@ -186,7 +186,7 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
         if isinstance(values, np.ndarray) and values.dtype != object:
             values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
         if isinstance(values, Tensor):
-            found = {type(torch.zeros((), dtype=values.dtype).item())}
+            found = {type(torch.zeros((), dtype=values.dtype, device="cpu").item())}
         else:
             values = _plain_list(values)
             found = set(map(type, values))

@@ -1,6 +1,7 @@
 """The example's own parts, and that its launch scripts parse and validate."""
 
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -14,8 +15,9 @@ import launches
 import pytest
 import run_folder
 import torch
+from samples import make_sample
 
-from megatron_pg import add_arguments, validate_args
+from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("launch_*.sh"))
@@ -65,6 +67,23 @@ def test_a_run_folder_writes_every_step_and_draws(tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "pg_loss -1.0000" in shown
     assert "left" in shown
+
+
+def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
+    path, rng = tmp_path / "rollouts.jsonl", random.Random(1)
+    samples = [make_sample(prompt_length=1, mask=[1], rng=rng, prompt_id=i, rollout_id=i) for i in range(4)]
+    for i, sample in enumerate(samples):
+        object.__setattr__(sample, "step", i)
+    with RolloutWriter(path) as writer:
+        writer.write(samples)
+    before = path.read_bytes()
+    run_folder.continue_rollouts(path, 3).close()
+    assert [sample.step for sample in read_rollouts(path)] == [0, 1, 2]
+    assert (tmp_path / "rollouts.jsonl.1").read_bytes() == before
+    for _ in range(2):  # a fresh start, and one behind it that finds nothing
+        run_folder.continue_rollouts(path, 0).close()
+    assert len(read_rollouts(tmp_path / "rollouts.jsonl.2")) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rollouts.jsonl", "rollouts.jsonl.1", "rollouts.jsonl.2"]
 
 
 @launches.launch

@@ -1,6 +1,7 @@
 """Advantages against the papers' formulas, written out with numpy."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,22 @@ def test_prompts_that_nobody_and_that_everybody_solves_have_no_advantage_under_m
     found = group_advantages([0, 0, 1, 1, 1, 0, 0, 0], [1, 1, 2, 2, 3, 3, 3, 3], rule="max_rl")
     assert found.values == [0, 0, 0, 0, 3, -1, -1, -1]
     assert found.num_zero_variance == 2
+
+
+def test_no_rewards_have_no_advantages():
+    assert str(group_advantages([], [], rule="rloo")) == "0 of 0 prompt groups (0%) have equal rewards"
+
+
+def test_a_reward_beyond_float_precision_is_one_reward():
+    found = group_advantages([2**53 + 1, 2**53 + 1, 0], ["q"] * 3, rule="group_mean", rollout_ids=[1, 1, 2])
+    assert found.values == [2.0**52, 2.0**52, -(2.0**52)]
+
+
+def test_the_page_of_the_rollout_file_has_every_rule_and_its_paper():
+    page = (Path(__file__).parents[3] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
+    rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
+    for name, rule in RULES.items():
+        assert rule.source.rpartition(" ")[2] in rows[name], name
 
 
 def test_a_rollout_of_several_samples_counts_once():
