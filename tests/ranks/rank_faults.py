@@ -304,6 +304,8 @@ MEGATRON_VALUES = {
     "ddp_average_in_collective": (False, True),
     "defer_embedding_wgrad_compute": (False, True),
     "decrease_batch_size_if_needed": (False, True),
+    "eval_interval": (100, 200),
+    "eval_iters": (0, 10),
     "fp16": (False, True),
     "gtp_weight_remat_size": (1, 2),
     "hybrid_context_parallel": (False, True),

@@ -383,6 +383,13 @@ def test_fp16_warns_also_where_the_reconciliation_switches_the_flag_on():
     assert ids(said(arguments(calculate_per_token_loss=True, fp16=True))) == ["R2", "W4"]
 
 
+@pytest.mark.parametrize(
+    ("interval", "iterations", "messages"), [(None, 0, ["W11"]), (None, 10, ["W11"]), (None, None, []), (1000, 0, [])]
+)
+def test_evaluation_without_an_interval_is_warned_of(interval, iterations, messages):
+    assert ids(said(arguments(eval_interval=interval, eval_iters=iterations))) == messages
+
+
 MOE_RUN = {
     "loss_aggregation": "token_mean",
     PER_TOKEN: True,
