@@ -73,8 +73,8 @@ def _add(curves: dict[str, Curve], line: bytes, where: str) -> None:
     try:
         record = json.loads(line) if len(line) <= _MAX_LINE else None
         step = record["iteration"]
-        if not is_int(step):
-            raise TypeError
+        if not (is_int(step) and 0 <= step < 2**62):
+            raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{where}: is no line of a metrics file (one JSON object with an iteration, below {_MAX_LINE} bytes). Give the "

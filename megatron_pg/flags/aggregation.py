@@ -98,7 +98,7 @@ def _divisor_rules(facts: Facts) -> Violations:
         yield "E6", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
     elif not isinstance(divisor, (int, float)):
         yield "E7", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
-    elif not _is_usable_divisor(divisor):
+    elif not is_usable_divisor(divisor):
         yield "E8", f"--loss-aggregation-divisor must be finite and > 0, got {divisor}"
     if facts.reducer_path is not None:
         yield (
@@ -113,7 +113,7 @@ def _divisor_rules(facts: Facts) -> Violations:
         )
 
 
-def _is_usable_divisor(divisor: float) -> bool:
+def is_usable_divisor(divisor: float) -> bool:
     """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
     return is_finite(divisor) and divisor > 0 and 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
 

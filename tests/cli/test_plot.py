@@ -105,6 +105,8 @@ BAD_FILES = {
     "noise": (b"\xff\xfe\x00\n", ":1: is no line of a metrics file"),
     "deep": (b"[" * 100_000 + b"\n", ":1: is no line of a metrics file"),
     "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is no line of a metrics file"),
+    "400 digits": (b'{"iteration": ' + b"9" * 400 + b', "a": 1}\n', ":1: is no line of a metrics file"),
+    "a step below 0": (b'{"iteration": -1, "a": 1}\n', ":1: is no line of a metrics file"),
     "many digits": (b'{"iteration": ' + b"9" * 5000 + b"}\n", ":1: is no line of a metrics file"),
     "no metric": (b'{"iteration": 1, "note": "x"}\n', "holds no step yet"),
 }
