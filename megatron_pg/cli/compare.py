@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "rollouts", metavar="ROLLOUTS", help="a rollout file (docs/rollout_file.md); megatron-pg convert makes them"
     )
     scale = "L of constant, without which its loss has no scale and is not shown"
-    parser.add_argument("--divisor", type=_divisor, metavar="L", help=scale)
+    parser.add_argument("--divisor", type=float, metavar="L", help=scale)
     top = "prompts to list, by their largest share (default 5)"
     parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
     add_picture_options(parser)
@@ -64,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the comparison and draw it."""
     if options.top < 0:
         raise InputError(f"--top {options.top} is negative, so no number of prompts. Give 0 or more.")
+    if options.divisor is not None and not is_usable_divisor(options.divisor):
+        raise InputError(f"--divisor {options.divisor:g} is not finite and > 0. Give a number of tokens.")
     check_picture(options)
     rows = digest_rollouts(options.rollouts)
     found = compare(rows, options.divisor, show_path(options.rollouts))
@@ -279,13 +281,3 @@ def _draw(options: argparse.Namespace, lengths: Sequence[Unit], prompts: Sequenc
             axes.grid(alpha=0.3)
             axes.set_axisbelow(True)
         figure.suptitle(printable(Path(options.rollouts).name), fontsize=11)
-
-
-def _divisor(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_usable_divisor(value):
-        raise argparse.ArgumentTypeError(f"{text} is not finite and > 0")
-    return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_pg.args import own_arguments
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
-from megatron_pg.cli.validate import check_or_stop
+from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
@@ -38,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the objective."""
     launch = read_launch(options)
-    remarks = check_or_stop(launch)
+    violations, remarks = check(launch)
+    if violations:
+        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in violations))
     layout = layout_of(launch)
     if layout.data is not None:
         launch.args.data_parallel_size = layout.data

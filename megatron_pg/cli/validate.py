@@ -10,7 +10,7 @@ from importlib import import_module
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
-from megatron_pg.cli.terminal import InputError, say, show_json
+from megatron_pg.cli.terminal import say, show_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -91,15 +91,3 @@ def _layout_of_rank_zero(args: argparse.Namespace) -> Iterator[None]:
     finally:
         state.destroy_model_parallel()
         distributed.destroy_process_group()
-
-
-def check_or_stop(launch: Launch) -> tuple[str, ...]:
-    """The remarks on a launch that passes.
-
-    Raises:
-        InputError: with every violation, where it does not.
-    """
-    violations, remarks = check(launch)
-    if violations:
-        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in violations))
-    return remarks

@@ -312,7 +312,7 @@ def test_an_advantage_beyond_float32_is_named(advantage, tmp_path, capsys):
 BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
-    "--divisor x": "x is not finite and > 0",
+    "--divisor x": "invalid float value: 'x'",
     "--divisor 1e300": "not finite and > 0",  # 1/L is no float32
     "--top -1": "--top -1 is negative",
     "--output out.gif": "is no .png, .svg, .pdf file",
@@ -342,6 +342,21 @@ def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, capsys):
     assert run(capsys, path, "--output", picture)[0] == 2
     assert run(capsys, path, "--output", picture, "--overwrite")[0] == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
+
+
+def test_the_picture_has_whole_prompts_and_tells_coinciding_curves_apart(tmp_path, capsys, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    path = write(tmp_path / "r.jsonl", [RECORD, RECORD | {"prompt_id": "other", "rollout_id": "other"}])  # all equal
+    assert run(capsys, path, "--output", tmp_path / "out.png")[0] == 0
+    _, axes = plt.gcf().axes
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0, 50.0, 100.0]] * 4
+    assert len({(line.get_linewidth(), line.get_linestyle()) for line in axes.lines}) == 4
+    widths = [line.get_linewidth() for line in axes.lines]
+    assert widths == sorted(widths, reverse=True)  # the later one lies on top
+    monkeypatch.undo()
+    plt.close("all")
 
 
 def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
