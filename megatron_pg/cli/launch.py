@@ -98,8 +98,8 @@ def read_launch(options: argparse.Namespace) -> Launch:
             f"{show_path(words[0])} is no flag. A script shows its flags only when it runs. Start the job with MEGATRON_PG_DRY_RUN=1 "
             "in the environment (or --pg-dry-run), which is certain; or give --run and the script, only if you would run it."
         )
-    if given := [name for name in _SCRIPT_OPTIONS if vars(options)[name[2:].replace("-", "_")]]:
-        raise InputError(f"{given[0]} is for a script, and none is given. Leave it out, or add --run SCRIPT.")
+    if misplaced := [name for name in _SCRIPT_OPTIONS if vars(options)[name[2:].replace("-", "_")]]:
+        raise InputError(f"{misplaced[0]} is for a script, and none is given. Leave it out, or add --run SCRIPT.")
     if not words:
         raise InputError(
             "neither flags nor --run SCRIPT are given. Give one of them, for instance --loss-aggregation token_mean."
