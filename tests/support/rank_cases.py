@@ -103,7 +103,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *("perform_rl_step", "sft", "tensor_model_parallel_size", "use_megatron_fsdp", "use_torch_fsdp2"),
     *("fp32_lm_head", "fp32_lm_head_backward", "pg_fused_head", "pg_vocab_size", "cross_entropy_loss_fusion"),
     *("defer_embedding_wgrad_compute", "loss_scale", "output_logit_dtype", "padded_vocab_size", "use_mup"),
-    *("fp8_output_proj", "params_dtype"),
+    *("fp8_output_proj", "params_dtype", "eval_interval", "eval_iters"),
 ]
 # case: what every rank's message says, in order of the ranks (one text: the same on both)
 FAULTS = {
