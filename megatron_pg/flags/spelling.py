@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Collection
 
-# What a flag is called elsewhere or by its meaning, without dashes in front and pg-.
+# What a flag is called elsewhere or by its meaning, behind --pg-.
 NAMES: dict[str, tuple[str, ...]] = {
     "--loss-aggregation": ("aggregation", "agg", "agg-mode", "loss-agg-mode", "reduction", "loss-reduction"),
     "--loss-aggregation-divisor": ("divisor", "loss-divisor", "aggregation-divisor", "loss-scale-factor"),
@@ -32,6 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 _OURS = re.compile(r"pg-|loss-aggregation|custom-pg-")
 _FEWEST_LETTERS = 2  # of a beginning: a flag of one letter is somebody's short option
+_MOST_SHOWN = 3  # of the flags that begin so
 
 
 def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
@@ -43,10 +44,14 @@ def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
     name = flag.lstrip("-").lower().replace("_", "-")
     if not flag.startswith("-") or not name[:1].isalpha() or len(name) < _FEWEST_LETTERS:
         return None
+    if f"--{name}" in flags:
+        return [f"--{name}"]
     # --vocab-size is not a misspelt --pg-vocab-size
     close = difflib.get_close_matches(f"--{name}", {*flags} - {f"--pg-{name}"}, n=1, cutoff=0.9)
-    begun = sorted((each for each in flags if each.startswith(f"--{name}")), key=len)[:2]
+    begun = sorted(each for each in flags if each.startswith(f"--{name}"))
     if not (close or begun or _OURS.match(name)):
         return None
-    named = [each for each, names in NAMES.items() if name.removeprefix("pg-") in names]
-    return named or close or begun or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.5)
+    named = [each for each, names in NAMES.items() if name.startswith("pg-") and name[3:] in names]
+    if len(begun) > _MOST_SHOWN and not named:
+        return []
+    return named or begun or close or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.5)

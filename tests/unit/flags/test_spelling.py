@@ -26,6 +26,9 @@ MEANT = {
     "--custom-pg-loss-reducer": ["--custom-pg-loss-reducer-function-path"],
     "--fp32-lm": ["--fp32-lm-head", "--fp32-lm-head-backward"],
     "--docs-per-step-e": ["--docs-per-step-end"],
+    "--loss-aggregation-d": ["--loss-aggregation-divisor"],
+    "--loss": ["--loss-aggregation", "--loss-aggregation-divisor"],
+    "--pg": [],  # too many
     # a slip
     "-loss-aggregation": ["--loss-aggregation"],
     "-pg-kl-coef=0.1": ["--pg-kl-coef"],
@@ -45,7 +48,7 @@ def test_a_word_that_resembles_ours_is_one_of_ours(word):
 @pytest.mark.parametrize("flag", sorted(FLAGS))
 def test_every_beginning_of_a_flag_is_one_of_ours(flag):
     for end in range(4, len(flag)):
-        assert flag[:end] in FLAGS or meant_flags(flag[:end], FLAGS)
+        assert flag[:end] in FLAGS or meant_flags(flag[:end], FLAGS) is not None
     assert flag in meant_flags(flag[1:], FLAGS)  # one dash
 
 
@@ -59,3 +62,4 @@ def test_what_belongs_to_other_parsers_is_left_alone(word):
 def test_the_names_are_of_flags_that_exist_and_are_no_flags():
     assert NAMES.keys() <= FLAGS
     assert not FLAGS & {f"--{prefix}{name}" for names in NAMES.values() for name in names for prefix in ("", "pg-")}
+    assert all(meant_flags(f"--pg-{name}", FLAGS)[0] in NAMES for names in NAMES.values() for name in names)
