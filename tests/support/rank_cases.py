@@ -95,7 +95,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
     *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
     *("pg_denominator", "pg_kl_coef", "pg_kl_estimator", "pg_entropy_coef", "pg_aux_aggregation", "pg_grad_divisor"),
-    *("docs_per_step", "docs_per_step_policy", "docs_per_step_end"),
+    *("docs_per_step", "docs_per_step_policy", "docs_per_step_end", "docs_per_step_drop_position"),
     *("context_parallel_size", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "dataloader_type"),
     *("ddp_average_in_collective", "fp16", "gtp_weight_remat_size", "hybrid_context_parallel", "iterations_to_skip"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers", "num_experts", "overlap_moe_expert_parallel_comm"),
