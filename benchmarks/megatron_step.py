@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_pg import Sample, pack
-from megatron_pg.args import add_arguments
+from megatron_pg.args import add_arguments, validate_args
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.settings import LossSettings
 
@@ -90,7 +90,7 @@ def samples(options: argparse.Namespace, old: list[torch.Tensor] | None) -> list
 def run(model: DistributedDataParallel, head: dict, options: argparse.Namespace, old=None) -> dict:
     """One step: metrics, gradients, milliseconds and peak memory."""
     args = add_arguments(argparse.ArgumentParser()).parse_args(["--pg-metrics", "basic"])
-    settings = replace(LossSettings.from_args(args), **head)
+    settings = replace(LossSettings.from_args(validate_args(args)), **head)
     reports = []
     inner = model.module.module
     forward_impl, loss = inner.output_layer._forward_impl, inner.compute_language_model_loss

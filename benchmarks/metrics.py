@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_pg import Sample, pack
-from megatron_pg.args import add_arguments
+from megatron_pg.args import add_arguments, validate_args
 from megatron_pg.batch import slice_batch
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.step.loss import microbatch_loss
@@ -49,7 +49,7 @@ def settings(level: str) -> LossSettings:
     """The default loss with one level of metrics."""
     flags = ["--pg-kernel", "torch", "--pg-metrics", level]
     args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags)
-    return LossSettings.from_args(args)
+    return LossSettings.from_args(validate_args(args))
 
 
 def seconds(function: Callable[[], None], device: str) -> float:

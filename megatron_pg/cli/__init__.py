@@ -9,6 +9,7 @@ for: `explain` needs no torch. Bad input is one line on the standard error, exit
 import argparse
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -38,26 +39,38 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 doctor found a fault, 2 bad input."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    """Run the command line and return its exit code: 0 done, 1 doctor found a fault, 2 bad input or a full disk."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller, `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, until the process ends
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Σ, a path that is no UTF-8
     if "_ARGCOMPLETE" in os.environ:
         return _complete(os.environ["COMP_LINE"])
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if word in SUBCOMMANDS), None)
+    command = f"megatron-pg {name}" if name else "megatron-pg"
     try:
-        code = _run(argv, name)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(argv, name)
+        finally:
+            sys.stdout.flush()
     except (InputError, RolloutFileError) as error:
-        sys.stderr.write(f"megatron-pg{f' {name}' if name else ''}: {printable(str(error), limit=None)}\n")
+        sys.stderr.write(f"{command}: {printable(str(error), limit=None)}\n")
         return 2
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
+            return 128 + signal.SIGPIPE
+        sys.stderr.write(
+            f"{command}: the standard output cannot be written ({error.strerror}), so it is incomplete. Make room.\n"
+        )
+        return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
 
 
 def _run(argv: list[str], name: str | None) -> int:

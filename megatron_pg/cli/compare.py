@@ -8,14 +8,15 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
 from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.flags.aggregation import is_usable_divisor
 from megatron_pg.rollouts.fields import Id
 from megatron_pg.rollouts.printable import printable
 
@@ -37,11 +38,12 @@ class Comparison:
     """What one aggregation makes of the file."""
 
     loss: float | None  # mean over the steps of Σ w·(-A); None where its scale is not given
-    masses: np.ndarray  # [S] Σ w·|A| of each sample
+    masses: list[float]  # Σ w·|A| of each sample
     ess: float  # (Σ w)² / (T·Σ w²), mean over the steps
     heaviest: float  # T·max w / Σ w, largest of the steps
 
 
+_LARGEST = 2.0**128 - 2.0**104  # float32
 Comparisons = Mapping[str, Comparison]  # by aggregation
 Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
@@ -52,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "rollouts", metavar="ROLLOUTS", help="a rollout file (docs/rollout_file.md); megatron-pg convert makes them"
     )
     scale = "L of constant, without which its loss has no scale and is not shown"
-    parser.add_argument("--divisor", type=_divisor, metavar="L", help=scale)
+    parser.add_argument("--divisor", type=float, metavar="L", help=scale)
     top = "prompts to list, by their largest share (default 5)"
     parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
     add_picture_options(parser)
@@ -62,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the comparison and draw it."""
     if options.top < 0:
         raise InputError(f"--top {options.top} is negative, so no number of prompts. Give 0 or more.")
+    if options.divisor is not None and not is_usable_divisor(options.divisor):
+        raise InputError(f"--divisor {options.divisor:g} is not finite and > 0. Give a number of tokens.")
     check_picture(options)
     rows = digest_rollouts(options.rollouts)
     found = compare(rows, options.divisor, show_path(options.rollouts))
@@ -98,10 +102,15 @@ def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, 
     """Every aggregation on the file's steps.
 
     Raises:
-        InputError: a prompt group or rollout lies in two steps, or a step cannot be planned.
+        InputError: a prompt group or rollout lies in two steps, a step cannot be planned, or an advantage is too large.
     """
     from megatron_pg.batch import check_boundaries  # imports torch
 
+    if large := next((row for row in rows if not row.magnitude <= _LARGEST), None):
+        raise InputError(
+            f"{path}: the advantages of rollout {large.rollout_id} in step {large.step} add up to {large.magnitude:.4g}, and training computes "
+            f"in float32, which ends at {_LARGEST:.4g}, so its loss would be infinite. Correct them."
+        )
     steps: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         steps.setdefault(row.step, []).append(i)
@@ -115,21 +124,22 @@ def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, 
 def _compare_one(
     rows: Sequence[Row], steps: Mapping[int, list[int]], mode: str, divisor: float | None, path: str
 ) -> Comparison:
-    weights, losses, ess, heaviest = np.zeros(len(rows)), [], [], []
+    masses, losses, ess, heaviest = [0.0] * len(rows), [], [], []
     for step, indices in steps.items():
         inside = [rows[i] for i in indices]
-        w = weights[indices] = 1 / _denominators(inside, mode, divisor, f"{path}: step {step}")
-        tokens = np.array([row.trained for row in inside])
-        total, squares = w @ tokens, (w * w) @ tokens
-        losses.append(-(w @ np.array([row.advantage for row in inside])))
-        ess.append(total * total / (squares * tokens.sum()))
-        heaviest.append(tokens.sum() * w[tokens > 0].max() / total)
+        weights = [1 / d for d in _denominators(inside, mode, divisor, f"{path}: step {step}")]
+        trained = [(w, row.trained) for w, row in zip(weights, inside, strict=True) if row.trained]
+        total, tokens = math.fsum(w * n for w, n in trained), sum(n for _, n in trained)
+        losses.append(math.fsum(-w * row.advantage for w, row in zip(weights, inside, strict=True)))
+        ess.append(total * total / (math.fsum(w * w * n for w, n in trained) * tokens))
+        heaviest.append(tokens * max(w for w, _ in trained) / total)
+        for i, w in zip(indices, weights, strict=True):
+            masses[i] = w * rows[i].magnitude
     has_scale = mode != "constant" or divisor is not None
-    masses = weights * np.array([row.magnitude for row in rows])
-    return Comparison(float(np.mean(losses)) if has_scale else None, masses, float(np.mean(ess)), float(max(heaviest)))
+    return Comparison(fmean(losses) if has_scale else None, masses, fmean(ess), max(heaviest))
 
 
-def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> np.ndarray:
+def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> list[float]:
     from megatron_pg.step.plan import plan_step  # imports torch
 
     try:
@@ -142,7 +152,7 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
         )
     except ValueError as error:
         raise InputError(f"{where}: {error}") from error
-    return plan.denominators.numpy()
+    return plan.denominators.tolist()
 
 
 # --- shares ---
@@ -164,19 +174,19 @@ def by_prompt(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
 def _units(
     rows: Sequence[Row], found: Comparisons, kind: str, names: Mapping[Any, str], of_row: Sequence
 ) -> list[Unit]:
-    order = {unit: i for i, unit in enumerate(names)}
-    index = np.array([order[unit] for unit in of_row])
+    found_in: dict[Any, list[int]] = {unit: [] for unit in names}
+    for i, unit in enumerate(of_row):
+        found_in[unit].append(i)
+    totals = {mode: math.fsum(each.masses) for mode, each in found.items()}  # 0 where all advantages are
 
-    def sums(values: Any, dtype: type = float) -> list:
-        return np.bincount(index, weights=values).astype(dtype).tolist()
+    def share(mode: str, inside: list[int]) -> float | None:
+        masses, total = found[mode].masses, totals[mode]
+        return math.fsum(masses[i] for i in inside) / total if total else None
 
-    masses = {mode: sums(each.masses) for mode, each in found.items()}
-    totals = {mode: each.masses.sum() for mode, each in found.items()}  # 0 where all advantages are
-    samples, tokens = sums(np.ones(len(rows)), int), sums([row.trained for row in rows], int)
     return [
-        {kind: name, "samples": samples[i], "trained_tokens": tokens[i]}
-        | {"share": {mode: masses[mode][i] / total if total else None for mode, total in totals.items()}}
-        for i, name in enumerate(names.values())
+        {kind: names[unit], "samples": len(inside), "trained_tokens": sum(rows[i].trained for i in inside)}
+        | {"share": {mode: share(mode, inside) for mode in found}}
+        for unit, inside in found_in.items()
     ]
 
 
@@ -204,7 +214,7 @@ def _document(
         "aggregations": {
             mode: {
                 "loss": each.loss,
-                "gradient_mass": float(each.masses.sum()) if each.loss is not None else None,
+                "gradient_mass": math.fsum(each.masses) if each.loss is not None else None,
                 "aggregation_ess": each.ess,
                 "heaviest_token": each.heaviest,
                 "effective_prompts": effective([unit["share"][mode] for unit in prompts]),
@@ -254,26 +264,20 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _draw(options: argparse.Namespace, lengths: Sequence[Unit], prompts: Sequence[Unit]) -> None:
-    at, width = np.arange(len(lengths)), 0.8 / len(AGGREGATIONS)
+    width, last = 0.8 / len(AGGREGATIONS), len(AGGREGATIONS) - 1
     with picture(options, 1, 2, (11, 4.2)) as (figure, ((left, right),)):
         for n, mode in enumerate(AGGREGATIONS):
-            offset = (n - (len(AGGREGATIONS) - 1) / 2) * width
-            left.bar(at + offset, [100 * (unit["share"][mode] or 0) for unit in lengths], width, label=mode)
+            at = [i + (n - last / 2) * width for i in range(len(lengths))]
+            left.bar(at, [100 * (unit["share"][mode] or 0) for unit in lengths], width, label=mode)
             heights = sorted((100 * (unit["share"][mode] or 0) for unit in prompts), reverse=True)
-            right.plot(np.arange(1, len(heights) + 1), np.cumsum(heights), label=mode)
-        left.set_xticks(at, [unit["length"] for unit in lengths], rotation=30, ha="right")
+            style = {"linewidth": 1.8 + 1.4 * (last - n), "linestyle": ("-", "--")[n % 2]}  # seen where they coincide
+            right.plot(range(len(heights) + 1), [0, *accumulate(heights)], label=mode, **style)
+        left.set_xticks(range(len(lengths)), [unit["length"] for unit in lengths], rotation=30, ha="right")
         left.set(xlabel="response length, tokens", ylabel="share of the gradient mass, %", title="by response length")
         right.set(xlabel="prompts, heaviest first", ylabel="cumulated share, %", title="by prompt", ylim=(0, 102))
-        left.legend(fontsize=8)
-        right.grid(alpha=0.3)
+        right.xaxis.get_major_locator().set_params(integer=True)
+        for axes in (left, right):
+            axes.legend(fontsize=8)
+            axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
         figure.suptitle(printable(Path(options.rollouts).name), fontsize=11)
-
-
-def _divisor(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not finite and > 0")
-    return value

@@ -2,12 +2,13 @@
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pg.args import add_arguments, own_arguments
+from megatron_pg.args import own_arguments
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
-from megatron_pg.cli.validate import check_or_stop
+from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
@@ -37,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the objective."""
     launch = read_launch(options)
-    remarks = check_or_stop(launch)
+    violations, remarks = check(launch)
+    if violations:
+        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in violations))
     layout = layout_of(launch)
     if layout.data is not None:
         launch.args.data_parallel_size = layout.data
@@ -206,18 +209,30 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
     others = f"{len(launch.others)} further arguments, which belong to other parsers"
     return [
         ("arguments", launch.source),
-        ("elsewhere", AGGREGATIONS[launch.args.loss_aggregation].elsewhere),
+        ("elsewhere", _elsewhere(launch.args)),
         *(("note", text) for text in (*remarks, *launch.notes)),
-        ("set", _given(launch.args) or "nothing: the defaults of megatron_pg"),
+        ("given", _as_flags(launch.args, launch.given) or "nothing that is read here"),
+        ("default", _as_flags(launch.args, [name for name in own_arguments() if name not in launch.given])),
         *([("not read", others)] if launch.others else []),
     ]
 
 
-def _given(args: argparse.Namespace) -> str:
-    """The flags of megatron_pg that differ from their defaults."""
-    defaults = vars(add_arguments(argparse.ArgumentParser(add_help=False)).parse_args([]))
-    changed = {name: vars(args)[name] for name, default in defaults.items() if vars(args)[name] != default}
-    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+def _elsewhere(args: argparse.Namespace) -> str:
+    """What other frameworks call what weighs the tokens."""
+    if args.custom_pg_loss_reducer_function_path is not None:
+        return "slime, miles: the same flag and the same function; no flag of verl, TRL or NeMo-RL"
+    return AGGREGATIONS[args.loss_aggregation].elsewhere
+
+
+def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
+    """The arguments as flags; those that are off or not set are left out."""
+    flags = []
+    for name in names:
+        value = vars(args)[name]
+        words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
+        if value is not None and value is not False:
+            flags.append(" ".join((f"--{name.replace('_', '-')}", *words)))
+    return ", ".join(flags)
 
 
 def _document(
@@ -229,13 +244,14 @@ def _document(
         "run": launch.ran,
         "source": launch.source,
         "arguments": own,
+        "given": list(launch.given),
         "megatron_arguments": {name: value for name, value in read_arguments(launch).items() if name not in own},
         "objective": dict(describe(launch.args)),
         "sizes": sizes,
         "factors": dict(factors),
         "weights_unit": "1" if rollouts else "1/N_r",
         "weights": weights,
-        "elsewhere": AGGREGATIONS[launch.args.loss_aggregation].elsewhere,
+        "elsewhere": _elsewhere(launch.args),
         "remarks": list(remarks),
         "notes": list(launch.notes),
         "other_arguments": list(launch.others),

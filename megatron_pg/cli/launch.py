@@ -5,7 +5,6 @@ or the layout needs; the rest of a launch belongs to other parsers and is left a
 """
 
 import argparse
-import difflib
 import itertools
 import re
 import sys
@@ -20,6 +19,7 @@ from megatron_pg.args import add_arguments, own_arguments
 from megatron_pg.cli.recorder import Command, Recording, record
 from megatron_pg.cli.terminal import InputError, read_text, show_path
 from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
+from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.rollouts.printable import printable
 
 _LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
@@ -47,7 +47,8 @@ class Launch:
     args: argparse.Namespace
     source: str  # where the arguments come from, for a reader
     world_size: int | None
-    others: tuple[str, ...]  # arguments that belong to other parsers
+    given: tuple[str, ...]  # names of the arguments that it gives; the others are defaults
+    others: tuple[str, ...]  # words that belong to other parsers
     notes: tuple[str, ...] = ()
     ran: str | None = None  # how its script was run: the first line of what is printed
 
@@ -97,14 +98,14 @@ def read_launch(options: argparse.Namespace) -> Launch:
             f"{show_path(words[0])} is no flag. A script shows its flags only when it runs. Start the job with MEGATRON_PG_DRY_RUN=1 "
             "in the environment (or --pg-dry-run), which is certain; or give --run and the script, only if you would run it."
         )
-    if given := [name for name in _SCRIPT_OPTIONS if vars(options)[name[2:].replace("-", "_")]]:
-        raise InputError(f"{given[0]} is for a script, and none is given. Leave it out, or add --run SCRIPT.")
+    if misplaced := [name for name in _SCRIPT_OPTIONS if vars(options)[name[2:].replace("-", "_")]]:
+        raise InputError(f"{misplaced[0]} is for a script, and none is given. Leave it out, or add --run SCRIPT.")
     if not words:
         raise InputError(
             "neither flags nor --run SCRIPT are given. Give one of them, for instance --loss-aggregation token_mean."
         )
-    args, others = _parse(words)
-    return Launch(args, "flags", options.world_size, others)
+    args, given, others = _parse(words)
+    return Launch(args, "flags", options.world_size, given, others)
 
 
 def read_arguments(launch: Launch) -> dict[str, object]:
@@ -136,7 +137,7 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
         found = _trainings(recording, limit)
         chosen, choice = _choose(found, options)
         before, after = _split(chosen.words)
-        args, others = _parse(after)
+        args, given, others = _parse(after)
     except InputError as error:
         raise InputError(f"{show_path(path)}: {error}") from error
     _fill_in(args)
@@ -147,7 +148,7 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
     ]
     notes += [*choice, *_notes(recording, found, limit)]
     world_size = options.world_size or _world_size(before)
-    return Launch(args, _place(chosen), world_size, others, tuple(notes), _how(path, recording))
+    return Launch(args, _place(chosen), world_size, given, others, tuple(notes), _how(path, recording))
 
 
 def _how(path: str, recording: Recording) -> str:
@@ -275,36 +276,32 @@ def _summary(commands: Sequence[Command]) -> str:
 # --- what the arguments say ---
 
 
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
+    """The arguments with our defaults, the names of those that are given, and the words of other parsers."""
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
-    own = set(parser._option_string_actions)
-    aggregation = parser._option_string_actions["--loss-aggregation"]
-    aggregation.choices = None  # rule E3 refuses, and says what another framework's word is here
+    defaults, own = vars(parser.parse_args([])), set(parser._option_string_actions)
+    parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 knows other frameworks' words
     for name, keywords in MEGATRON_FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **keywords)
-    args, others = parser.parse_known_args(list(words))
-    _check_spelling(others, own)
-    if "yaml_cfg" in args:
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    given, others = parser.parse_known_args(list(words))
+    _check_spelling(others, own | {"--calculate-per-token-loss"})
+    if "yaml_cfg" in given:
         raise InputError(
             "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
         )
-    return args, tuple(others)
+    return argparse.Namespace(**defaults | vars(given)), tuple(vars(given)), tuple(others)
 
 
 def _check_spelling(others: Sequence[str], own: set[str]) -> None:
     for word in others:
-        flag = word.partition("=")[0]
-        if re.match(r"[\u2010-\u2015\u2212]", flag):
+        if re.match(r"[\u2010-\u2015\u2212]", word):
             raise InputError(f"{printable(word)} begins with a dash that is no hyphen, so it is no flag. Write --.")
-        if not flag.startswith("--"):
-            continue
-        # --vocab-size is not a misspelt --pg-vocab-size
-        close = difflib.get_close_matches(flag.replace("_", "-"), own - {f"--pg-{flag[2:]}"}, n=1, cutoff=0.9)
-        if _OURS.match(flag) or close:
-            guess = close or difflib.get_close_matches(flag, own, n=1, cutoff=0.5)
-            hint = f" Did you mean {guess[0]}?" if guess else ""
+        if (meant := meant_flags(word, own)) is not None:
+            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
             raise InputError(
-                f"{printable(flag)} is no flag of megatron_pg, so training would not start or would ignore it.{hint}"
+                f"{printable(word.partition('=')[0])} is no flag of megatron_pg, so training would not start or would ignore it.{hint}"
             )
 
 

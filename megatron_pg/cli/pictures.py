@@ -25,7 +25,7 @@ def check_picture(options: argparse.Namespace) -> None:
     """
     if not options.output:
         return
-    if Path(options.output).suffix not in SUFFIXES:
+    if Path(options.output).suffix.lower() not in SUFFIXES:
         raise InputError(
             f"{show_path(options.output)}: is no {', '.join(SUFFIXES)} file, so its format is unknown. Give it such a name."
         )
@@ -51,5 +51,5 @@ def picture(
     yield figure, axes
     figure.tight_layout()
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        figure.savefig(scratch, format=Path(options.output).suffix[1:], dpi=110)
+        figure.savefig(scratch, format=Path(options.output).suffix[1:].lower(), dpi=110)
     plt.close(figure)

@@ -117,12 +117,10 @@ def check_output(path: str | Path, *, overwrite: bool) -> None:
         raise InputError(f"{show_path(path)}: its folder cannot be written to. Give another path.")
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
-
-
 @contextmanager
-def progress(what: str, total: int = 0, show: Callable[[int], str] = _megabytes) -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int = 0, show: Callable[[int], str] = lambda size: f"{size / 1e6:,.0f} MB"
+) -> Iterator[Callable[[int], None]]:
     """Say on the standard error from the second second on that `what` lasts: a line in a log, one that changes on a terminal.
 
     The block is given a function that it may tell how much of `total` is done, which `show` writes.

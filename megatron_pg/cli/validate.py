@@ -1,12 +1,16 @@
 """`megatron-pg validate`: the startup checks without starting. Exit code 0: it would start; 2: it would stop."""
 
 import argparse
+import math
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
-from megatron_pg.cli.launch import Launch, add_launch_options, read_arguments, read_launch
-from megatron_pg.cli.terminal import InputError, say, show_json
+from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.terminal import say, show_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +60,9 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
             if args.custom_pg_loss_reducer_function_path is not None:
                 from megatron_pg.reducers.custom import load_custom_reducer  # imports torch
 
-                load_custom_reducer(
-                    args.custom_pg_loss_reducer_function_path,
-                    calculate_per_token_loss=vars(args).get("calculate_per_token_loss", False),
-                )
+                per_token = vars(args).get("calculate_per_token_loss", False)
+                with _layout_of_rank_zero(args):
+                    load_custom_reducer(args.custom_pg_loss_reducer_function_path, calculate_per_token_loss=per_token)
             if args.pg_custom_objective_path is not None:
                 from megatron_pg.objectives.custom import custom_objective_of  # imports torch
 
@@ -70,13 +73,21 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     return [], tuple(str(each.message) for each in ours)
 
 
-def check_or_stop(launch: Launch) -> tuple[str, ...]:
-    """The remarks on a launch that passes.
-
-    Raises:
-        InputError: with every violation, where it does not.
-    """
-    violations, remarks = check(launch)
-    if violations:
-        raise InputError("; ".join(f"[{rule}] {message}" for rule, message in violations))
-    return remarks
+@contextmanager
+def _layout_of_rank_zero(args: argparse.Namespace) -> Iterator[None]:
+    """Megatron's parallel state as in training, without the other ranks: a user's function may ask it for its layout."""
+    try:
+        state = import_module("megatron.core.parallel_state")
+        store = import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    except Exception:  # missing, or broken in any way: a function that needs it says so itself
+        yield
+        return
+    distributed = import_module("torch.distributed")
+    sizes = {name: max(vars(args).get(name) or 1, 1) for name in MODEL_SIZES}
+    distributed.init_process_group("fake", store=store, rank=0, world_size=math.prod(sizes.values()))
+    try:
+        state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        yield
+    finally:
+        state.destroy_model_parallel()
+        distributed.destroy_process_group()

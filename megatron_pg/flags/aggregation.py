@@ -23,10 +23,10 @@ def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--loss-aggregation",
         choices=AGGREGATIONS,
-        default=DEFAULT,
         help="Weight 1/d of a trained token, over the whole optimizer step: sample_mean d = N_r*M_rollout (GRPO), "
         "prompt_mean d = P*M_group (DAPO as printed), token_mean d = T (the same as --calculate-per-token-loss), "
-        "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit.",
+        "constant d = N_r*L (Dr. GRPO). N_r rollouts, P prompts, T trained tokens, M trained tokens of the unit. "
+        f"Default {DEFAULT}, with --calculate-per-token-loss {STEP_MEANS[True]}.",
     )
     group.add_argument(
         "--loss-aggregation-divisor",
@@ -43,14 +43,18 @@ def add_aggregation_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def reconcile(args: argparse.Namespace) -> list[str]:
-    """Make `token_mean` and the per-token flag, two names of one objective, agree (R1, R2); say what changed."""
+    """Make `token_mean` and the per-token flag, two names of one objective, agree (R1, R2); say what changed.
+
+    An aggregation that was not given (None) becomes the default, which the per-token flag decides.
+    """
     per_token = vars(args).get("calculate_per_token_loss", False)
+    if args.loss_aggregation is None:
+        args.loss_aggregation = STEP_MEANS[per_token]
+        given = f"--calculate-per-token-loss: --loss-aggregation is {STEP_MEANS[True]}, not {DEFAULT}"
+        return [given] if per_token else []
     if AGGREGATIONS[args.loss_aggregation].is_per_token and not per_token:
         args.calculate_per_token_loss = True
         return [f"{args.loss_aggregation}: --calculate-per-token-loss switched on"]
-    if per_token and args.loss_aggregation == DEFAULT:
-        args.loss_aggregation = STEP_MEANS[True]
-        return [f"--calculate-per-token-loss: --loss-aggregation is {STEP_MEANS[True]}, not {DEFAULT}"]
     return []
 
 
@@ -58,7 +62,7 @@ def aggregation_violations(facts: Facts) -> Violations:
     """Rules E2 to E11, and E13 to E15 of the user's functions."""
     yield from _mode_rules(facts)
     yield from _divisor_rules(facts)
-    if facts.per_token is True and facts.aggregation and not facts.aggregation.is_per_token and facts.mode != DEFAULT:
+    if facts.per_token is True and facts.aggregation and not facts.aggregation.is_per_token:
         yield (
             "E11",
             f"--calculate-per-token-loss is the older spelling of --loss-aggregation {STEP_MEANS[True]} and contradicts "
@@ -94,7 +98,7 @@ def _divisor_rules(facts: Facts) -> Violations:
         yield "E6", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
     elif not isinstance(divisor, (int, float)):
         yield "E7", f"--loss-aggregation-divisor must be a number, got {divisor!r}"
-    elif not _is_usable_divisor(divisor):
+    elif not is_usable_divisor(divisor):
         yield "E8", f"--loss-aggregation-divisor must be finite and > 0, got {divisor}"
     if facts.reducer_path is not None:
         yield (
@@ -109,7 +113,7 @@ def _divisor_rules(facts: Facts) -> Violations:
         )
 
 
-def _is_usable_divisor(divisor: float) -> bool:
+def is_usable_divisor(divisor: float) -> bool:
     """Whether L is finite and positive and 1/L is a normal float32, so that no weight is 0 or inf."""
     return is_finite(divisor) and divisor > 0 and 2.0**-126 <= 1.0 / divisor <= (2 - 2.0**-23) * 2.0**127
 
@@ -133,7 +137,7 @@ def aggregation_warnings(facts: Facts) -> list[str]:
     if facts.reducer_path is None:
         return []
     messages = []
-    if facts.mode != DEFAULT:
+    if facts.is_mode_given:
         messages.append(
             f"--custom-pg-loss-reducer-function-path takes precedence: --loss-aggregation {facts.mode} does not shape pg_loss"
         )

@@ -99,8 +99,13 @@ def _flatten(values: list[object]) -> list[str]:
 
 
 def compatibility_warnings(facts: Facts) -> list[str]:
-    """W4 to W6, for arguments without violations."""
+    """W4 to W6 and W11, for arguments without violations."""
     messages = []
+    if facts.megatron("eval_iters") is not None and facts.megatron("eval_interval") is None:
+        messages.append(
+            "--eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it asks for the data, and ends with a "
+            "TypeError; give one, with --eval-iters 0 too"
+        )
     if facts.is_per_token and facts.megatron("fp16", False):
         messages.append(
             "--fp16: gradients hold a sum over all trained tokens of the step until finalize; the loss scale must absorb it"

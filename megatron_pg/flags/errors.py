@@ -22,4 +22,4 @@ class ArgumentNotice(UserWarning):
 
 
 class ArgumentWarning(UserWarning):
-    """The arguments work, with a consequence that the user should know (W1 to W10)."""
+    """The arguments work, with a consequence that the user should know (W1 to W11)."""

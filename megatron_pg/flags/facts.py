@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from megatron_pg.declarations.aggregations import AGGREGATIONS, DEFAULT, STEP_MEANS, AggregationDeclaration
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, AggregationDeclaration
 from megatron_pg.declarations.corrections import CORRECTIONS, CorrectionDeclaration
 from megatron_pg.declarations.objectives import OBJECTIVES, ObjectiveDeclaration
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
@@ -14,11 +14,12 @@ class Facts:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.mode = args.loss_aggregation
         self.divisor = args.loss_aggregation_divisor
         self.reducer_path = args.custom_pg_loss_reducer_function_path
         self.objective_path = args.pg_custom_objective_path
         self.per_token = vars(args).get("calculate_per_token_loss", False)
+        self.is_mode_given = args.loss_aggregation is not None
+        self.mode = args.loss_aggregation if self.is_mode_given else STEP_MEANS[self.per_token is True]  # R2
 
     def megatron(self, name: str, default: object = None) -> Any:
         """Megatron's argument, or `default` where this release does not have it."""
@@ -27,20 +28,14 @@ class Facts:
         return vars(self.args).get(name, default)
 
     @property
-    def resolved_mode(self) -> object:
-        """The mode after R2."""
-        return STEP_MEANS[True] if self.per_token is True and self.mode == DEFAULT else self.mode
-
-    @property
     def aggregation(self) -> AggregationDeclaration | None:
-        """What the mode is, before R2; None where it is unknown."""
+        """What the mode is; None where it is unknown."""
         return AGGREGATIONS.get(self.mode) if isinstance(self.mode, str) else None
 
     @property
     def is_per_token(self) -> bool:
         """Whether the aggregation in force is what the per-token flag asks for."""
-        mode = self.resolved_mode
-        return isinstance(mode, str) and mode in AGGREGATIONS and AGGREGATIONS[mode].is_per_token
+        return self.aggregation is not None and self.aggregation.is_per_token
 
     @property
     def objective(self) -> ObjectiveDeclaration | None:

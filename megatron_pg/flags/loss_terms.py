@@ -189,7 +189,7 @@ def _denominator_rules(facts: Facts) -> Violations:
             f"{chosen} has no effect with --custom-pg-loss-reducer-function-path (the reducer owns its denominator); remove one",
         )
     if args.pg_denominator == "live" and facts.is_per_token:
-        yield "E43", f"{chosen} has no effect with {facts.resolved_mode}, which counts tokens and no units; remove it"
+        yield "E43", f"{chosen} has no effect with {facts.mode}, which counts tokens and no units; remove it"
     rejects = facts.correction.rejects if facts.correction else None
     if args.pg_denominator != "kept" or rejects == "data":
         return
@@ -211,9 +211,9 @@ def objective_warnings(facts: Facts) -> list[str]:
     args, messages = facts.args, []
     if declared := facts.objective:
         published = declared.published_with
-        if published is not None and facts.resolved_mode != published:
+        if published is not None and facts.mode != published:
             messages.append(
-                f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.resolved_mode} weighs otherwise"
+                f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.mode} weighs otherwise"
             )
         if advice := declared.advice(objective_numbers(args)):
             messages.append(f"{args.pg_objective} {advice}")

@@ -31,6 +31,8 @@ ARGUMENTS: dict[str, MegatronArgument] = {
     "ddp_average_in_collective": MegatronArgument(_SWITCH),
     "decrease_batch_size_if_needed": MegatronArgument(_SWITCH),
     "defer_embedding_wgrad_compute": MegatronArgument(_SWITCH),
+    "eval_interval": MegatronArgument({"type": int}),
+    "eval_iters": MegatronArgument({"type": int}),
     "fp16": MegatronArgument(_SWITCH),
     "fp8_output_proj": MegatronArgument(_SWITCH),
     "gtp_weight_remat_size": MegatronArgument(None),  # from tensor_parallel_num_weight_shards

@@ -297,10 +297,23 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, caps
     assert message in err
 
 
+@pytest.mark.parametrize("advantage", [1e308, -1e308, [1e38, 3e38]])
+def test_an_advantage_beyond_float32_is_named(advantage, tmp_path, capsys):
+    """Sums of it overflow; training would compute its loss in float32."""
+    path = write(
+        tmp_path / "r.jsonl", [RECORD, RECORD | {"rollout_id": "big", "loss_mask": [1, 1], "advantage": advantage}]
+    )
+    code, out, err = run(capsys, path, "--json")
+    assert (code, out) == (2, "")
+    assert "r.jsonl: the advantages of rollout big in step 0 add up to " in err
+    assert run(capsys, write(path, [RECORD | {"advantage": 1e38}]), "--json")[0] == 0
+
+
 BAD_OPTIONS = {
     "--divisor 0": "not finite and > 0",
     "--divisor inf": "not finite and > 0",
-    "--divisor x": "x is not finite and > 0",
+    "--divisor x": "invalid float value: 'x'",
+    "--divisor 1e300": "not finite and > 0",  # 1/L is no float32
     "--top -1": "--top -1 is negative",
     "--output out.gif": "is no .png, .svg, .pdf file",
     "--output nowhere/out.png": "its folder does not exist",
@@ -331,6 +344,21 @@ def test_the_picture_is_drawn_and_replaced_only_when_asked(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "r.jsonl"]
 
 
+def test_the_picture_has_whole_prompts_and_tells_coinciding_curves_apart(tmp_path, capsys, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    path = write(tmp_path / "r.jsonl", [RECORD, RECORD | {"prompt_id": "other", "rollout_id": "other"}])  # all equal
+    assert run(capsys, path, "--output", tmp_path / "out.png")[0] == 0
+    _, axes = plt.gcf().axes
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0, 50.0, 100.0]] * 4
+    assert len({(line.get_linewidth(), line.get_linestyle()) for line in axes.lines}) == 4
+    widths = [line.get_linewidth() for line in axes.lines]
+    assert widths == sorted(widths, reverse=True)  # the later one lies on top
+    monkeypatch.undo()
+    plt.close("all")
+
+
 def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = write(tmp_path / "r.jsonl", [RECORD])
@@ -341,16 +369,23 @@ def test_without_matplotlib_there_is_a_message(tmp_path, capsys, monkeypatch):
     assert run(capsys, path)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("package", "command"), [("torch", "convert --format slime x.pt --output y"), ("numpy", "compare x")]
-)
-def test_without_a_package_there_is_a_message(package, command):
-    """In a process of its own, where nothing is imported yet."""
-    code = f"import sys; sys.modules[{package!r}] = None; from megatron_pg.cli import main; sys.exit(main({command.split()!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+def without_packages(command: str) -> subprocess.CompletedProcess:
+    """The command line without numpy and torch, in a process of its own, where nothing is imported yet."""
+    code = (
+        "import sys; sys.modules |= {'numpy': None, 'torch': None}; from megatron_pg.cli import main; "
+        f"sys.exit(main({command.split()!r}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_without_a_package_there_is_a_message_and_the_help():
+    done = without_packages("compare x")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"megatron-pg {command.split()[0]}: {package} is not installed")
+    assert done.stderr.startswith("megatron-pg compare: torch is not installed")
     assert done.stderr.count("\n") == 1
+    done = without_packages("compare --help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--divisor L" in done.stdout
 
 
 # --- size ---

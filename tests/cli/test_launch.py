@@ -162,7 +162,33 @@ def test_the_text_holds_formula_factors_and_weights(call):
 def test_every_flag_of_the_plugin_is_shown(call):
     said = explained(call, "--pg-clip-eps-high", "0.28")
     assert tuple(said["arguments"]) == own_arguments()
-    assert "  set        --pg-clip-eps-high 0.28\n" in call("explain", "--pg-clip-eps-high", "0.28")[1]
+
+
+def test_what_is_given_and_what_is_a_default_are_told_apart(call):
+    words = ["--calculate-per-token-loss", "--pg-clip-eps-high", "0.28", "--pg-kl-coef", "0"]
+    assert explained(call, *words)["given"] == ["calculate_per_token_loss", "pg_clip_eps_high", "pg_kl_coef"]
+    rows = dict(line.split(maxsplit=1) for line in call("explain", *words)[1].splitlines())
+    assert rows["given"] == "--calculate-per-token-loss, --pg-clip-eps-high 0.28, --pg-kl-coef 0.0"
+    assert rows["default"].startswith("--loss-aggregation token_mean, --pg-temperature 1.0, ")
+    assert rows["note"].endswith("--loss-aggregation is token_mean, not sample_mean")
+
+
+def test_a_given_aggregation_is_never_changed_by_a_sourced_flag(call, script):
+    """The default is, and that is said."""
+    sourced = "FLAGS=(--dataloader-type external --calculate-per-token-loss)\n"
+    code, out, err = call(
+        "validate", "--run", script(f"{sourced}torchrun t.py ${{FLAGS[@]}} --loss-aggregation sample_mean")
+    )
+    assert (code, out) == (2, "")
+    assert (
+        "[E11] --calculate-per-token-loss is the older spelling of --loss-aggregation token_mean and contradicts" in err
+    )
+    assert call("validate", "--run", script(f"{sourced}torchrun t.py ${{FLAGS[@]}}"))[0] == 0
+
+
+def test_evaluation_without_an_interval_is_said(call):
+    assert "  note: --eval-iters without --eval-interval: " in call("validate", "--eval-iters", "0")[1]
+    assert "note" not in call("validate", "--eval-iters", "0", "--eval-interval", "9")[1]
 
 
 # --- launch scripts ---
@@ -285,7 +311,11 @@ BAD_LAUNCHES = {
     "--pg-temperature 2 --run launch.sh": "nothing else stands before it: --pg-temperature",
     "--time-limit 0 --run examples/launch_cpu.sh": "--time-limit 0 leaves no time to run",
     "--loss-agregation token_mean": "--loss-agregation is no flag of megatron_pg, .*Did you mean --loss-aggregation?",
-    "--pg-clip 0.2": "--pg-clip is no flag of megatron_pg",
+    "--pg-clip 0.2": "--pg-clip is no flag of megatron_pg, .*Did you mean --pg-clip-eps-low or --pg-clip-eps-high?",
+    "--pg-kl 0.1": r"--pg-kl is no flag of megatron_pg, .*Did you mean --pg-kl-coef\?",
+    "--loss-agg=token_mean": "--loss-agg is no flag of megatron_pg, .*Did you mean --loss-aggregation or",
+    "-loss-aggregation token_mean": r"-loss-aggregation is no flag of megatron_pg, .*Did you mean --loss-aggregation\?",
+    "--calculate-per-token --lr 1": r"--calculate-per-token is no flag .*Did you mean --calculate-per-token-loss\?",
     "--pg_clip_eps_low 0.2": "--pg_clip_eps_low is no flag of megatron_pg, .*Did you mean --pg-clip-eps-low?",
     "--loss-aggregation dr_grpo": r"\[E3\] --loss-aggregation 'dr_grpo' is not one of .*; did you mean constant\?",
     "--pg-metrics all": "invalid choice: 'all'",
@@ -423,6 +453,28 @@ def test_validate_probes_a_custom_reducer(call, tmp_path, monkeypatch):
     code, _, err = call("validate", "--custom-pg-loss-reducer-function-path", "cli_reducers:local_mean")
     assert code == 2
     assert "[E16] custom reducer 'cli_reducers:local_mean'" in err
+
+
+def test_a_reducer_that_asks_megatron_for_its_layout_is_answered_as_in_training(call, tmp_path, monkeypatch):
+    """In the form of the file of miles, which refuses context parallelism."""
+    pytest.importorskip("megatron.core")
+    (tmp_path / "asking_reducers.py").write_text(
+        "from megatron.core import mpu\n\n\n"
+        "def constant(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):\n"
+        "    assert mpu.get_context_parallel_world_size() == 1, 'only without context parallelism'\n"
+        "    parts = lambda x: zip(x.split(response_lengths), loss_masks, strict=True)\n"
+        "    return lambda x: sum((part * mask).sum() / 1000.0 for part, mask in parts(x))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--custom-pg-loss-reducer-function-path", "asking_reducers.constant", "--tensor-model-parallel-size", "2"]
+    code, out, err = call("explain", *words)
+    assert (code, err) == (0, "")
+    assert "  elsewhere  slime, miles: the same flag and the same function; " in out
+    assert call("validate", *words)[0] == 0
+    code, _, err = call("validate", *words, "--context-parallel-size", "2")
+    assert code == 2
+    assert "[E16] custom reducer 'asking_reducers.constant' fails on a tiny step of whole samples" in err
+    assert "only without context parallelism" in err
 
 
 def test_validate_tries_an_objective_of_the_users_own(call, tmp_path, monkeypatch):

@@ -1,13 +1,14 @@
 """`megatron-pg plot`: curves of metrics files, whole or still being written, and what it refuses."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_pg.cli import main
-from megatron_pg.cli.plot import small_curve
+from megatron_pg.cli.plot import small_curve, smoothed
 from megatron_pg.metrics.file import MetricsFile
 
 
@@ -54,6 +55,7 @@ def test_curves_of_several_runs(make_run, capsys):
 def test_values_that_were_not_finite_are_left_out(make_run, capsys):
     path = make_run("a", [1.0, float("nan"), 3.0])
     assert json.loads(run(capsys, path, "--json")[1])["a"]["pg_loss"] == {"iterations": [1, 3], "values": [1.0, 3.0]}
+    assert run(capsys, make_run("b", [1.7e308, 1.7e308, 1.0]))[0] == 0  # nor those whose sums are not
 
 
 def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(make_run, capsys):
@@ -67,6 +69,12 @@ def test_metrics_are_chosen_and_misspelt_ones_named(make_run, capsys):
     assert list(json.loads(run(capsys, path, "--metrics", "reward", "--json")[1])["a"]) == ["reward"]
     assert "no run has this metric. Did you mean reward?" in refused(capsys, path, "--metrics", "rewad")
     assert "There are pg_loss, grad_norm, reward" in refused(capsys, path, "--metrics", "zzz")
+    assert "Did you mean grad_norm?" in refused(capsys, path, "--metrics", "norm")  # a part of it
+    assert list(json.loads(run(capsys, path, "--metrics", " reward, pg_loss,", "--json")[1])["a"]) == [
+        "reward",
+        "pg_loss",
+    ]
+    assert "--metrics ,: no run has" in refused(capsys, path, "--metrics", ",")
 
 
 def test_a_metric_of_one_run_only_is_shown_for_both(make_run, capsys):
@@ -105,6 +113,8 @@ BAD_FILES = {
     "noise": (b"\xff\xfe\x00\n", ":1: is no line of a metrics file"),
     "deep": (b"[" * 100_000 + b"\n", ":1: is no line of a metrics file"),
     "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is no line of a metrics file"),
+    "400 digits": (b'{"iteration": ' + b"9" * 400 + b', "a": 1}\n', ":1: is no line of a metrics file"),
+    "a step below 0": (b'{"iteration": -1, "a": 1}\n', ":1: is no line of a metrics file"),
     "many digits": (b'{"iteration": ' + b"9" * 5000 + b"}\n", ":1: is no line of a metrics file"),
     "no metric": (b'{"iteration": 1, "note": "x"}\n', "holds no step yet"),
 }
@@ -135,10 +145,114 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(make_run, capsys):
     assert list(json.loads(run(capsys, *paths, "--json")[1])) == [str(path) for path in paths]
 
 
+def curve_of(*values: float, name: str = "") -> str:
+    return small_curve(range(len(values)), values, name)
+
+
 def test_a_small_curve():
-    assert small_curve([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert small_curve([2.0, 2.0]) == "▄▄"
-    assert small_curve([1.0]) == "▄"
-    assert small_curve([1.0, 1 - 2**-53, 1.0]) == "▄▄▄"  # a last bit
-    assert len(small_curve(list(range(1000)))) == 40
-    assert small_curve([0, 0, 1, 1], width=2) == "▁█"
+    assert curve_of(0, 1, 2, 3, 4, 5, 6, 7) == "▁▂▃▄▅▆▇█"
+    assert curve_of(2.0, 2.0) == "▄▄"
+    assert curve_of(1.0) == "▄"
+    assert len(curve_of(*range(1000))) == 40
+    assert small_curve(range(4), [0, 0, 1, 1], width=2) == "▁█"
+    assert small_curve([1, 2, 3, 100], [0, 0, 0, 1]) == "▁█"  # stretches of the axis, not of the list
+
+
+def test_what_rounding_leaves_is_no_curve():
+    assert curve_of(1.0, 1 - 2**-24, 1.0) == "▄▄▄"  # ratio_new_old on-policy
+    assert curve_of(3e-9, -2e-9, 1e-9) == "▄▄▄"  # pg_loss of advantages that add up to 0
+    assert curve_of(1e5, 1e5 + 0.05) == "▄▄"
+    assert curve_of(0.0, 3e-14, name="kl_new_old") == "▄▄"  # k3 of a log-ratio of 2e-7
+    assert curve_of(0.0, 5e-11, name="kl_new_old") == "▁█"  # and of 1e-5
+    assert curve_of(0.0, 5e-8, 1e-7, name="learning_rate") == "▁▅█"  # a warm-up
+    assert curve_of(0.5, 0.50001) == "▁█"
+
+
+def test_smoothing_is_the_debiased_moving_average():
+    """By its definition: weights w^(n-i), which add up to 1."""
+    values, w = [1.0, 5.0, 2.0, -3.0], 0.7
+    for n in range(1, 5):
+        weights = [w ** (n - i) for i in range(1, n + 1)]
+        expected = sum(a * b for a, b in zip(weights, values, strict=False)) / sum(weights)
+        assert smoothed(values, w)[n - 1] == pytest.approx(expected, rel=1e-12)
+    assert smoothed(values, 0.0) == values
+
+
+def test_smoothing_and_tokens_are_shown_and_listed(make_run, capsys):
+    path = make_run("a", [0.0, 4.0], num_tokens=300)
+    said = json.loads(run(capsys, path, "--metrics", "pg_loss", "--smooth", "0.5", "--x", "tokens", "--json")[1])
+    assert said["a"]["pg_loss"] == {
+        "iterations": [1, 2],
+        "values": [0.0, 4.0],
+        "tokens": [300, 600],
+        "smoothed": [0.0, pytest.approx(4 / 1.5)],
+    }
+    assert "▁█" in run(capsys, path, "--metrics", "pg_loss", "--smooth", "0.5", "--x", "tokens")[1]
+    without = refused(capsys, make_run("b", [1.0]), "--x", "tokens")
+    assert "--x tokens: b has no num_tokens at step 1" in without
+    for weight in ("1", "-0.1", "nan"):
+        assert f"--smooth {weight} is no weight of the past" in refused(capsys, path, "--smooth", weight)
+
+
+def test_the_reward_comes_first(make_run, capsys):
+    path = make_run("a", [1.0], reward=0.5, kl_new_old=0.1)
+    assert list(json.loads(run(capsys, path, "--json")[1])["a"]) == ["reward", "pg_loss", "kl_new_old", "grad_norm"]
+
+
+def test_a_run_is_read_from_a_pipe(make_run, capsys):
+    lines = (make_run("a", [1.0, 2.0]) / "metrics.jsonl").read_bytes()
+    reading, writing = os.pipe()
+    os.write(writing, lines)
+    os.close(writing)
+    stdin = os.dup(0)
+    try:
+        os.dup2(reading, 0)
+        code, out, err = run(capsys, "-", "--json")
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(reading)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["stdin"]["pg_loss"]["values"] == [1.0, 2.0]
+
+
+# --- pictures: what is on the axes ---
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path, capsys):
+    """The axes of a picture, by title."""
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+
+    def draw(*words) -> dict:
+        assert run(capsys, *words, "--output", tmp_path / "out.PNG", "--overwrite")[0] == 0
+        assert (tmp_path / "out.PNG").read_bytes().startswith(b"\x89PNG")
+        return {axes.get_title(): axes for axes in plt.gcf().axes}
+
+    yield draw
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_a_run_of_one_step_is_a_point(make_run, drawn):
+    one, two = drawn(make_run("a", [1.0]), make_run("b", [1.0, 2.0]))["pg_loss"].lines
+    assert one.get_marker() == "."
+    assert (one.get_markersize() > 0, two.get_markersize()) == (True, 0)
+
+
+def test_rounding_is_drawn_as_a_constant(make_run, drawn):
+    axes = drawn(make_run("a", [1e-9, -2e-9, 0.0], ratio_new_old=1.0), "--metrics", "pg_loss, ratio_new_old")
+    low, high = axes["pg_loss"].get_ylim()
+    assert high - low > 1e5 * 3e-9
+    assert axes["ratio_new_old"].get_ylim() == pytest.approx((0.95, 1.05))
+
+
+def test_a_smoothed_curve_has_its_values_behind_it(make_run, drawn):
+    front, back = drawn(make_run("a", [0.0, 4.0], num_tokens=300), "--smooth", "0.5", "--x", "tokens")["pg_loss"].lines
+    assert list(back.get_xdata()) == list(front.get_xdata()) == [300, 600]
+    assert list(back.get_ydata()) == [0.0, 4.0]
+    assert front.get_ydata()[1] == pytest.approx(4 / 1.5)
+    assert back.get_alpha() < 1

@@ -1,13 +1,14 @@
 """What the subcommands share on the terminal."""
 
 import io
+import os
 import re
 import sys
 import time
 
 import pytest
 
-from megatron_pg.cli import terminal
+from megatron_pg.cli import main, terminal
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,42 @@ def test_work_that_does_not_last_says_nothing(capsys):
     with terminal.progress("work"):
         pass
     assert capsys.readouterr().err == ""
+
+
+# --- a standard output that takes no more ---
+
+
+@pytest.fixture
+def to(monkeypatch):
+    """Exit code and standard error of a command whose standard output is this file descriptor."""
+
+    def run(descriptor: int, *words: str) -> tuple[int, str]:
+        with open(descriptor, "w") as output, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            patch.setattr(sys, "stderr", errors := io.StringIO())
+            code = main(words)
+        return code, errors.getvalue()
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["explain", "validate"])
+def test_a_full_disk_is_one_line(to, command):
+    code, said = to(os.open("/dev/full", os.O_WRONLY), command, "--pg-temperature", "2")
+    assert code == 2
+    assert said == (
+        f"megatron-pg {command}: the standard output cannot be written (No space left on device), so it is incomplete. "
+        "Make room.\n"
+    )
+
+
+def test_a_reader_that_has_left_ends_the_command_quietly(to):
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert to(writing, "explain", "--pg-temperature", "2") == (141, "")
+
+
+def test_a_closed_standard_output_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["validate", "--pg-temperature", "2"]) == 0
+    sys.stdout.close()  # the null device

@@ -38,12 +38,12 @@ def outcome(given: Mapping, *, core_before_0_19: bool) -> tuple[str, bool, list[
     said = []
     if mode == "token_mean" and not flag:
         said.append("R1")
-    if flag and mode == "sample_mean":
+    if flag and mode is None:
         said.append("R2")
-    resolved = "token_mean" if flag else mode
+    resolved = "token_mean" if flag else mode or "sample_mean"
     on = resolved == "token_mean"
     if given["path"] is not None:
-        said += ["W2"] if mode == "sample_mean" else ["W1", "W2"]
+        said += ["W2"] if mode is None else ["W1", "W2"]
     if given["fp16"] and on:
         said.append("W4")
     has_router_loss = given["experts"] and (given["aux"] or given["z"])
@@ -64,15 +64,15 @@ def outcome(given: Mapping, *, core_before_0_19: bool) -> tuple[str, bool, list[
 
 
 def _mode(given: Mapping) -> list[str]:
-    if not isinstance(given["mode"], str):
+    if not isinstance(given["mode"], str | None):
         return ["E2"]
-    return [] if given["mode"] in MODES else ["E3"]
+    return [] if given["mode"] in (None, *MODES) else ["E3"]
 
 
 def _flag(given: Mapping) -> list[str]:
     mode, flag = given["mode"], given["flag"]
     found = [] if flag is True or flag is False else ["E4"]
-    return found + ["E11"] * (flag is True and mode in ("constant", "prompt_mean"))
+    return found + ["E11"] * (flag is True and mode in ("constant", "prompt_mean", "sample_mean"))
 
 
 def _divisor(given: Mapping) -> list[str]:
@@ -88,7 +88,7 @@ def _divisor(given: Mapping) -> list[str]:
         found.append("E8")
     if has_path:
         found.append("E10")  # replaces E9
-    elif mode in MODES and mode != "constant":
+    elif mode in (None, *MODES) and mode != "constant":
         found.append("E9")
     return found
 
@@ -191,7 +191,7 @@ def _denominator(given: Mapping) -> list[str]:
     denominator = given["denominator"]
     if denominator not in ("live", "kept"):
         return []
-    on = given["mode"] == "token_mean" or (given["flag"] is True and given["mode"] == "sample_mean")
+    on = given["mode"] == "token_mean" or (given["flag"] is True and given["mode"] is None)
     found = ["E43"] * (given["path"] is not None)
     found += ["E43"] * (denominator == "live" and on)
     return found + ["E43"] * (denominator == "kept" and given["correction"] not in ("icepop", "token_k3"))

@@ -15,7 +15,7 @@ from megatron_pg.args import ArgumentError, validate_args
 
 # factor: (argument, values that no rule refuses by themselves, values that some rule refuses by themselves)
 FACTORS = {
-    "mode": ("loss_aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"], ["dr_grpo", None]),
+    "mode": ("loss_aggregation", [None, "sample_mean", "prompt_mean", "token_mean", "constant"], ["dr_grpo", 1]),
     "flag": ("calculate_per_token_loss", [False, True], ["false", 1]),
     "divisor": ("loss_aggregation_divisor", [None, 16.0, 16], [True, "4096", math.nan, 0, -1.0, 1e39]),
     "path": (

@@ -251,6 +251,7 @@ OWN = {
     "docs_per_step": (0, 8),
     "docs_per_step_policy": (None, "at_least"),
     "docs_per_step_end": (None, "stop"),
+    "docs_per_step_drop_position": (False, True),
     "calculate_per_token_loss": (False, True),
     "fp32_lm_head": (False, True),
     "fp32_lm_head_backward": (None, "bf16"),
@@ -277,7 +278,7 @@ def start_with(name: str, out: Path) -> None:
     sys.modules.pop("rank_reducer", None)
     importlib.invalidate_caches()
     try:
-        _start(args, lambda report: None, lambda text: None, None)
+        _start(args, lambda report: None, lambda text: None, lambda: None)
     finally:
         sys.path.remove(str(folder))
 
@@ -304,6 +305,8 @@ MEGATRON_VALUES = {
     "ddp_average_in_collective": (False, True),
     "defer_embedding_wgrad_compute": (False, True),
     "decrease_batch_size_if_needed": (False, True),
+    "eval_interval": (100, 200),
+    "eval_iters": (0, 10),
     "fp16": (False, True),
     "gtp_weight_remat_size": (1, 2),
     "hybrid_context_parallel": (False, True),

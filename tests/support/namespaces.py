@@ -23,6 +23,8 @@ MEGATRON_DEFAULTS = {
     "ddp_average_in_collective": False,
     "defer_embedding_wgrad_compute": False,
     "decrease_batch_size_if_needed": False,
+    "eval_interval": 1000,
+    "eval_iters": 100,
     "fp16": False,
     "fp8_output_proj": False,
     "global_batch_size": 64,
@@ -226,6 +228,7 @@ SAID = {
     "W7": "--pg-kl-estimator",
     "W8": "clips the geometric mean",
     "W9": "ℓ is the objective",
+    "W11": "--eval-iters without --eval-interval",
     "W10": "has no effect here: without --bf16 and --fp16",
 }
 

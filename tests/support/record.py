@@ -79,10 +79,10 @@ RANKS = [
 ]
 RUNS = {
     "constant": "--loss-aggregation constant --loss-aggregation-divisor 6",
-    "token_mean": "--calculate-per-token-loss --pg-metrics with_entropy",
+    "token_mean": "--loss-aggregation token_mean --pg-metrics with_entropy",
     "prompt_mean": "--loss-aggregation prompt_mean --pg-kl-coef 0 --pg-entropy-coef 0.01 --pg-denominator live",
     "fused": "--loss-aggregation constant --loss-aggregation-divisor 6 --pg-fused-head forward",
-    "recompute": "--calculate-per-token-loss --pg-fused-head recompute --pg-entropy-coef 0.02 --pg-grad-divisor 4",
+    "recompute": "--loss-aggregation token_mean --pg-fused-head recompute --pg-entropy-coef 0.02 --pg-grad-divisor 4",
     "fp32": "--fp32-lm-head --loss-aggregation prompt_mean --bf16",
     "documents": "--docs-per-step 100 --docs-per-step-policy at_least --loss-aggregation constant --loss-aggregation-divisor 6",
     "documents per token": "--docs-per-step 96 --loss-aggregation token_mean --micro-batch-size 8",

@@ -52,16 +52,24 @@ def test_the_helper_has_every_attribute_that_the_rules_read():
     assert set(RULE_ARGUMENTS) <= vars(arguments()).keys()
 
 
-# Every combination of mode, per-token flag, divisor (16.0) and reducer: the rules that refuse it, or what it becomes.
+# Every combination of mode (-: not given), per-token flag, divisor (16.0) and reducer: the rules that refuse it, or what it becomes.
 COMBINATIONS = """
+-            off  -  -        -> sample_mean  off
+-            off  L  -        -> E9
+-            off  -  reducer  -> sample_mean  off  W2
+-            off  L  reducer  -> E10
+-            on   -  -        -> token_mean   on   R2
+-            on   L  -        -> E9
+-            on   -  reducer  -> token_mean   on   R2 W2
+-            on   L  reducer  -> E10
 sample_mean  off  -  -        -> sample_mean  off
 sample_mean  off  L  -        -> E9
-sample_mean  off  -  reducer  -> sample_mean  off  W2
+sample_mean  off  -  reducer  -> sample_mean  off  W1 W2
 sample_mean  off  L  reducer  -> E10
-sample_mean  on   -  -        -> token_mean   on   R2
-sample_mean  on   L  -        -> E9
-sample_mean  on   -  reducer  -> token_mean   on   R2 W2
-sample_mean  on   L  reducer  -> E10
+sample_mean  on   -  -        -> E11
+sample_mean  on   L  -        -> E11 E9
+sample_mean  on   -  reducer  -> E11
+sample_mean  on   L  reducer  -> E10 E11
 prompt_mean  off  -  -        -> prompt_mean  off
 prompt_mean  off  L  -        -> E9
 prompt_mean  off  -  reducer  -> prompt_mean  off  W1 W2
@@ -94,7 +102,7 @@ constant     on   L  reducer  -> E10 E11
 def test_every_combination_of_the_four_aggregation_arguments(combination):
     given, _, expected = (words.split() for words in combination.partition("->"))
     args = arguments(
-        loss_aggregation=given[0],
+        loss_aggregation=None if given[0] == "-" else given[0],
         calculate_per_token_loss=given[1] == "on",
         loss_aggregation_divisor=16.0 if given[2] == "L" else None,
         custom_pg_loss_reducer_function_path=REDUCER if given[3] == "reducer" else None,
@@ -375,6 +383,13 @@ def test_fp16_warns_also_where_the_reconciliation_switches_the_flag_on():
     assert ids(said(arguments(calculate_per_token_loss=True, fp16=True))) == ["R2", "W4"]
 
 
+@pytest.mark.parametrize(
+    ("interval", "iterations", "messages"), [(None, 0, ["W11"]), (None, 10, ["W11"]), (None, None, []), (1000, 0, [])]
+)
+def test_evaluation_without_an_interval_is_warned_of(interval, iterations, messages):
+    assert ids(said(arguments(eval_interval=interval, eval_iters=iterations))) == messages
+
+
 MOE_RUN = {
     "loss_aggregation": "token_mean",
     PER_TOKEN: True,
@@ -438,7 +453,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     assert add_arguments(parser) is parser
     assert vars(parser.parse_args([])) == {
-        "loss_aggregation": "sample_mean",
+        "loss_aggregation": None,
         "pg_dry_run": False,
         "docs_per_step_drop_position": False,
         "loss_aggregation_divisor": None,

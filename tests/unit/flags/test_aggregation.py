@@ -24,7 +24,6 @@ from namespaces import (
 
 # Each breaks exactly one rule.
 BROKEN = [
-    row("E2", "null in YAML", mode(None), "--loss-aggregation must be a string, got None"),
     row("E2", "number", mode(1), "--loss-aggregation must be a string, got 1"),
     row("E2", "true in YAML", mode(True), "--loss-aggregation must be a string, got True"),
     row("E2", "list in YAML", mode(["token_mean"]), "--loss-aggregation must be a string, got ['token_mean']"),
@@ -90,6 +89,7 @@ BROKEN = [
         "--calculate-per-token-loss is the older spelling of --loss-aggregation token_mean and contradicts constant; "
         "remove one",
     ),
+    row("E11", "sample_mean, given", mode("sample_mean", calculate_per_token_loss=True), "contradicts sample_mean;"),
     row(
         "E11", "prompt_mean", mode("prompt_mean", calculate_per_token_loss=True), "contradicts prompt_mean; remove one"
     ),
@@ -185,7 +185,7 @@ NEAR_MISSES = [
     row("E9", "no L", mode("sample_mean", loss_aggregation_divisor=None)),
     row("E10", "reducer without L", path(REDUCER)),
     row("E11", "token_mean", mode("token_mean", calculate_per_token_loss=True)),
-    row("E11", "sample_mean", mode("sample_mean", calculate_per_token_loss=True)),
+    row("E11", "sample_mean by default", mode(None, calculate_per_token_loss=True)),
     row("E11", "flag off", mode("prompt_mean", calculate_per_token_loss=False)),
     row("E13", "none", path(None)),
     row("E13", "colon", path("user_package.turns:turn_mean")),

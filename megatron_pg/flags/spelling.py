@@ -1,0 +1,57 @@
+"""Which flag of ours a word was meant to be: misspelt, cut short, or under another name. Needs no torch."""
+
+import difflib
+import re
+from collections.abc import Collection
+
+# What a flag is called elsewhere or by its meaning, behind --pg-.
+NAMES: dict[str, tuple[str, ...]] = {
+    "--loss-aggregation": ("aggregation", "agg", "agg-mode", "loss-agg-mode", "reduction", "loss-reduction"),
+    "--loss-aggregation-divisor": ("divisor", "loss-divisor", "aggregation-divisor", "loss-scale-factor"),
+    "--custom-pg-loss-reducer-function-path": ("reducer", "loss-reducer", "custom-reducer", "reducer-path"),
+    "--pg-objective": ("loss", "loss-type", "loss-mode", "policy-loss", "algo", "algorithm", "surrogate"),
+    "--pg-custom-objective-path": ("custom-objective", "custom-loss", "custom-loss-path", "objective-path"),
+    "--pg-clip-eps-low": ("clip", "clip-eps", "eps", "eps-clip", "epsilon", "clip-low", "clip-ratio", "epsilon-low"),
+    "--pg-clip-eps-high": ("clip", "clip-eps", "eps-clip-high", "clip-high", "clip-ratio-high", "epsilon-high"),
+    "--pg-dual-clip": ("eps-clip-c", "clip-ratio-c", "ratio-clip-c", "dual-clip-c"),
+    "--pg-temperature": ("temp", "tau", "rollout-temperature", "sampling-temperature"),
+    "--pg-correction": ("tis", "use-tis", "icepop", "mis", "opsm", "rollout-is", "importance-sampling"),
+    "--pg-correction-low": ("tis-clip-low", "icepop-low", "mis-low"),
+    "--pg-correction-high": ("tis-clip", "tis-cap", "tis-high", "icepop-high", "mis-high", "rollout-is-threshold"),
+    "--pg-kl-coef": ("kl", "beta", "kl-beta", "kl-weight", "kl-penalty", "kl-loss", "kl-loss-coef", "use-kl-loss"),
+    "--pg-kl-estimator": ("kl-type", "kl-loss-type", "kl-penalty-type", "kl-method"),
+    "--pg-entropy-coef": ("entropy", "entropy-bonus", "entropy-weight", "entropy-loss-coef", "entropy-beta"),
+    "--pg-aux-aggregation": ("kl-aggregation", "entropy-aggregation", "aux-weights"),
+    "--pg-grad-divisor": ("gradient-divisor", "grad-scale", "grad-divide"),
+    "--pg-kernel": ("impl", "implementation", "backend", "triton"),
+    "--pg-metrics": ("metric", "metrics-level", "log-metrics", "logging"),
+    "--fp32-lm-head": ("fp32-head", "fp32-logits", "float32-logits"),
+    "--pg-fused-head": ("fused-lm-head", "fuse-head", "chunked-head", "fused-logprobs"),
+    "--pg-vocab-size": ("vocab", "true-vocab-size", "unpadded-vocab-size"),
+    "--docs-per-step": ("docs", "documents-per-step"),
+}
+_OURS = re.compile(r"pg-|loss-aggregation|custom-pg-")
+_FEWEST_LETTERS = 2  # of a beginning: a flag of one letter is somebody's short option
+_MOST_SHOWN = 3  # of the flags that begin so
+
+
+def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
+    """The flags that `word` may have been meant as, the likeliest first, of `flags`, which it is none of.
+
+    None where it is no flag, or another parser's: it neither begins like ours, nor is the beginning of one or close to one.
+    """
+    flag = word.partition("=")[0]
+    name = flag.lstrip("-").lower().replace("_", "-")
+    if not flag.startswith("-") or not name[:1].isalpha() or len(name) < _FEWEST_LETTERS:
+        return None
+    if f"--{name}" in flags:
+        return [f"--{name}"]
+    # --vocab-size is not a misspelt --pg-vocab-size
+    close = difflib.get_close_matches(f"--{name}", {*flags} - {f"--pg-{name}"}, n=1, cutoff=0.9)
+    begun = sorted(each for each in flags if each.startswith(f"--{name}"))
+    if not (close or begun or _OURS.match(name)):
+        return None
+    named = [each for each, names in NAMES.items() if name.startswith("pg-") and name[3:] in names]
+    if len(begun) > _MOST_SHOWN and not named:
+        return []
+    return named or begun or close or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.5)
