@@ -8,7 +8,7 @@ from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.declaration import Reads
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.metrics.table import METRICS, Metric
+from megatron_pg.metrics.table import LIMITS, METRICS, Metric
 
 DOCS = Path(__file__).parent
 FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
@@ -17,6 +17,26 @@ ELSEWHERE = {  # what a metric is called there
     "loss": {"slime, miles": "loss", "TRL": "loss", "NeMo-RL": "loss", "PipelineRL": "rl/loss"},
     "kl_loss": {"slime, miles": "kl_loss", "verl": "actor/kl_loss"},
     "entropy_loss": {"slime, miles": "entropy_loss", "verl": "actor/entropy_loss"},
+    "reward": {"slime, miles": "rollout/raw_reward", "verl": "critic/rewards/mean", "TRL": "reward"},
+    "reward_std": {"TRL": "reward_std (of groups)"},
+    "max_reward": {"verl": "critic/rewards/max"},
+    "min_reward": {"verl": "critic/rewards/min"},
+    "zero_variance_fraction": {"TRL": "frac_reward_zero_std"},
+    "response_length": {
+        "slime, miles": "rollout/response_len/mean",
+        "verl": "response_length/mean",
+        "TRL": "completions/mean_length",
+    },
+    "max_response_length": {
+        "slime, miles": "rollout/response_len/max",
+        "verl": "response_length/max",
+        "TRL": "completions/max_length",
+    },
+    "truncated_fraction": {
+        "slime, miles": "rollout/truncated_ratio",
+        "verl": "response_length/clip_ratio (at the limit)",
+        "TRL": "completions/clipped_ratio",
+    },
     "num_tokens": {"PipelineRL": "rl/num_output_tokens_sum"},
     "num_samples": {"NeMo-RL": "num_valid_samples"},
     "new_logprobs": {"PipelineRL": "rl/new_logprobs"},
@@ -88,6 +108,7 @@ DIVIDED_BY = {
     "max": "none (maximum)",
     "min": "none (minimum)",
     "step": "none (integer of the plan)",
+    "sample": "over samples",
     "ratio": "formed from reduced sums",
 }
 Rows = list[tuple[str, ...]]
@@ -109,7 +130,13 @@ def metrics() -> str:
 def _metric_row(m: Metric) -> tuple[str, ...]:
     needs = f"; needs `{m.needs}`" if m.needs else f"; {ONLY_WITH[m.only_with]}" if m.only_with else ""
     what = (m.equation, DIVIDED_BY[m.kind], m.unit, m.meaning + needs)
-    return (f"`{m.name}`", f"`{m.level}`", *what, *m.signs)
+    return (f"`{m.name}`", f"`{m.level}`", *what, *map(str, m.signs))
+
+
+def red_flags() -> str:
+    """The limits that the console and the report check."""
+    rows = [(f"`{name}`", limit.bounds, limit.cause) for name, limit in LIMITS.items()]
+    return table(("metric", "red flag", "where to look"), rows)
 
 
 def metric_names() -> str:
@@ -160,6 +187,7 @@ def corrections() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"metrics": metrics, "metric names": metric_names},
+    "quickstart.md": {"red flags": red_flags},
     "aggregation.md": {"aggregations": aggregations},
     "objectives.md": {"objectives": objectives, "corrections": corrections},
 }

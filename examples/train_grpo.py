@@ -468,7 +468,7 @@ def main() -> None:
                 model_type=ModelType.encoder_or_decoder,
                 extra_args_provider=add_example_arguments,
                 on_step=example.on_step,
-                say=say,
+                say=lambda text: None if text.startswith("pg ") else say(text),  # the folder has a progress line
             )
     finally:
         if example.documents is not None:

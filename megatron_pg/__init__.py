@@ -1,7 +1,7 @@
 """Exactly normalised policy-gradient losses for Megatron-LM.
 
 Names are imported when they are first used: reading flags needs neither torch nor Megatron, and only
-`PolicyGradientStep` and `megatron_pg.pretrain` need Megatron.
+`PolicyGradientStep`, `StepLog` and `megatron_pg.pretrain` need Megatron.
 """
 
 from importlib import import_module
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_pg.batch import cut_steps as cut_steps
     from megatron_pg.batch import read_steps as read_steps
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
+    from megatron_pg.pretrain import StepLog as StepLog
     from megatron_pg.rollouts.advantages import Advantages as Advantages
     from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
@@ -42,6 +43,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
     "batch": "PackedBatch cut_microbatches cut_steps pack read_steps",
+    "pretrain": "StepLog",
     "rollouts.advantages": "Advantages group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError",

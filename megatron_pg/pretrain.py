@@ -15,7 +15,7 @@ import signal
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,11 +40,19 @@ from megatron_pg.args import (
     rank_snapshot,
     validate_args,
 )
-from megatron_pg.flags.banner import banner
+from megatron_pg.flags.banner import banner, describe
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.metrics.file import MetricsFile
-from megatron_pg.metrics.reporting import console_line, nonfinite_entries
-from megatron_pg.step.collectives import all_gather_rows, decode, encode
+from megatron_pg.metrics.reporting import (
+    ADDED_BYTES,
+    GROUP,
+    added_values,
+    console_line,
+    nonfinite_entries,
+    red_flag_line,
+)
+from megatron_pg.metrics.table import red_flags
+from megatron_pg.step.collectives import all_gather_rows, broadcast_text, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, message_of
 from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
@@ -67,6 +75,7 @@ class StepLog:
     learning_rate: float | None
     grad_norm: float | None
     skipped: bool  # the optimizer skipped it (fp16 loss scale)
+    objective: dict[str, str]  # the rows of the startup's banner
 
 
 def step_record(log: StepLog) -> dict[str, Any]:
@@ -77,6 +86,7 @@ def step_record(log: StepLog) -> dict[str, Any]:
         "grad_norm": log.grad_norm,
         "learning_rate": log.learning_rate,
         "skipped": log.skipped,
+        "objective": log.objective,
     }
     entries = nonfinite_entries(log.report.nonfinite)
     return record | ({"nonfinite": entries} if entries else {})
@@ -101,7 +111,7 @@ def pretrain(
     *,
     extra_args_provider: Callable | None = None,
     args_defaults: dict | None = None,
-    on_step: Callable[[StepLog], None] | None = None,
+    on_step: Callable[[StepLog], Mapping[str, float] | None] | None = None,
     say: Callable[[str], None] | None = None,
     metrics_file: str | Path | None = None,
     **rest: object,
@@ -117,7 +127,8 @@ def pretrain(
         forward_step_func: None; it stands where Megatron has it, so that one that would never be called is refused.
         extra_args_provider: the script's own flags; megatron_pg's are added.
         args_defaults: Megatron's.
-        on_step: called after every optimizer step, on every rank, in place of the console line.
+        on_step: called after every optimizer step, on every rank. Numbers that rank 0's returns, by name, go where the
+            step's metrics go: the metrics file, the console line, TensorBoard and W&B.
         say: where rank 0 puts the effective objective and the console line; default the standard output.
         metrics_file: metrics.jsonl of the run, written by rank 0; a resumed run continues it, and what a run trains again
             moves to `metrics.jsonl.1`. None: no such file.
@@ -203,7 +214,10 @@ class _Session:
 
     def __init__(self, on_step: Callable | None, say: Callable[[str], None], metrics_file: str | Path | None):
         self.step: PolicyGradientStep | None = None
-        self._on_step = on_step or self._print_line
+        self._on_step = on_step
+        self._has_additions = False  # rank 0 has an on_step
+        self._objective: dict[str, str] = {}
+        self._flagged: set[str] = set()  # metrics whose red flag was said
         self._say = say
         self._metrics_file = metrics_file
         self._writer: MetricsFile | None = None
@@ -218,6 +232,7 @@ class _Session:
         """A model with our loss in it, after our validation."""
         if self.step is None:
             self.step = _start(get_args(), self._keep, self._say, self._open_files)
+            self._objective = dict(describe(get_args()))
         model = provider(*positional, **keywords)
         return self.step.attach(model) if getattr(model, "post_process", True) else model
 
@@ -408,20 +423,47 @@ class _Session:
             learning_rate=values["learning_rate"],
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=bool(values["skipped_iter"]),
+            objective=self._objective,
         )
         if not self._last_iteration and torch.distributed.get_rank() == 0:
             self._say(_units_line(log.report.plan))
             for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
                 self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
+        if not self._last_iteration:
+            self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
         self._last_iteration = log.iteration
-        _write(log)
+        record = step_record(log)
+        added = self._additions(log, record)
+        _write(log.iteration, log.report.metrics | added)
         if self._writer:
-            self._writer.write(step_record(log))
-        self._on_step(log)
+            self._writer.write(record | added)
+        if torch.distributed.get_rank() == 0:
+            self._print(record | added, own=[*self.step.settings.terms.objective.reported, *added])
 
-    def _print_line(self, log: StepLog) -> None:
-        if torch.distributed.get_rank() == 0 and log.iteration % get_args().log_interval == 0:
-            self._say(console_line(log.iteration, step_record(log)))
+    def _additions(self, log: StepLog, record: Mapping[str, Any]) -> dict[str, float]:
+        """What rank 0's callback adds to the step, or its mistake, on every rank: the writers are on two of them."""
+        returned = self._on_step(log) if self._on_step else None
+        if not self._has_additions:
+            return {}
+        answer: dict[str, Any] = {}
+        if torch.distributed.get_rank() == 0:
+            try:
+                answer = {"values": added_values(returned, record.keys())}
+            except ValueError as error:
+                answer = {"error": str(error)}
+        answer = json.loads(broadcast_text(json.dumps(answer), 0, size=2 * ADDED_BYTES))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["values"]
+
+    def _print(self, record: Mapping[str, Any], own: Sequence[str]) -> None:
+        """The console line, and once for every metric what its red flag means."""
+        if record["iteration"] % get_args().log_interval == 0:
+            self._say(console_line(record["iteration"], record, own))
+        for name, limit in red_flags(record).items():
+            if name not in self._flagged:
+                self._say(red_flag_line(name, record[name], limit))
+            self._flagged.add(name)
 
 
 def _units_line(plan: StepPlan) -> str:
@@ -490,16 +532,15 @@ def _gather_texts(mine: dict[str, str | None]) -> list[dict[str, str | None]]:
     return [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(mine), _ARGUMENT_BYTES))]
 
 
-def _write(log: StepLog) -> None:
-    """Metrics to Megatron's own TensorBoard and W&B writers, under the names that the JSONL file uses."""
-    if log.iteration % get_args().tensorboard_log_interval:
+def _write(iteration: int, metrics: Mapping[str, float]) -> None:
+    """Metrics to Megatron's own TensorBoard and W&B writers, under the names of the JSONL file behind `pg/`."""
+    if iteration % get_args().tensorboard_log_interval:
         return
-    metrics = {name: value for name, value in log.report.metrics.items() if name != "pg_loss"}  # Megatron writes that
     if writer := get_tensorboard_writer():
         for name, value in metrics.items():
-            writer.add_scalar(name, value, log.iteration)
+            writer.add_scalar(GROUP + name, value, iteration)
     if wandb := get_wandb_writer():
-        wandb.log(metrics, log.iteration)
+        wandb.log({GROUP + name: value for name, value in metrics.items()}, iteration)
 
 
 def _compile_helpers(compile_helpers: Callable[[], None]) -> None:

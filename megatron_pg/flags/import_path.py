@@ -77,6 +77,7 @@ def source_of(function: Callable) -> tuple[str, str]:
     """File name and sha256 of the source file that defines `function`, so that ranks and runs can be compared."""
     while isinstance(function, functools.partial):
         function = function.func
+    function = inspect.unwrap(function)
     if not inspect.isroutine(function):
         function = type(function)
     try:

@@ -35,6 +35,7 @@ class MetricsFile:
         self.path = Path(path)
         self.num_missing = 0  # lines that could not be written
         self._file: IO[bytes] | None = None  # from the first line on
+        self._objective: object = None  # that the file says was in force last
         self._lock: IO[bytes] | None = None
         shown = printable(str(path), limit=None)
         try:
@@ -55,19 +56,18 @@ class MetricsFile:
             raise
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step; a value that is not finite becomes null and is named under "nonfinite"."""
+        """Append one step; a value that is not finite becomes null and is named under "nonfinite".
+
+        "objective" is written where it changes: in the first step, and where a run goes on with other arguments.
+        """
         if self.num_missing:
             self.num_missing += 1
             return
-        bad = [name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
-        known = list(record.get("nonfinite", []))
-        listed = known + [{"metric": name} for name in bad if name not in {entry["metric"] for entry in known}]
-        clean = {name: None if name in bad else value for name, value in record.items() if name != "nonfinite"}
-        line = json.dumps(clean | ({"nonfinite": listed} if listed else {}), allow_nan=False) + "\n"
         try:
             if self._file is None:
                 self._file = _continued(self.path, before=record["iteration"])
-            append_whole(self._file, line.encode())
+                self._objective = _last_objective(self.path)
+            append_whole(self._file, self._line(record))
         except OSError as error:
             self.num_missing = 1
             warnings.warn(
@@ -75,6 +75,16 @@ class MetricsFile:
                 f"{record['iteration']}; training goes on. Make room before the next run, or choose another metrics_file.",
                 stacklevel=2,
             )
+
+    def _line(self, record: Mapping[str, Any]) -> bytes:
+        if record.get("objective") == self._objective:
+            record = {name: value for name, value in record.items() if name != "objective"}
+        self._objective = record.get("objective", self._objective)
+        bad = [name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+        known = list(record.get("nonfinite", []))
+        listed = known + [{"metric": name} for name in bad if name not in {entry["metric"] for entry in known}]
+        clean = {name: None if name in bad else value for name, value in record.items() if name != "nonfinite"}
+        return json.dumps(clean | ({"nonfinite": listed} if listed else {}), allow_nan=False).encode() + b"\n"
 
     def close(self) -> None:
         """Close the file and let other processes have it."""
@@ -143,3 +153,9 @@ def _continued(path: Path, *, before: int) -> IO[bytes]:
     scratch.write_bytes(b"".join(line for iteration, line in lines if iteration < before))
     os.replace(scratch, path)  # never half a file
     return path.open("ab", buffering=0)
+
+
+def _last_objective(path: Path) -> object:
+    """What the file says was in force last; None where it does not."""
+    found = [json.loads(line).get("objective") for _, line in _lines(path) if b'"objective"' in line]
+    return next((objective for objective in reversed(found) if objective), None)

@@ -14,29 +14,44 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
-from megatron_pg.metrics.table import METRICS, Metric
+from megatron_pg.metrics.table import METRICS, Metric, own_metric
 from megatron_pg.metrics.values import TokenValues
 
-_NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs))
+_NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs and metric.kind != "sample"))
 _FIELDS = (None, *_NEEDED)  # what a sample must have to be counted
+_NAMES = frozenset(metric.name for metric in METRICS)
 
 
 class Reduction:
     """The metrics of one level of `--pg-metrics` for a loss with certain features, in a fixed order.
 
+    Args:
+        level: of `--pg-metrics`.
+        features: what the loss has (`settings.features_of`).
+        own: names of what a custom objective reports.
+
+    Raises:
+        ValueError: one of those names is taken.
+
     A partial result holds the added metrics, the extrema (minima negated, so that all are maxima), and for every
     optional field the number of documents that have it.
     """
 
-    def __init__(self, level: str, features: Collection[str] = ("clip",)):
+    def __init__(self, level: str, features: Collection[str] = ("clip",), own: Sequence[str] = ()):
+        if taken := sorted(_NAMES.intersection(own)):
+            raise ValueError(
+                f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would share a name. "
+                "Choose another."
+            )
+        declared = (*METRICS, *map(own_metric, own))
         levels = METRIC_LEVELS[: METRIC_LEVELS.index(level) + 1]
-        active = [m for m in METRICS if m.level in levels and (m.only_with is None or m.only_with in features)]
+        active = [m for m in declared if m.level in levels and (m.only_with is None or m.only_with in features)]
         self.level = level
         self.metrics: tuple[Metric, ...] = tuple(active)
         self._means = [metric for metric in active if metric.kind == "mean"]
         self._added = [*self._means, *(metric for metric in active if metric.kind in ("sum", "part"))]
         self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
-        self._derived = [metric for metric in active if metric.kind in ("step", "ratio")]
+        self._derived = [metric for metric in active if metric.kind in ("step", "sample", "ratio")]
 
     @property
     def needs_entropy(self) -> bool:
@@ -91,7 +106,7 @@ class Reduction:
 
     def lacking(self, values: dict[str, float]) -> dict[str, list[str]]:
         """Metrics that are absent from `values` because no sample has the field: names by field."""
-        absent = [metric for metric in self.metrics if metric.needs is not None and metric.name not in values]
+        absent = [metric for metric in self.metrics if metric.needs and metric.name not in values]
         return {field: [m.name for m in absent if m.needs == field] for field in dict.fromkeys(m.needs for m in absent)}
 
     def nonfinite(self, rows: Sequence[Sequence[float]]) -> dict[str, list[int]]:

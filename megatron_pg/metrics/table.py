@@ -6,11 +6,13 @@
     sum      over the trained tokens of the step
     max min  over the trained tokens of the step
     step     an integer of the step plan
+    sample   over the samples of the step that carry the value, fully masked ones included (`samples`)
     ratio    of sums, formed after they are reduced
     part     a sum that only a ratio needs; not reported
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,6 +21,29 @@ import torch
 from torch import Tensor
 
 from megatron_pg.objectives.tokens import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A red flag as numbers: the console marks a value beyond it, `megatron-pg report` lists the steps."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    in_step_1: bool = False  # only there: whoever sampled its rollouts had the weights that are trained
+    cause: str  # where to look
+
+    def is_touched(self, value: float, iteration: int) -> bool:
+        """Whether the value of that step is beyond it."""
+        return (value < self.low or value > self.high) and (iteration == 1 or not self.in_step_1)
+
+    @property
+    def bounds(self) -> str:
+        """Which values are beyond it."""
+        sides = [f"< {self.low:g}"] * (self.low > -math.inf) + [f"> {self.high:g}"] * (self.high < math.inf)
+        return " or ".join(sides) + (" in step 1" if self.in_step_1 else "")
+
+    def __str__(self) -> str:
+        return f"{self.bounds}: {self.cause}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +56,11 @@ class Metric:
     unit: str
     meaning: str
     _: KW_ONLY
-    kind: str = "mean"  # or "sum", "max", "min", "step", "ratio", "part"
+    kind: str = "mean"  # or "sum", "max", "min", "step", "sample", "ratio", "part"
     level: str = "basic"  # of `--pg-metrics`, the first that has it
-    needs: str | None = None  # field of TokenFields without which the metric is absent
+    needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
-    signs: tuple[str, str] = ("–", "–")  # of a healthy run, and a red flag
+    signs: tuple[str, str | Limit] = ("–", "–")  # of a healthy run, and a red flag
 
 
 def _k3(x: Tensor) -> Tensor:
@@ -48,7 +73,17 @@ def _count(name: str, *words: str) -> Metric:
     return Metric(name, attrgetter(name), *words, kind="step")
 
 
-METRICS = (
+def _fact(name: str, *words: str, **rest: Any) -> Metric:
+    """A property of `SampleFacts`, under its name there."""
+    return Metric(name, attrgetter(f"facts.{name}"), *words, kind="sample", **rest)
+
+
+def own_metric(name: str) -> Metric:
+    """What a custom objective reports beside its loss."""
+    return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
+
+
+METRICS: tuple[Metric, ...] = (
     Metric(
         "pg_loss",
         lambda t: t.fields.weights * t.token_losses,
@@ -90,6 +125,52 @@ METRICS = (
         level="none",
         only_with="entropy",
     ),
+    _fact(
+        "reward",
+        "Σ reward / num_rewards",
+        "reward",
+        "mean reward",
+        needs="reward",
+        signs=("rises", "falls, or stays where it began"),
+    ),
+    _fact("reward_std", "√(Σ (reward - mean)² / num_rewards)", "reward", "their standard deviation", needs="reward"),
+    _fact("max_reward", "max reward", "reward", "largest reward", needs="reward"),
+    _fact("min_reward", "min reward", "reward", "smallest reward", needs="reward"),
+    _fact(
+        "num_rewards",
+        "Σ 1[has a reward]",
+        "samples",
+        "samples that carry a reward; only they are in the metrics of rewards",
+    ),
+    _fact(
+        "zero_variance_fraction",
+        "1[max reward = min reward] of a prompt",
+        "fraction",
+        "prompts whose rewards are all equal, of those with rewards of two rollouts or more: a group baseline makes their "
+        "advantages 0; absent when there is no such prompt",
+        signs=(
+            "stable",
+            Limit(
+                high=0.9, cause="hardly a prompt teaches anything: too easy, too hard, or a reward that does not vary"
+            ),
+        ),
+    ),
+    _fact(
+        "response_length",
+        "Σ response_length / num_samples",
+        "tokens",
+        "mean number of response tokens, trained or not",
+        signs=("changes slowly", "a collapse, or a run up to the limit"),
+    ),
+    _fact("max_response_length", "max response_length", "tokens", "longest response"),
+    _fact(
+        "truncated_fraction",
+        "1[truncated]",
+        "fraction",
+        "samples with `truncated=True`, of those that say it",
+        needs="truncated",
+        signs=("stable", Limit(high=0.5, cause="most responses end at the length limit: raise it, or mask them")),
+    ),
     _count("num_tokens", "T", "tokens", "trained tokens"),
     Metric(
         "num_tokens_masked",
@@ -120,7 +201,12 @@ METRICS = (
         "probability ratio, new over old",
         signs=(
             "1 on the first step over a rollout batch, then within a few percent",
-            "not 1 on that step: temperature, dropout, precision or stale old log-probabilities",
+            Limit(
+                low=0.95,
+                high=1.05,
+                in_step_1=True,
+                cause="temperature, dropout, precision or stale old log-probabilities",
+            ),
         ),
     ),
     Metric(
@@ -146,7 +232,7 @@ METRICS = (
         "fraction",
         "effective sample size of the importance ratios, at most 1",
         kind="ratio",
-        signs=("> 0.9", "< 0.5: few tokens carry the step; fewer steps per rollout batch"),
+        signs=("> 0.9", Limit(low=0.5, cause="few tokens carry the step; fewer steps per rollout batch")),
     ),
     Metric(
         "mean_abs_log_ratio",
@@ -154,7 +240,10 @@ METRICS = (
         "|l - o|",
         "nats",
         "distance of the two policies on the samples",
-        signs=("0 on-policy, < 0.05", "> 0 on the first step over a rollout batch"),
+        signs=(
+            "0 on-policy, < 0.05",
+            Limit(high=0.05, in_step_1=True, cause="temperature, tokenizer, a shift by one, precision of the head"),
+        ),
     ),
     Metric(
         "kl_new_old",
@@ -162,7 +251,10 @@ METRICS = (
         "k3 = r - 1 - log r",
         "nats",
         "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
-        signs=("0 on-policy, < 1e-2", "> 0 on the first step over a rollout batch"),
+        signs=(
+            "0 on-policy, < 0.01",
+            Limit(high=0.01, in_step_1=True, cause="temperature, tokenizer, a shift by one, precision of the head"),
+        ),
     ),
     Metric(
         "clipped_ratio_fraction",
@@ -172,7 +264,7 @@ METRICS = (
         "outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; dppo: "
         "the trust region): an upper bound of the tokens without gradient",
         only_with="clip",
-        signs=("< 0.2", "> 0.5: learning rate, steps per rollout batch"),
+        signs=("< 0.2", Limit(high=0.5, cause="learning rate, steps per rollout batch")),
     ),
     Metric(
         "clipped_high_fraction",
@@ -235,7 +327,7 @@ METRICS = (
         "fraction",
         "trained tokens that `--pg-correction` takes out of the policy term",
         only_with="correction",
-        signs=("< 0.05", "> 0.2: few tokens are left to learn from"),
+        signs=("< 0.05", Limit(high=0.2, cause="few tokens are left to learn from")),
     ),
     Metric(
         "clamped_log_ratio_fraction",
@@ -243,7 +335,7 @@ METRICS = (
         f"1[|l - o| > {MAX_LOG_RATIO:g}]",
         "fraction",
         "log-ratio beyond any meaning: value clamped, gradient 0",
-        signs=("0", "> 0: misaligned tokens or log-probabilities of another model"),
+        signs=("0", Limit(high=0.0, cause="misaligned tokens or log-probabilities of another model")),
     ),
     Metric(
         "advantage",
@@ -307,7 +399,7 @@ METRICS = (
         "largest gap between trainer and rollout engine on one token",
         kind="max",
         needs="rollout_logprobs",
-        signs=("< 1", "> 5: another token, template or model"),
+        signs=("< 1", Limit(high=5.0, cause="another token, template or model")),
     ),
     Metric(
         "entropy",
@@ -323,3 +415,10 @@ METRICS = (
         "_squared_weights", lambda t: t.fields.weights.square(), "Σ w²", "1", "part of aggregation_ess", kind="part"
     ),
 )
+LIMITS = {metric.name: metric.signs[1] for metric in METRICS if isinstance(metric.signs[1], Limit)}
+
+
+def red_flags(record: Mapping[str, Any]) -> dict[str, Limit]:
+    """The limits that the values of one step are beyond, by metric; `record` holds `iteration`."""
+    known = {name: limit for name, limit in LIMITS.items() if isinstance(record.get(name), (int, float))}
+    return {name: limit for name, limit in known.items() if limit.is_touched(record[name], record["iteration"])}

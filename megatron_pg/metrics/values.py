@@ -1,5 +1,6 @@
 """What the formulas of the metrics read: fields, result and terms of one micro-batch on one rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -48,8 +49,20 @@ class TokenValues:
     @cached_property
     def outside(self) -> tuple[Tensor, Tensor]:
         """[T] bool each, above and below the objective's bounds."""
-        objective, result = self.terms.objective, self.result
-        tokens = Tokens(
+        objective = self.terms.objective
+        return objective.outside(self._tokens, objective.parameters)
+
+    @cached_property
+    def own(self) -> Mapping[str, Tensor]:
+        """[T] each, what a custom objective reports."""
+        objective = self.terms.objective
+        return objective.reports(self._tokens, objective.parameters)
+
+    @cached_property
+    def _tokens(self) -> Tokens:
+        """What the objective saw."""
+        result = self.result
+        return Tokens(
             logprobs=result.logprobs,
             old_logprobs=self.fields.old_logprobs,
             advantages=self.fields.advantages,
@@ -57,7 +70,6 @@ class TokenValues:
             sequence_log_ratios=result.sequence_log_ratios,
             sequence_advantages=result.sequence_advantages,
         )
-        return objective.outside(tokens, objective.parameters)
 
     @cached_property
     def total(self) -> Tensor:

@@ -1,7 +1,12 @@
-"""A user's own objective: the signature of ours, imported and tried on tiny sequences at startup."""
+"""A user's own objective: the signature of ours, imported and tried on tiny sequences at startup.
 
+It returns the loss of each token, or a pair of that and metrics of its own: [T] values by name.
+"""
+
+import functools
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,15 +40,60 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     """Import the objective at `path` and try it, without averages over whole sequences too.
 
     Raises:
-        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, or a token's loss depends on other
-            tokens of the micro-batch.
+        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, or a token's loss or metric depends on
+            other tokens of the micro-batch.
         ImportPathError: it cannot be imported or called.
     """
-    loss = load_function(path, OBJECTIVE_PARAMETERS)
+    function = load_function(path, OBJECTIVE_PARAMETERS)
     parameters = Parameters(**(dict.fromkeys(number.name for number in declared_numbers()) | numbers))
+
+    @functools.wraps(function)  # whose source the ranks compare
+    def loss(tokens: Tokens, parameters: Parameters) -> Tensor:
+        return _both(function(tokens, parameters))[0]
+
+    def reports(tokens: Tokens, parameters: Parameters) -> dict[str, Tensor]:
+        return _both(function(tokens, parameters))[1]
+
     if reason := _probe(loss, parameters):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    return Objective(name=path, loss=loss, reads_sequences=_reads_sequences(loss, parameters), parameters=parameters)
+    if reason := _probe_reports(reports, parameters):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
+    return Objective(
+        name=path,
+        loss=loss,
+        reports=reports if names else None,
+        reported=names,
+        reads_sequences=_reads_sequences(loss, reports, parameters),
+        parameters=parameters,
+    )
+
+
+def _both(returned: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Loss and metrics of what the user's function returned."""
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2 or not isinstance(returned[1], dict):
+        raise TypeError("it returns a tuple that is no pair of the losses and a dict of metrics")
+    return returned
+
+
+def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
+    """Why the metrics of an objective whose loss is accepted are refused, or None."""
+    whole = reports(_tokens(torch.arange(_SIZE)), parameters)
+    parts = [reports(_tokens(torch.arange(start, start + 2)), parameters) for start in range(0, _SIZE, 2)]
+    for name, values in whole.items():
+        if not isinstance(name, str) or not name.isprintable() or not name.strip():
+            return f"reports a metric whose name is {name!r}; give a text"
+        if not isinstance(values, Tensor) or values.shape != (_SIZE,):
+            shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            return f"reports {name!r} with {shape} for 6 tokens; give its value at each token, which are averaged around it"
+    if any(part.keys() != whole.keys() for part in parts):
+        return "reports other metrics for other tokens; give the same names always"
+    for name, values in whole.items():
+        if not torch.equal(values.detach(), torch.cat([part[name] for part in parts]).detach()):
+            return f"reports {name!r} with another value of a token when other tokens are in the micro-batch; take no average"
+    return None
 
 
 def _probe(loss: Callable, parameters: Parameters) -> str | None:
@@ -68,23 +118,40 @@ def _probe(loss: Callable, parameters: Parameters) -> str | None:
     return None
 
 
-def _reads_sequences(loss: Callable, parameters: Parameters) -> bool:
+def _reads_sequences(loss: Callable, reports: Callable, parameters: Parameters) -> bool:
     """Whether it fails, or gives something else, where there are no averages over whole sequences."""
-    index = torch.arange(_SIZE)
+
+    def everything(*, averages: bool) -> list[Tensor]:
+        index = torch.arange(_SIZE)
+        own = reports(_tokens(index, averages=averages), parameters)
+        return [*_try(loss, parameters, index, averages=averages), *own.values()]
+
     try:
-        without = _try(loss, parameters, index, averages=False)
+        without = everything(averages=False)
     except Exception:  # whatever the user's code makes of None
         return True
-    return not all(map(torch.equal, without, _try(loss, parameters, index)))
+    return not all(map(torch.equal, without, everything(averages=True)))
 
 
 def _try(loss: Callable, parameters: Parameters, index: Tensor, *, averages: bool = True) -> tuple[Tensor, Tensor]:
     """Values and gradients of the tokens at `index` of a fixed list."""
+    tokens = _tokens(index, averages=averages)
+    values = loss(tokens, parameters)
+    if not isinstance(values, Tensor):
+        raise TypeError(f"it returns a {type(values).__name__}, not a Tensor")
+    if not values.requires_grad:
+        return values, torch.zeros_like(tokens.old_logprobs)
+    (gradient,) = torch.autograd.grad(values.sum(), tokens.logprobs, materialize_grads=True)
+    return values.detach(), gradient
+
+
+def _tokens(index: Tensor, *, averages: bool = True) -> Tokens:
+    """The tokens at `index` of a fixed list."""
     ramp = torch.linspace(-1.0, 1.0, _SIZE, dtype=torch.float64)
     logprobs = (ramp.cos() - 2.0)[index].requires_grad_()
     old_logprobs = (ramp.cos() - 2.0 - 0.03 * ramp)[index]
     log_ratios = logprobs - old_logprobs
-    tokens = Tokens(
+    return Tokens(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
         advantages=(ramp + 0.3)[index],
@@ -92,10 +159,3 @@ def _try(loss: Callable, parameters: Parameters, index: Tensor, *, averages: boo
         sequence_log_ratios=0.001 + log_ratios - log_ratios.detach() if averages else None,
         sequence_advantages=torch.full((len(index),), 0.3, dtype=torch.float64) if averages else None,
     )
-    values = loss(tokens, parameters)
-    if not isinstance(values, Tensor):
-        raise TypeError(f"it returns a {type(values).__name__}, not a Tensor")
-    if not values.requires_grad:
-        return values, torch.zeros_like(logprobs)
-    (gradient,) = torch.autograd.grad(values.sum(), logprobs, materialize_grads=True)
-    return values.detach(), gradient

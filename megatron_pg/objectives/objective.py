@@ -17,6 +17,9 @@ class Objective:
     loss: Callable[[Tokens, Parameters], Tensor]  # [T]
     outside: Callable[[Tokens, Parameters], tuple[Tensor, Tensor]] | None = None
     """[T] bool each, above and below its bounds; None: it has none."""
+    reports: Callable[[Tokens, Parameters], dict[str, Tensor]] | None = None
+    """[T] each, metrics of its own by name; None: it has none."""
+    reported: tuple[str, ...] = ()  # their names
     reads_sequences: bool = False
     has_one_loss_per_sequence: bool = False
     row: str | None = None  # what the kernels call it; None: they do not compute it themselves

@@ -70,7 +70,8 @@ FIELDS = {
     "advantage": Field(lambda value: is_number(value) or _are_numbers(value)),
     "rollout_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
+    "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
 }
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
-OPTIONAL = tuple(name for name, each in FIELDS.items() if not each.is_required)
+OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)
 LOGPROBS = tuple(name for name, each in FIELDS.items() if each.is_logprob)

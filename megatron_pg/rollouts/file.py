@@ -157,6 +157,8 @@ def _line(sample: Sample) -> bytes:
         "old_logprobs": _finite(sample.old_logprobs),
         "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
     }
+    if sample.truncated is not None:
+        record["truncated"] = sample.truncated
     optional = {name: getattr(sample, name) for name in OPTIONAL}
     record |= {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
     try:

@@ -40,6 +40,7 @@ class Sample:
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     step: int | None = None  # optimizer step that it belongs to
     reward: float | None = None
+    truncated: bool | None = None  # the response ended at a length limit; None: not known
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):

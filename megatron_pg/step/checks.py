@@ -122,6 +122,7 @@ def agree(batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPl
 def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
     """48 bits of everything that the loss reads, exact in float64."""
     content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
+    content.update(plan.facts.rewards.numpy().tobytes())
     for batch in batches:
         content.update(repr((batch.qkv_format, batch.padded_lengths)).encode())
         for values in (

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.metrics.samples import COLUMNS, SampleFacts, encode_facts
 from megatron_pg.reducers import StepCounts, reducer_of
 from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
@@ -29,6 +30,7 @@ SLOTS = 1024  # samples per rank that one exchange carries; a rank with more cos
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
 _INT32_MAX = 2**31 - 1
 _ROLLOUT, _PROMPT = 1, 2  # columns of a table
+_WIDTH = 4 + COLUMNS  # of a row of the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +47,7 @@ class StepPlan:
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
+    facts: SampleFacts  # rewards and lengths of all samples
     auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
     warning: str | None = None  # about ids that may not be unique over the step
 
@@ -104,9 +107,9 @@ class PlanRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTable:
-    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key, kept tokens) per sample."""
+    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key, kept tokens, facts) per sample."""
 
-    rows: Tensor  # [S, 4] int64
+    rows: Tensor  # [S, 6] int64
     has_rollout_ids: bool
     has_prompt_ids: bool
     num_positions: int
@@ -123,6 +126,7 @@ def _local_table(
     rollout_ids: Sequence[Id] | None,
     prompt_ids: Sequence[Id] | None,
     kept_per_sample: Sequence[int] | None = None,
+    facts: Tensor | None = None,
 ) -> LocalTable:
     _check_aggregation(rule.aggregation, rule.divisor)
     counts = _counts(tokens_per_sample)
@@ -136,7 +140,8 @@ def _local_table(
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     kept = counts if kept_per_sample is None else _counts(kept_per_sample)
-    rows = torch.stack([counts, rollouts, prompts, kept], dim=1)
+    facts = torch.zeros(size, COLUMNS, dtype=torch.int64) if facts is None else facts
+    rows = torch.cat([torch.stack([counts, rollouts, prompts, kept], dim=1), facts], dim=1)
     ids = {_ROLLOUT: rollout_ids, _PROMPT: prompt_ids}
     return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, ids=ids)
 
@@ -163,7 +168,7 @@ def local_table_of(
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     rollout_ids, counts = _all_or_none("rollout_id", samples), [sample.num_trained for sample in samples]
     return replace(
-        _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample),
+        _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample, encode_facts(samples)),
         num_positions=sum(batch.num_positions for batch in batches),
         num_response_tokens=sum(sample.response_length for sample in samples),
         num_microbatches=len(batches),
@@ -178,7 +183,7 @@ def plan_from_table(
 
     The plan's totals count all rollouts and trained tokens, whatever its denominators count.
     """
-    local = LocalTable(torch.zeros(0, 4, dtype=torch.int64), False, False, 0, 0) if local is None else local
+    local = LocalTable(torch.zeros(0, _WIDTH, dtype=torch.int64), False, False, 0, 0) if local is None else local
     try:
         heads, tables = _exchange(local.rows, _Head.of(local, error), "" if error is None else message_of(error), group)
     except StepPlanError as failure:
@@ -192,7 +197,8 @@ def plan_from_table(
     rank = torch.distributed.get_rank(group) if group is not None else 0
     start = sum(len(table) for table in tables[:rank])
     mine, with_prompts = slice(start, start + len(local.rows)), any(h.has_prompt_ids == 1 for h in heads)
-    count = partial(_count_units, torch.cat(tables), mine, with_prompts=with_prompts, divisor=rule.divisor)
+    whole = torch.cat(tables)
+    count = partial(_count_units, whole, mine, with_prompts=with_prompts, divisor=rule.divisor)
     counts = count()
     counted = counts if rule.denominator == "scheduled" else count(denominator=rule.denominator)
     auxiliary = count(denominator="live") if rule.denominator == "kept" else counted
@@ -210,6 +216,7 @@ def plan_from_table(
         num_positions=sum(h.num_positions for h in heads),
         num_microbatches=local.num_microbatches,
         warning=warning,
+        facts=SampleFacts.of(whole[:, 4:], whole[:, _ROLLOUT], whole[:, _PROMPT] if with_prompts else None),
     )
 
 
@@ -316,12 +323,12 @@ def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None)
     largest = max(other.num_samples for other in heads)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
-    tables = [b[: 4 * other.num_samples].view(-1, 4) for b, other in zip(bodies, heads, strict=True)]
+    tables = [b[: _WIDTH * other.num_samples].view(-1, _WIDTH) for b, other in zip(bodies, heads, strict=True)]
     return heads, tables
 
 
 def _fill(rows: Tensor, slots: int) -> Tensor:
-    return torch.nn.functional.pad(rows.reshape(-1), (0, 4 * slots - rows.numel()))  # or cut
+    return torch.nn.functional.pad(rows.reshape(-1), (0, _WIDTH * slots - rows.numel()))  # or cut
 
 
 def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -408,7 +415,7 @@ def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
 def _count_units(
     table: Tensor, mine: slice, *, with_prompts: bool, divisor: float | None, denominator: str = "scheduled"
 ) -> StepCounts:
-    trained, rollouts, prompts, kept = table.unbind(dim=1)
+    trained, rollouts, prompts, kept = table[:, :4].unbind(dim=1)
     tokens = kept if denominator == "kept" else trained
     num_tokens = int(tokens.sum())
     if num_tokens == 0:

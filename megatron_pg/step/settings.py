@@ -73,7 +73,7 @@ class LossSettings:
             head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",
             impl=_available(args.pg_kernel),
-            metrics=Reduction(args.pg_metrics, features_of(terms, correction)),
+            metrics=Reduction(args.pg_metrics, features_of(terms, correction), terms.objective.reported),
         )
 
     @property

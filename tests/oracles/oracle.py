@@ -35,6 +35,8 @@ class OracleSample:
     prompt: object
     ref_logprobs: list[float] | None = None  # [R] nats, of the reference policy. Not read at mask 0.
     rollout_logprobs: list[float] | None = None  # [R] nats, of the rollout engine. Not read at mask 0.
+    reward: float | None = None
+    truncated: bool | None = None
 
 
 @dataclass
@@ -342,7 +344,7 @@ def all_metrics(
         "num_rollouts": len({sample.rollout for sample in samples}),
         "num_prompts": len({sample.prompt for sample in samples}),
     }
-    return result | optional_metrics(documents)
+    return result | optional_metrics(documents) | sample_metrics(samples)
 
 
 def optional_metrics(documents: list[list[TrainedToken]]) -> dict[str, float]:
@@ -361,6 +363,33 @@ def optional_metrics(documents: list[list[TrainedToken]]) -> dict[str, float]:
             lambda t: math.exp(t.old_logprob - t.rollout_logprob) - 1 - (t.old_logprob - t.rollout_logprob),
         )
         result["mismatch_max"] = max(abs(t.old_logprob - t.rollout_logprob) for d in with_rollout for t in d)
+    return result
+
+
+def sample_metrics(samples: list[OracleSample]) -> dict[str, float]:
+    """Metrics of whole samples, fully masked ones too, over those that carry the value; absent without one."""
+    lengths = [len(sample.mask) for sample in samples]
+    result = {"response_length": math.fsum(lengths) / len(lengths), "max_response_length": max(lengths)}
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if rewards:
+        mean = math.fsum(rewards) / len(rewards)
+        result |= {
+            "reward": mean,
+            "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
+            "max_reward": max(rewards),
+            "min_reward": min(rewards),
+            "num_rewards": len(rewards),
+        }
+    groups: dict[object, list[OracleSample]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.prompt, []).append(sample)
+    equal = [len({s.reward for s in g}) == 1 for g in groups.values() if len({s.rollout for s in g}) > 1]
+    if equal:
+        result["zero_variance_fraction"] = sum(equal) / len(equal)
+    said = [sample.truncated for sample in samples if sample.truncated is not None]
+    if said:
+        result["truncated_fraction"] = sum(said) / len(said)
     return result
 
 

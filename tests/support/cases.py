@@ -169,6 +169,8 @@ def oracle_samples(samples: Sequence[Sample], logits: Sequence[Tensor]) -> list[
             prompt=s.prompt_id,
             ref_logprobs=None if s.ref_logprobs is None else s.ref_logprobs.tolist(),
             rollout_logprobs=None if s.rollout_logprobs is None else s.rollout_logprobs.tolist(),
+            reward=s.reward,
+            truncated=s.truncated,
         )
         for s, table in zip(samples, logits, strict=True)
     ]

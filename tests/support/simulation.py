@@ -86,7 +86,7 @@ def settings(
         correction=correction,
         temperature=temperature,
         impl="torch",
-        metrics=Reduction("with_entropy", features_of(terms, correction)),
+        metrics=Reduction("with_entropy", features_of(terms, correction), terms.objective.reported),
         **rest,
     )
 
