@@ -13,8 +13,9 @@ LINKS = {"Documentation": f"{FILES}docs/index.md", "Changelog": f"{FILES}CHANGEL
 
 TRAINING = ["pyyaml", "einops", "psutil"]  # what megatron.training imports and megatron-core does not require
 DEMO = [*TRAINING, "matplotlib>=3.8", "tensorboard>=2.15"]
+REPORT = ["plotly>=6"]
 COMPLETION = ["argcomplete>=3.4"]
-TEST = [*DEMO, *COMPLETION, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
+TEST = [*DEMO, *REPORT, *COMPLETION, "pytest>=8", "hypothesis>=6.100", "wandb>=0.17", "mypy>=1.13"]
 SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=1"]
 
 
@@ -37,7 +38,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
-    package_data={"megatron_pg": ["py.typed"], "megatron_pg.cli": ["*.bash"]},
+    package_data={"megatron_pg": ["py.typed"], "megatron_pg.cli": ["*.bash", "*.html"]},
     python_requires=">=3.10",
     entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},
     install_requires=[
@@ -51,6 +52,7 @@ setup(
         "training": TRAINING,
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb>=0.17"],
+        "report": REPORT,
         "demo": DEMO,
         "completion": COMPLETION,
         "test": TEST,

@@ -232,7 +232,7 @@ class _Session:
         """A model with our loss in it, after our validation."""
         if self.step is None:
             self.step = _start(get_args(), self._keep, self._say, self._open_files)
-            self._objective = dict(describe(get_args()))
+            self._objective = dict(describe(_in_force(get_args(), self.step.settings)))
         model = provider(*positional, **keywords)
         return self.step.attach(model) if getattr(model, "post_process", True) else model
 
@@ -473,6 +473,11 @@ def _units_line(plan: StepPlan) -> str:
     return f"first step: {counts}"
 
 
+def _in_force(args: Namespace, settings: LossSettings) -> Namespace:
+    """The arguments with the kernel in force instead of the flag's default."""
+    return Namespace(**vars(args) | {"pg_kernel": settings.impl})
+
+
 def _start(
     args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], open_files: Callable[[], None]
 ) -> PolicyGradientStep:
@@ -490,7 +495,7 @@ def _start(
         error = failure
     _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
-        say(banner(Namespace(**vars(args) | {"pg_kernel": settings.impl})))  # the one in force, not the flag's default
+        say(banner(_in_force(args, settings)))
     if args.pg_dry_run or asked == "1":
         if torch.distributed.get_rank() == 0:
             say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")

@@ -1,4 +1,4 @@
-"""`megatron-pg explain | validate | compare | plot | convert | doctor`.
+"""`megatron-pg explain | validate | compare | plot | report | convert | doctor`.
 
 Each subcommand is one module with `add_options(parser)` and `run(options) -> exit code`, imported when it is asked
 for: `explain` needs no torch. Bad input is one line on the standard error, exit code 2, and nothing written.
@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "validate": "the startup checks of flags or a launch script, without starting; exit code 2 when one fails",
     "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
     "plot": "curves of the metrics.jsonl of one or several runs",
+    "report": "a page of one or several runs for a browser: objective in force, red flags, curves",
     "convert": "dumps of slime, miles, NeMo-RL, verl and JSON Lines as rollout files",
     "doctor": "what is installed, which contract and kernels apply, what would fail and why",
 }

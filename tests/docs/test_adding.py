@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import cases
+import oracle
 import pytest
 import simulation
 import torch
@@ -24,6 +25,7 @@ from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import load
 from megatron_pg.declarations.objectives import OBJECTIVES, numbers
 from megatron_pg.flags.banner import banner
+from megatron_pg.flags.import_path import source_of
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import Tokens, objective_of
 from megatron_pg.step.settings import LossSettings
@@ -98,6 +100,27 @@ def trains_alike_in_every_layout(loss: LossSettings) -> simulation.Outcome:
 def test_the_users_objective_does_not_depend_on_the_layout(settings):
     terms = LossTerms(objective=settings.terms.objective, entropy_coef=0.1)
     trains_alike_in_every_layout(simulation.settings("sample_mean", per_token=False, terms=terms))
+
+
+def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
+    (tmp_path / "my_rl" / "watched.py").write_text(blocks()["my_rl/watched.py"], encoding="utf-8")
+    args = parse("--pg-custom-objective-path", "my_rl.watched:watched", "--pg-clip-eps-high", "0.28")
+    with pytest.warns(match="ℓ is the objective my_rl.watched:watched"):
+        validate_args(args)
+    objective = LossSettings.from_args(args).terms.objective
+    assert objective.reported == ("softened_fraction",)
+    assert not objective.reads_sequences
+    assert source_of(objective.loss)[0] == "watched.py"  # what the ranks compare
+    loss = simulation.settings("sample_mean", per_token=False, terms=LossTerms(objective=objective))
+    rng = random.Random(6)
+    samples = random_step(rng, vocabulary=cases.VOCABULARY)
+    logits = cases.poisoned_logits(samples, rng)
+    documents = [oracle.trained_tokens(sample, 1.0) for sample in cases.oracle_samples(samples, logits)]
+    expected = oracle.document_mean(documents, lambda token: token.ratio > 1.28)
+    assert 0 < expected < 1
+    for layout in (Layout(), Layout(data=2, context=2, tensor=2, microbatches=2)):
+        found = simulation.run_step(samples, logits, layout, loss, rng).metrics["softened_fraction"]
+        assert found == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.usefixtures("declared")

@@ -31,6 +31,11 @@ def checkout(tmp_path, monkeypatch):
             loss = (-0.5) ** (i + 1) * -1 if i < 3 else 0.0625
             writer.write({"iteration": i + 1, "pg_loss": loss, "reward": 0.1 + (top - 0.1) * i / 7})
         writer.close()
+    writer = MetricsFile(tmp_path / "runs" / "c" / "metrics.jsonl")
+    for i in range(8):
+        values = {"pg_loss": 0.0, "reward": 0.5, "kl_new_old": 0.0213 / (i + 1), "clipped_ratio_fraction": 0.1}
+        writer.write({"iteration": i + 1, **values} | ({"clipped_ratio_fraction": 0.61} if i in (5, 7) else {}))
+    writer.close()
     torch.save({"rollout_id": 12, "samples": SLIME}, tmp_path / "rollout_12.pt")
     (tmp_path / "train_data_step7.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NEMO))
     mine = {"step": 0, "tokens": [1, 2, 3], "response_length": 1, "logprobs": [-0.5]}
@@ -57,6 +62,8 @@ def printed(capsys, words: list[str]) -> str:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split()[2])
 def test_a_block_prints_what_the_page_says(block, checkout, capsys):
+    if block.split()[2] == "report":
+        pytest.importorskip("plotly")
     for words, expected in commands_of(block):
         lines = [
             re.escape(line).replace("…;", ".*;") if line != "…" else "(?:.*\n)*?.*" for line in expected.splitlines()

@@ -1,7 +1,10 @@
-"""pretrain(): what may be handed to it, what a checkpoint and Ctrl-C say, and Megatron's own numbers under `--docs-per-step`."""
+"""pretrain(): what may be handed to it, what a checkpoint and Ctrl-C say, Megatron's own numbers under
+`--docs-per-step`, and where a step's metrics go.
+"""
 
 import contextlib
 import itertools
+import json
 import re
 import signal
 import sys
@@ -224,3 +227,82 @@ def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_e
     assert machine.should_checkpoint_and_exit() == (False, True, 0)
     with session.to_its_end():
         raise SystemExit(0)
+
+
+# --- where the metrics of a step go ---
+
+
+@pytest.fixture
+def logged(session, monkeypatch, tmp_path):
+    """A function that logs one step and returns what the four places got; `session.on_step` is the callback."""
+    board, wandb, said = {}, {}, []
+
+    def log(on_step=None, *, rank=0, heard=None, iteration=1, **metrics):
+        path = tmp_path / str(len(said)) / "metrics.jsonl"
+        session = pretrain._Session(on_step, lambda text: text.startswith("first step") or said.append(text), path)
+        session.step = SimpleNamespace(
+            settings=SimpleNamespace(
+                metrics=SimpleNamespace(lacking=lambda values: {}),
+                terms=SimpleNamespace(objective=SimpleNamespace(reported=("theirs",))),
+            )
+        )
+        session._objective = {"clip": "0.2"}
+        plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9)
+        session._report = SimpleNamespace(metrics={"pg_loss": -0.5, "theirs": 2.0} | metrics, nonfinite={}, plan=plan)
+        args = Namespace(log_interval=1, tensorboard_log_interval=1)
+        monkeypatch.setattr(pretrain, "get_args", lambda: args)
+        monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: rank)
+        answers = iter(heard or [])
+        monkeypatch.setattr(pretrain, "broadcast_text", lambda text, source, size=1024: next(answers, text))
+        scalar = lambda name, value, step: board.update({name: (step, value)})  # noqa: E731
+        monkeypatch.setattr(pretrain, "get_tensorboard_writer", lambda: SimpleNamespace(add_scalar=scalar))
+        monkeypatch.setattr(
+            pretrain, "get_wandb_writer", lambda: SimpleNamespace(log=lambda values, step: wandb.update(values))
+        )
+        session._open_files()
+        try:
+            session._log({"iteration": iteration, "grad_norm": 1.5, "learning_rate": 0.1, "skipped_iter": 0})
+        finally:
+            if session._writer:
+                session._writer.close()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return SimpleNamespace(board=board, wandb=wandb, said=said, records=[json.loads(line) for line in lines])
+
+    return log
+
+
+def test_what_a_callback_returns_goes_where_the_metrics_go(logged):
+    seen = []
+    found = logged(lambda log: seen.append(log) or {"exact_match": 0.25})
+    assert isinstance(seen[0], pretrain.StepLog)
+    assert (seen[0].iteration, seen[0].grad_norm, seen[0].objective) == (1, 1.5, {"clip": "0.2"})
+    assert found.board == {"pg/pg_loss": (1, -0.5), "pg/theirs": (1, 2.0), "pg/exact_match": (1, 0.25)}
+    assert found.wandb == {"pg/pg_loss": -0.5, "pg/theirs": 2.0, "pg/exact_match": 0.25}
+    assert found.said == ["pg      1 | pg_loss -0.5 | grad_norm +1.5 | theirs +2 | exact_match +0.25"]
+    (record,) = found.records
+    assert (record["pg_loss"], record["exact_match"], record["objective"]) == (-0.5, 0.25, {"clip": "0.2"})
+
+
+def test_a_callback_that_returns_nothing_leaves_the_console_line(logged):
+    for on_step in (None, lambda log: None):
+        assert logged(on_step).said[-1] == "pg      1 | pg_loss -0.5 | grad_norm +1.5 | theirs +2"
+
+
+def test_a_rank_without_a_callback_writes_what_that_of_rank_0_returned(logged):
+    heard = ["yes", json.dumps({"values": {"exact_match": 0.25}})]
+    found = logged(rank=1, heard=heard)  # TensorBoard and W&B are on the last rank
+    assert found.wandb["pg/exact_match"] == 0.25
+    assert (found.said, found.records) == ([], [])
+
+
+def test_a_mistake_of_a_callback_stops_every_rank(logged):
+    with pytest.raises(ValueError, match="on_step returned 'grad_norm', which is a metric of megatron_pg"):
+        logged(lambda log: {"grad_norm": 1.0})
+    with pytest.raises(ValueError, match="of rank 0"):
+        logged(rank=1, heard=["yes", json.dumps({"error": "of rank 0"})])
+
+
+def test_a_red_flag_is_explained_once_beside_the_line(logged):
+    said = logged(ess=0.25).said
+    assert said[0] == "pg      1 | pg_loss -0.5 | ess +0.25! | grad_norm +1.5 | theirs +2"
+    assert said[1].startswith("red flag: ess 0.25 is < 0.5: few tokens")

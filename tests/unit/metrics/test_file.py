@@ -129,3 +129,24 @@ def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):
     assert record["entropy"] is None
     assert record["kl_new_old"] is None
     assert record["nonfinite"] == [{"metric": "entropy", "ranks": [2]}, {"metric": "kl_new_old"}]
+
+
+def test_the_objective_is_written_where_it_changes(tmp_path):
+    def run(steps, clip: str) -> None:
+        file = MetricsFile(tmp_path / "m.jsonl")
+        for iteration in steps:
+            file.write({"iteration": iteration, "objective": {"clip": clip}})
+        file.close()
+
+    def written() -> list[str | None]:
+        lines = (tmp_path / "m.jsonl").read_text().splitlines()
+        return [record.get("objective", {}).get("clip") for record in map(json.loads, lines)]
+
+    run([1, 2, 3], "0.2")
+    assert written() == ["0.2", None, None]
+    run([3, 4], "0.2")  # a resumed run leaves what the run that was not stopped leaves
+    assert written() == ["0.2", None, None, None]
+    run([3, 4], "0.3")
+    assert written() == ["0.2", None, "0.3", None]
+    run([3, 4], "0.2")
+    assert written() == ["0.2", None, None, None]

@@ -13,6 +13,7 @@ from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
 from megatron_pg.metrics.samples import SampleFacts, encode_facts
+from megatron_pg.metrics.table import LIMITS, Limit, red_flags
 from megatron_pg.objectives import objective_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -164,3 +165,49 @@ def test_masked_slots_may_hold_anything():
     poisoned = dict.fromkeys(("token_losses", "logprobs", "old_logprobs", "log_ratios", "advantages", "entropy"), bad)
     reduction = Reduction("with_entropy")
     assert torch.equal(reduction.partial(tokens([1, 0])), reduction.partial(tokens([1, 0], **poisoned)))
+
+
+# --- red flags ---
+
+
+def test_a_limit_is_touched_beyond_its_bounds_only():
+    limit = Limit(low=0.5, high=2.0, cause="here")
+    assert [limit.is_touched(value, 7) for value in (0.5, 2.0, 0.4999, 2.0001, math.inf, math.nan)] == [
+        *(False, False, True, True, True, False)
+    ]
+    first = Limit(high=0.01, in_step_1=True, cause="here")
+    assert [first.is_touched(1.0, step) for step in (1, 2)] == [True, False]
+    assert (str(limit), str(first)) == ("< 0.5 or > 2: here", "> 0.01 in step 1: here")
+
+
+def test_the_red_flags_of_a_step():
+    record = {"iteration": 1, "kl_new_old": 0.5, "ess": 0.9, "clipped_ratio_fraction": None, "grad_norm": 1e9}
+    assert red_flags(record) == {"kl_new_old": LIMITS["kl_new_old"]}
+    assert red_flags(record | {"iteration": 2, "ess": 0.1}) == {"ess": LIMITS["ess"]}
+
+
+def test_the_pages_hold_the_limits_that_are_checked():
+    start = PAGE.with_name("quickstart.md").read_text(encoding="utf-8")
+    assert len(LIMITS) >= 8
+    for name, limit in LIMITS.items():
+        assert f"| `{name}` | {limit.bounds} | {limit.cause} |" in start
+        assert f"| {limit} |" in next(r for r in PAGE.read_text("utf-8").splitlines() if r.startswith(f"| `{name}` |"))
+
+
+# --- a user's own ---
+
+
+def test_an_objectives_own_metric_is_a_mean_over_documents():
+    reports = lambda tokens, parameters: {"high": tokens.ratios > 1.5}  # noqa: E731
+    own = dataclasses.replace(TERMS.objective, reports=reports, reported=("high",))
+    terms = dataclasses.replace(TERMS, objective=own)
+    one, two = tokens([1, 1, 0], log_ratios=[1.0, 0.0, 9.0], terms=terms), tokens([1], log_ratios=[0.0], terms=terms)
+    reduction = Reduction("basic", (), own.reported)
+    partials = torch.stack([reduction.partial(batch) for batch in (one, two)])
+    assert reduction.finish(reduction.combine(partials).tolist(), PLAN)["high"] == 0.25  # of 0.5 and 0
+    assert "high" not in [metric.name for metric in Reduction("none", (), own.reported).metrics]
+
+
+def test_a_metric_of_ours_cannot_be_reported_by_another():
+    with pytest.raises(ValueError, match="the custom objective reports 'ess', which is a metric of megatron_pg"):
+        Reduction("none", (), ("ess",))

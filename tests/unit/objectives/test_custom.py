@@ -51,6 +51,15 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
         ("return tokens.rewards", "fails on six tokens: AttributeError"),
         ("return 0.0", "fails on six tokens: TypeError: it returns a float"),
         ("return tokens.logprobs * parameters.delta", "fails on six tokens: TypeError"),
+        ("return tokens.logprobs, tokens.ratios", "fails on six tokens: TypeError: it returns a tuple that is no pair"),
+        ("return tokens.logprobs, {'a': 0.5}", "reports 'a' with a float for 6 tokens"),
+        ("return tokens.logprobs, {'a': tokens.ratios.mean()}", "reports 'a' with shape () for 6 tokens"),
+        (
+            "return tokens.logprobs, {'a': tokens.ratios / tokens.ratios.sum()}",
+            "reports 'a' with another value of a token when other tokens",
+        ),
+        ("return tokens.logprobs, {1: tokens.ratios}", "reports a metric whose name is 1"),
+        ("return tokens.logprobs, {str(len(tokens.ratios)): tokens.ratios}", "reports other metrics for other tokens"),
     ],
 )
 def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monkeypatch, body, reason):
@@ -69,6 +78,8 @@ def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monk
         ("return -tokens.sequence_ratios * tokens.advantages", True),
         ("return -tokens.ratios * tokens.sequence_advantages", True),
         ("return -tokens.ratios * (tokens.advantages if tokens.sequence_advantages is None else 1)", True),
+        ("return -tokens.ratios * tokens.advantages, {'a': tokens.ratios}", False),
+        ("return -tokens.ratios * tokens.advantages, {'a': tokens.sequence_ratios}", True),
     ],
 )
 def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path, monkeypatch, body, reads):

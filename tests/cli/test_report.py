@@ -1,0 +1,149 @@
+"""`megatron-pg report`: what the page holds, which red flags it names, and what it refuses."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.cli import main
+from megatron_pg.metrics.file import MetricsFile
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main(["report", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(name: str, *records: dict) -> Path:
+        writer = MetricsFile(tmp_path / name / "metrics.jsonl")
+        for step, record in enumerate(records, start=1):
+            writer.write({"iteration": step} | record)
+        writer.close()
+        return tmp_path / name
+
+    return make
+
+
+def steps(*values: float, name: str = "reward", **rest) -> list[dict]:
+    return [
+        {name: value, "num_tokens": 10 + i, "objective": {"weight": "δ = N_r"}} | rest for i, value in enumerate(values)
+    ]
+
+
+def page_of(path: Path) -> tuple[str, dict]:
+    """The page without plotly's script, and its figures."""
+    text = re.sub(
+        r"<script>.*?</script>\n</head>", "</head>", path.read_text(encoding="utf-8"), count=1, flags=re.DOTALL
+    )
+    (figures,) = re.findall(r"Object\.entries\((\{.*\})\)\)\n", text)
+    return text, json.loads(figures)
+
+
+def test_the_page_holds_curves_objective_and_script(make_run, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    runs = make_run("a", *steps(0.0, 1.0, 0.5)), make_run("b", *steps(2.0, weather=3.0))
+    assert run(capsys, *runs, "--output", tmp_path / "r.html") == (
+        0,
+        f"{tmp_path}/r.html: 2 runs, 2 metrics, 0 red flags\n",
+        "",
+    )
+    text, figures = page_of(tmp_path / "r.html")
+    assert "Plotly" in (tmp_path / "r.html").read_text(encoding="utf-8").partition("</head>")[0]
+    assert not re.findall(r'(?:src|href)="', text)  # nothing is fetched
+    assert re.findall(r"<h3>(.*?)</h3>", text) == ["reward", "weather"]
+    assert '<td>weight</td><td colspan="2">δ = N_r</td>' in text
+    assert "<td>T = 10–12</td><td>T = 10</td>" in text
+    raw, smooth, *_ = figures["f0"]["data"]
+    assert (raw["x"], raw["y"], raw["name"]) == ([1, 2, 3], [0.0, 1.0, 0.5], "a")
+    weights = [0.36, 0.6, 1.0]  # of 0.6
+    expected = [0.0, 1 / 1.6, (0.6 * 1.0 + 0.5) / sum(weights)]
+    assert smooth["y"] == raw["customdata"] == pytest.approx(expected)
+    assert figures["f1"]["data"][0]["mode"] == "lines+markers"  # one step is visible
+
+
+def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    records = [{"kl_new_old": 0.5, "ess": 0.9}, {"kl_new_old": 0.5, "ess": 0.4}, {"ess": 0.3}, {"ess": math.nan}]
+    words = make_run("a", *records), "--output", tmp_path / "r.html"
+    found = json.loads(run(capsys, *words, "--json")[1])
+    assert [(f["metric"], f["red_flag"], f["steps"], f["of"], f["worst"]) for f in found] == [
+        ("ess", "< 0.5", [2, 3], 3, 0.3),
+        ("kl_new_old", "> 0.01 in step 1", [1], 2, 0.5),
+        ("ess", "not finite", [4], 4, None),
+    ]
+    code, out, _ = run(capsys, *words, "--overwrite")
+    assert (code, out.splitlines()[2].split()) == (
+        0,
+        ["a", "ess", "<", "0.5", "2", "of", "3,", "from", "2", "to", "3", "0.3"],
+    )
+    text, figures = page_of(tmp_path / "r.html")
+    assert "<td>ess</td><td>&lt; 0.5</td><td>2 of 3, from 2 to 3</td><td>0.3</td><td>few tokens" in text
+    shapes = [[shape["y0"] for shape in figure["layout"].get("shapes", [])] for figure in figures.values()]
+    assert shapes == [[], [0.5]]  # a limit of step 1 is no line; kl_new_old, ess
+
+
+def test_a_changed_objective_is_a_column_of_its_own(make_run, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    path = make_run("a", *steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}})
+    assert run(capsys, path, make_run("old", {"reward": 1.0}), "--output", tmp_path / "r.html")[0] == 0
+    text, _ = page_of(tmp_path / "r.html")
+    assert "<th>a, from step 1</th><th>a, from step 3</th><th>old</th>" in text
+    assert "<td>weight</td><td>δ = N_r</td><td>δ = T</td><td>–</td>" in text
+    assert "not in the file" in text
+
+
+def test_names_of_a_file_are_text_on_the_page(make_run, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    name = "</script><script>alert(1)</script>"
+    path = make_run("<b>a", {name: 1.0, "objective": {name: name}}, {name: 2.0})
+    assert run(capsys, path, make_run("b", {name: 1.0}), "--output", tmp_path / "r.html")[0] == 0
+    text, figures = page_of(tmp_path / "r.html")
+    assert "<script>alert" not in text
+    assert text.count("</script>") == 1
+    assert figures["f0"]["data"][0]["name"] == "&lt;b&gt;a"
+
+
+def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
+    pytest.importorskip("plotly")
+    from megatron_pg.cli.report_page import MOST_POINTS, figure_of, thinned
+
+    flat = figure_of("kl_new_old", {"a": {1: 1e-17, 2: 3e-17}}, {"a": ("solid", "#000")}, 0.6)
+    assert flat.layout.yaxis.range == (-1.0, 1.0)
+    rate = figure_of("learning_rate", {"a": {1: 1e-6, 2: 1e-6}}, {"a": ("solid", "#000")}, 0.6)
+    assert rate.layout.yaxis.range == pytest.approx((0.5e-6, 1.5e-6))
+    curve = {step: math.sin(step) for step in range(1, 50_001)} | {31_415: 9.0}
+    assert len(thinned(curve)) <= MOST_POINTS
+    assert 31_415 in thinned(curve)
+    assert thinned({1: 1.0, 2: 2.0}) == [1, 2]
+
+
+def test_without_plotly_the_extra_is_named(make_run, capsys, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron_pg.cli.report_page", raising=False)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    code, out, err = run(capsys, make_run("a", {"reward": 1.0}), "--output", tmp_path / "r.html")
+    assert (code, out) == (2, "")
+    assert "pip install 'megatron-pg[report]'" in err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_what_cannot_be_reported_is_refused(make_run, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    path = make_run("a", {"reward": 1.0})
+    for words, message in [
+        ([path, "--smoothing", "1"], "--smoothing 1 is not in [0, 1)"),
+        ([path, "--metrics", "rewards"], "Did you mean reward?"),
+        ([tmp_path / "none"], "cannot be read"),
+        ([Path("/dev/null")], "is no file, and a report reads it twice"),
+    ]:
+        code, out, err = run(capsys, *words, "--output", tmp_path / "r.html")
+        assert (code, out) == (2, "")
+        assert message in err
+    assert not (tmp_path / "r.html").exists()
