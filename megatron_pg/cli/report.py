@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.cli.plot import Curve, chosen, labelled, read_metrics
+from megatron_pg.cli.plot import Curve, _chosen, _labelled, read_metrics
 from megatron_pg.cli.terminal import InputError, check_output, opened, say, show_json, show_path, table, written_whole
 from megatron_pg.metrics.table import LIMITS, METRICS
 
@@ -47,27 +47,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
     parser.add_argument("--metrics", metavar="NAME,…", help="curves to draw; default: what one looks at, and your own")
     parser.add_argument(
-        "--smoothing", metavar="S", type=float, default=0.6, help="of the bold curves, from 0 (none) to 1; default 0.6"
+        "--smooth",
+        metavar="W",
+        type=float,
+        default=0.6,
+        help="weight of the past in the bold curves, 0 to below 1; default 0.6",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and say which red flags are in it."""
-    if not 0 <= options.smoothing < 1:
-        raise InputError(f"--smoothing {options.smoothing:g} is not in [0, 1), so no curve is defined. Give 0.6, say.")
+    if not 0 <= options.smooth < 1:
+        raise InputError(f"--smooth {options.smooth:g} is no weight of the past. Give 0 or more, below 1.")
     check_output(options.output, overwrite=options.overwrite)
     page = _page()
-    runs = {label: read_run(path) for label, path in labelled(options.runs).items()}
-    names = (
-        chosen(options.metrics, {label: each.curves for label, each in runs.items()})
-        if options.metrics
-        else shown(runs)
-    )
+    runs = {label: read_run(path) for label, path in _labelled(options.runs).items()}
     flags = [flag for label, each in runs.items() for flag in red_flags(label, each)]
+    if options.metrics:
+        names = _chosen(options.metrics, {label: each.curves for label, each in runs.items()})
+    else:
+        names = list(dict.fromkeys([*shown(runs), *(flag["metric"] for flag in flags)]))
     curves = {name: {label: each.curves.get(name, {}) for label, each in runs.items()} for name in names}
     with written_whole(options.output, overwrite=options.overwrite) as scratch:
-        text = page(curves, in_force(runs), [flag_cells(flag) for flag in flags], smoothing=options.smoothing)
-        scratch.write_text(text, encoding="utf-8")
+        text = page(curves, in_force(runs), [flag_cells(flag) for flag in flags], smoothing=options.smooth)
+        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")  # names come from files
     if options.json:
         show_json(flags)
         return 0

@@ -69,23 +69,30 @@ def test_the_page_holds_curves_objective_and_script(make_run, capsys, tmp_path):
 
 def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
     pytest.importorskip("plotly")
-    records = [{"kl_new_old": 0.5, "ess": 0.9}, {"kl_new_old": 0.5, "ess": 0.4}, {"ess": 0.3}, {"ess": math.nan}]
+    records = [
+        {"kl_new_old": 0.5, "ess": 0.9, "ratio_new_old": 2.0},
+        {"kl_new_old": 0.5, "ess": 0.4},
+        {"ess": 0.3},
+        {"ess": math.nan},
+    ]
     words = make_run("a", *records), "--output", tmp_path / "r.html"
     found = json.loads(run(capsys, *words, "--json")[1])
     assert [(f["metric"], f["red_flag"], f["steps"], f["of"], f["worst"]) for f in found] == [
+        ("ratio_new_old", "< 0.95 or > 1.05 in step 1", [1], 1, 2.0),
         ("ess", "< 0.5", [2, 3], 3, 0.3),
         ("kl_new_old", "> 0.01 in step 1", [1], 2, 0.5),
         ("ess", "not finite", [4], 4, None),
     ]
     code, out, _ = run(capsys, *words, "--overwrite")
-    assert (code, out.splitlines()[2].split()) == (
+    assert (code, out.splitlines()[3].split()) == (
         0,
         ["a", "ess", "<", "0.5", "2", "of", "3,", "from", "2", "to", "3", "0.3"],
     )
     text, figures = page_of(tmp_path / "r.html")
     assert "<td>ess</td><td>&lt; 0.5</td><td>2 of 3, from 2 to 3</td><td>0.3</td><td>few tokens" in text
     shapes = [[shape["y0"] for shape in figure["layout"].get("shapes", [])] for figure in figures.values()]
-    assert shapes == [[], [0.5]]  # a limit of step 1 is no line; kl_new_old, ess
+    assert shapes == [[], [0.5], []]  # kl_new_old: a limit of step 1 is no line; ess; what a flag names is drawn
+    assert re.findall(r"<h3>(.*?)</h3>", text)[-1] == "ratio_new_old"
 
 
 def test_a_changed_objective_is_a_column_of_its_own(make_run, capsys, tmp_path):
@@ -100,7 +107,7 @@ def test_a_changed_objective_is_a_column_of_its_own(make_run, capsys, tmp_path):
 
 def test_names_of_a_file_are_text_on_the_page(make_run, capsys, tmp_path):
     pytest.importorskip("plotly")
-    name = "</script><script>alert(1)</script>"
+    name = "</script><script>alert(1)</script>\ud800"
     path = make_run("<b>a", {name: 1.0, "objective": {name: name}}, {name: 2.0})
     assert run(capsys, path, make_run("b", {name: 1.0}), "--output", tmp_path / "r.html")[0] == 0
     text, figures = page_of(tmp_path / "r.html")
@@ -138,7 +145,7 @@ def test_what_cannot_be_reported_is_refused(make_run, capsys, tmp_path):
     pytest.importorskip("plotly")
     path = make_run("a", {"reward": 1.0})
     for words, message in [
-        ([path, "--smoothing", "1"], "--smoothing 1 is not in [0, 1)"),
+        ([path, "--smooth", "1"], "--smooth 1 is no weight of the past"),
         ([path, "--metrics", "rewards"], "Did you mean reward?"),
         ([tmp_path / "none"], "cannot be read"),
         ([Path("/dev/null")], "is no file, and a report reads it twice"),
