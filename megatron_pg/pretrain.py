@@ -46,6 +46,7 @@ from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import (
     ADDED_BYTES,
     GROUP,
+    CallbackError,
     added_values,
     console_line,
     nonfinite_entries,
@@ -135,7 +136,7 @@ def pretrain(
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
-        ArgumentError, StepPlanError, NonFiniteLossError: on rank 0, which shows it without its traceback; the other ranks,
+        ArgumentError, CallbackError, StepPlanError, NonFiniteLossError: on rank 0, which shows it without its traceback; the other ranks,
             which have the same one, leave with exit code 1.
         ValueError: the provider is not distributed or returns no training data, a forward step is given, or the metrics
             file cannot be written.
@@ -170,7 +171,7 @@ def pretrain(
             session.to_its_end(),
         ):
             training.pretrain(**keywords)
-    except (ArgumentError, StepPlanError, NonFiniteLossError) as error:  # every rank has it
+    except (ArgumentError, CallbackError, StepPlanError, NonFiniteLossError) as error:  # every rank has it
         raise _said_once(error) from None
 
 
@@ -449,11 +450,11 @@ class _Session:
         if torch.distributed.get_rank() == 0:
             try:
                 answer = {"values": added_values(returned, record.keys())}
-            except ValueError as error:
+            except CallbackError as error:
                 answer = {"error": str(error)}
         answer = json.loads(broadcast_text(json.dumps(answer), 0, size=2 * ADDED_BYTES))
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise CallbackError(answer["error"])
         return answer["values"]
 
     def _print(self, record: Mapping[str, Any], own: Sequence[str]) -> None:

@@ -17,6 +17,10 @@ CONSOLE = (
 ADDED_BYTES = 1 << 14  # of what a callback adds to a step, as JSON
 
 
+class CallbackError(ValueError):
+    """What `on_step` returned cannot be logged; raised on every rank."""
+
+
 def nonfinite_entries(nonfinite: Mapping[str, list[int]]) -> list[dict[str, Any]]:
     """The "nonfinite" list of a record: each metric with the ranks whose contribution is NaN or inf."""
     return [{"metric": name, "ranks": ranks} for name, ranks in nonfinite.items()]
@@ -42,32 +46,32 @@ def added_values(returned: object, taken: Collection[str]) -> dict[str, float]:
     """What a callback adds to a step, checked; `taken` are the names of the step's record.
 
     Raises:
-        ValueError: it is no dict of numbers, a name is taken, or there is too much of it.
+        CallbackError: it is no dict of numbers, a name is taken, or there is too much of it.
     """
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        raise ValueError(
+        raise CallbackError(
             f"on_step returned a {type(returned).__name__}, so it is unclear what to log. Return a dict of numbers by name, or nothing."
         )
     values = {}
     for name, value in returned.items():
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise ValueError(
+            raise CallbackError(
                 f"on_step returned a value named {name!r:.80}, which no log can show. Give it a printable name."
             )
         if name in taken or any(metric.name == name for metric in METRICS):
-            raise ValueError(
+            raise CallbackError(
                 f"on_step returned {name!r:.80}, which is a metric of megatron_pg, so two values would share a name. Choose another."
             )
         is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
         if not is_scalar and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise ValueError(
+            raise CallbackError(
                 f"on_step returned {name:.80}={value!r:.80}, which is no number, so no curve can show it. Return numbers."
             )
         values[name] = float(value)
     if (size := len(json.dumps(values))) > ADDED_BYTES:
-        raise ValueError(
+        raise CallbackError(
             f"on_step returned {len(values)} values in {size} bytes, more than {ADDED_BYTES}, which no step sends. Return fewer."
         )
     return values

@@ -120,11 +120,11 @@ def agree(batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPl
 
 
 def _digest(batches: Sequence[PackedBatch], plan: StepPlan) -> float:
-    """48 bits of everything that the loss reads, exact in float64."""
+    """48 bits of everything that the loss and the metrics read, exact in float64."""
     content = hashlib.blake2b(plan.denominators.numpy().tobytes(), digest_size=6)
-    content.update(plan.facts.rewards.numpy().tobytes())
     for batch in batches:
-        content.update(repr((batch.qkv_format, batch.padded_lengths)).encode())
+        facts = [(sample.reward, sample.truncated) for sample in batch.samples]
+        content.update(repr((batch.qkv_format, batch.padded_lengths, facts)).encode())
         for values in (
             batch.tokens,
             *(batch.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),

@@ -17,6 +17,7 @@ import threads
 
 from megatron_pg import Documents, pretrain
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
+from megatron_pg.metrics.reporting import CallbackError
 
 
 @pytest.fixture
@@ -296,9 +297,9 @@ def test_a_rank_without_a_callback_writes_what_that_of_rank_0_returned(logged):
 
 
 def test_a_mistake_of_a_callback_stops_every_rank(logged):
-    with pytest.raises(ValueError, match="on_step returned 'grad_norm', which is a metric of megatron_pg"):
+    with pytest.raises(CallbackError, match="on_step returned 'grad_norm', which is a metric of megatron_pg"):
         logged(lambda log: {"grad_norm": 1.0})
-    with pytest.raises(ValueError, match="of rank 0"):
+    with pytest.raises(CallbackError, match="of rank 0"):
         logged(rank=1, heard=["yes", json.dumps({"error": "of rank 0"})])
 
 

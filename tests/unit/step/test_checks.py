@@ -29,7 +29,7 @@ def sample(**changed: object) -> Sample:
 def plan(denominator: float = 2.0) -> StepPlan:
     counts = dict.fromkeys(("num_samples", "num_rollouts", "num_tokens", "num_response_tokens", "num_positions"), 1)
     denominators = torch.tensor([denominator], dtype=torch.float64)
-    rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1}
+    rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
     return StepPlan(denominators=denominators, **counts, **rest)
 
 
@@ -46,6 +46,8 @@ def plan(denominator: float = 2.0) -> StepPlan:
         {"rollout_logprobs": None},
         {"ref_logprobs": [-1.25, -2.375]},
         {"ref_logprobs": None},
+        {"reward": 1.0},
+        {"truncated": True},
         {"denominator": 4.0},
         {"qkv_format": "bshd"},
     ],
