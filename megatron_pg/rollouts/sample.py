@@ -46,7 +46,7 @@ class Sample:
     def __post_init__(self):
         label = _label(self.sample_id)
         object.__setattr__(self, "sample_id", label)
-        for name in ("prompt_id", "rollout_id", "step", "reward"):
+        for name in ("prompt_id", "rollout_id", "step", "reward", "truncated"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("prompt_id", "rollout_id"):
             value = getattr(self, name)
@@ -63,6 +63,10 @@ class Sample:
             self.reward is None or is_number(self.reward) or isinstance(self.reward, float)
         ):  # nan: it is not trained
             raise ValueError(f"reward={shorten(self.reward)} of sample {label} is not a number. Give one, or none.")
+        if self.truncated is not None and not FIELDS["truncated"].accepts(self.truncated):
+            raise ValueError(
+                f"truncated={shorten(self.truncated)} of sample {label} is neither True nor False. Give one, or none."
+            )
         if not isinstance(self.extra, dict):
             raise ValueError(f"extra={shorten(self.extra)} of sample {label} is no dict of x_ fields. Give one.")
         tokens, mask = self.tokens, self.loss_mask

@@ -266,6 +266,8 @@ def test_a_value_without_a_meaning_is_refused_in_one_line(build):
         ({"advantage": torch.tensor([1.0])}, "advantages of sample s has 1 entries for 2 response tokens"),
         ({"step": 1.0}, "step=1.0 of sample s is not an integer from 0 on"),
         ({"reward": "1"}, "reward='1' of sample s is not a number"),
+        ({"truncated": "no"}, "truncated='no' of sample s is neither True nor False"),
+        ({"truncated": 1}, "truncated=1 of sample s is neither True nor False"),
         ({"extra": [1]}, "extra=[1] of sample s is no dict of x_ fields"),
     ],
 )
@@ -298,6 +300,15 @@ def test_a_file_of_samples_is_kept_unless_it_is_to_be_appended_to_or_replaced(tm
     assert path.read_bytes() == b'{"mine": 1}\n'
     with pytest.raises(ValueError, match="if_exists='keep' is none of refuse, append and replace"):
         RolloutWriter(path, if_exists="keep")
+
+
+@pytest.mark.parametrize("truncated", [None, True, False, torch.tensor(True)])
+def test_whether_a_response_was_cut_off_is_written_and_read(truncated, tmp_path):
+    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, truncated=truncated)
+    with RolloutWriter(tmp_path / "r.jsonl") as writer:
+        writer.write([sample])
+    (found,) = read_rollouts(tmp_path / "r.jsonl")
+    assert found.truncated is sample.truncated is (None if truncated is None else bool(truncated))
 
 
 @pytest.mark.parametrize(
