@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.smooth < 1:
         raise InputError(f"--smooth {options.smooth:g} is no weight of the past. Give 0 or more, below 1.")
     check_picture(options)
-    runs = {label: read_metrics(path) for label, path in _labelled(options.runs).items()}
-    names = _chosen(options.metrics, runs)
+    runs = {label: read_metrics(path) for label, path in labelled(options.runs).items()}
+    names = chosen(options.metrics, runs)
     lines: dict[str, dict[str, Line]] = {name: {} for name in names}
     for label, curves in runs.items():
         tokens = _tokens(label, curves) if options.x == "tokens" else None
@@ -103,7 +103,7 @@ def _add(curves: Curves, line: bytes, where: str) -> None:
             curves.setdefault(name, {})[step] = float(value)
 
 
-def _labelled(paths: Sequence[str]) -> dict[str, Path]:
+def labelled(paths: Sequence[str]) -> dict[str, Path]:
     """The runs by a name that tells them apart."""
     found = [Path("/dev/stdin" if path == "-" else path) for path in paths]
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in found]
@@ -116,7 +116,8 @@ def _labelled(paths: Sequence[str]) -> dict[str, Path]:
     return dict(zip(labels, files, strict=True))
 
 
-def _chosen(asked: str | None, runs: Mapping[str, Curves]) -> list[str]:
+def chosen(asked: str | None, runs: Mapping[str, Curves]) -> list[str]:
+    """The metrics to show: those asked for, or those of `SHOWN` that a run has."""
     known = list(dict.fromkeys(name for curves in runs.values() for name in curves))
     if asked is None:
         return [name for name in SHOWN if name in known] or known[:8]
@@ -178,12 +179,12 @@ def small_curve(at: Sequence[int], values: Sequence[float], name: str = "", widt
         stretches.setdefault(min((x - at[0]) * count // length, count - 1), []).append(value)
     means = [math.fsum(part) / len(part) for part in stretches.values()]
     low, span = min(means), max(means) - min(means)
-    if span <= _noise(name, means):
+    if span <= rounding_noise(name, means):
         return _BARS[3] * len(means)
     return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
 
 
-def _noise(name: str, values: Sequence[float]) -> float:
+def rounding_noise(name: str, values: Sequence[float]) -> float:
     """The largest difference between values of a metric that rounding may make."""
     return max(_ROUNDING_OF.get(name, _ROUNDING), 10 * _ROUNDING * max(map(abs, values)))
 
@@ -202,7 +203,7 @@ def _draw(lines: Mapping[str, Mapping[str, Line]], options: argparse.Namespace) 
                 if options.smooth:
                     axis.plot(at, line["values"], color=drawn.get_color(), alpha=0.25, linewidth=0.8)
             values = [value for line in lines[name].values() for value in line["values"]]
-            noise, largest = _noise(name, values), max(map(abs, values))
+            noise, largest = rounding_noise(name, values), max(map(abs, values))
             if max(values) - min(values) <= noise:  # as matplotlib draws a constant
                 margin = max(0.05 * largest, 1e4 * noise) or 0.05
                 axis.set_ylim(min(values) - margin, max(values) + margin)

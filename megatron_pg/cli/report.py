@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.cli.plot import Curve, _chosen, _labelled, read_metrics
+from megatron_pg.cli.plot import Curve, chosen, labelled, read_metrics
 from megatron_pg.cli.terminal import InputError, check_output, opened, say, show_json, show_path, table, written_whole
 from megatron_pg.metrics.table import LIMITS, METRICS
 
@@ -61,10 +61,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--smooth {options.smooth:g} is no weight of the past. Give 0 or more, below 1.")
     check_output(options.output, overwrite=options.overwrite)
     page = _page()
-    runs = {label: read_run(path) for label, path in _labelled(options.runs).items()}
+    runs = {label: read_run(path) for label, path in labelled(options.runs).items()}
     flags = [flag for label, each in runs.items() for flag in red_flags(label, each)]
     if options.metrics:
-        names = _chosen(options.metrics, {label: each.curves for label, each in runs.items()})
+        names = chosen(options.metrics, {label: each.curves for label, each in runs.items()})
     else:
         names = list(dict.fromkeys([*shown(runs), *(flag["metric"] for flag in flags)]))
     curves = {name: {label: each.curves.get(name, {}) for label, each in runs.items()} for name in names}

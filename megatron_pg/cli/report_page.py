@@ -12,12 +12,11 @@ from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 
 from megatron_pg import __version__
-from megatron_pg.cli.plot import Curve
+from megatron_pg.cli.plot import Curve, rounding_noise, smoothed
 from megatron_pg.metrics.table import LIMITS, METRICS
 
 MOST_POINTS = 4000  # that are drawn of one curve
 _FRAME = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-_NOISE = 1e-10  # a metric of ours that moves less does not move
 _OURS = {metric.name: metric for metric in METRICS}
 _RED = "#b3261e"
 _FLAG_HEAD = ("run", "metric", "red flag", "steps", "worst", "where to look")
@@ -93,9 +92,8 @@ def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing:
         for bound in (limit.low, limit.high):
             if low <= bound <= high:
                 figure.add_hline(bound, line={"color": _RED, "dash": "dot", "width": 1.2}, opacity=1)
-    noise = _NOISE if name in _OURS else 0.0
-    if high - low <= max(noise, 1e-9 * size):
-        margin = size / 2 if size > noise else 1.0
+    if high - low <= (noise := rounding_noise(name, values)):
+        margin = max(size / 2, 1e4 * noise) or 1.0
         figure.update_yaxes(range=[low - margin, high + margin])
     axis: dict[str, Any] = {"showgrid": True, "exponentformat": "power"}
     figure.update_layout(
@@ -112,23 +110,14 @@ def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing:
 
 def _draw(figure: go.Figure, label: str, curve: Curve, style: tuple[str, str], smoothing: float) -> None:
     """A run's values, thin, and smoothed, bold."""
-    smooth, steps, line = smoothed(curve, smoothing), thinned(curve), dict(zip(("dash", "color"), style, strict=True))
+    smooth, steps = dict(zip(curve, smoothed([*curve.values()], smoothing), strict=True)), thinned(curve)
+    line = dict(zip(("dash", "color"), style, strict=True))
     raw, bold = [curve[step] for step in steps], [smooth[step] for step in steps]
     mode = "lines+markers" if len(steps) < 30 else "lines"  # a run of one step is visible
     hover = "%{y:.5g} (smoothed %{customdata:.5g})"
     thin: dict[str, Any] = {"line": line | {"width": 1}, "opacity": 0.45, "mode": mode, "marker": {"size": 4}}
     figure.add_scatter(x=steps, y=raw, customdata=bold, name=label, hovertemplate=hover, **thin)
     figure.add_scatter(x=steps, y=bold, line=line | {"width": 2.2}, mode="lines", hoverinfo="skip")
-
-
-def smoothed(curve: Curve, smoothing: float) -> Curve:
-    """Exponential moving average by step, without the bias towards 0 of its beginning."""
-    total = weight = 0.0
-    values = {}
-    for step, value in curve.items():
-        total, weight = smoothing * total + value, smoothing * weight + 1
-        values[step] = total / weight
-    return values
 
 
 def thinned(curve: Curve) -> list[int]:
