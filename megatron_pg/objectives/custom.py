@@ -20,7 +20,26 @@ from megatron_pg.flags.loss_terms import objective_numbers
 from megatron_pg.objectives.objective import Objective
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
-_SIZE = 6
+_ADVANTAGES = torch.tensor([-0.7, -0.3, 0.0, 0.5, 0.9, 1.3], dtype=torch.float64)  # 0: groups of equal rewards have it
+_SIZE = len(_ADVANTAGES)
+
+
+class _Watched(Parameters):
+    """Remembers which numbers were read that no flag has given."""
+
+    def __init__(self, parameters: Parameters):
+        super().__init__(**vars(parameters), _missing=set())
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is None:
+            self._missing.add(name)
+        return value
+
+    def advice(self) -> str:
+        """Which flags an objective that has failed may lack."""
+        flags = ", ".join(f"--pg-{name.replace('_', '-')}" for name in sorted(self._missing))
+        return f"; it read a number whose flag was not given: {flags}" if flags else ""
 
 
 def custom_objective_of(args: Namespace) -> Objective:
@@ -98,15 +117,16 @@ def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
 
 def _probe(loss: Callable, parameters: Parameters) -> str | None:
     """Why the objective is refused, or None: six tokens, together and two by two."""
+    watched = _Watched(parameters)
     try:
-        whole, gradient = _try(loss, parameters, torch.arange(_SIZE))
-        parts = [_try(loss, parameters, torch.arange(start, start + 2)) for start in range(0, _SIZE, 2)]
-    except Exception as error:  # the user's code may raise anything
-        return f"fails on six tokens: {type(error).__name__}: {error}"
+        whole, gradient = _try(loss, watched, torch.arange(_SIZE))
+        parts = [_try(loss, watched, torch.arange(start, start + 2)) for start in range(0, _SIZE, 2)]
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        return f"fails on six tokens: {type(error).__name__}: {error}{watched.advice()}"
     if whole.shape != (_SIZE,) or whole.dtype != torch.float64:
         return f"gives shape {tuple(whole.shape)} and dtype {whole.dtype} for 6 tokens in float64; give the loss of each token"
     if not torch.isfinite(whole).all() or not torch.isfinite(gradient).all():
-        return "gives a loss or gradient that is not finite for ordinary log-probabilities"
+        return "gives a loss or gradient that is not finite for ordinary log-probabilities and advantages, of which one is 0"
     if not gradient.any():
         return "has no gradient with respect to tokens.logprobs or tokens.log_ratios, so nothing would be trained"
     for of_whole, of_parts in zip((whole, gradient), zip(*parts, strict=True), strict=True):
@@ -154,7 +174,7 @@ def _tokens(index: Tensor, *, averages: bool = True) -> Tokens:
     return Tokens(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
-        advantages=(ramp + 0.3)[index],
+        advantages=_ADVANTAGES[index],
         log_ratios=log_ratios,
         sequence_log_ratios=0.001 + log_ratios - log_ratios.detach() if averages else None,
         sequence_advantages=torch.full((len(index),), 0.3, dtype=torch.float64) if averages else None,

@@ -50,7 +50,15 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
         ("return torch.log(tokens.logprobs)", "gives a loss or gradient that is not finite"),
         ("return tokens.rewards", "fails on six tokens: AttributeError"),
         ("return 0.0", "fails on six tokens: TypeError: it returns a float"),
-        ("return tokens.logprobs * parameters.delta", "fails on six tokens: TypeError"),
+        (
+            "return tokens.logprobs * parameters.delta",
+            "NoneType'; it read a number whose flag was not given: --pg-delta",
+        ),
+        ("raise SystemExit(3)", "fails on six tokens: SystemExit: 3"),
+        (
+            "return -tokens.ratios * tokens.advantages / tokens.advantages",
+            "not finite for ordinary log-probabilities and",
+        ),
         ("return tokens.logprobs, tokens.ratios", "fails on six tokens: TypeError: it returns a tuple that is no pair"),
         ("return tokens.logprobs, {'a': 0.5}", "reports 'a' with a float for 6 tokens"),
         ("return tokens.logprobs, {'a': tokens.ratios.mean()}", "reports 'a' with shape () for 6 tokens"),
@@ -101,7 +109,7 @@ def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path
 
 
 def test_what_a_users_objective_gives_for_masked_tokens_is_not_used(tmp_path, monkeypatch):
-    path = write_module(tmp_path, monkeypatch, "return tokens.logprobs + 1.0 / tokens.advantages")
+    path = write_module(tmp_path, monkeypatch, "return tokens.logprobs + 1.0 / tokens.old_logprobs")
     loss, logprobs, _ = drawn("grpo", random.Random(4))
     out = dataclasses.replace(loss, terms=LossTerms(objective=load_custom_objective(path)))(logprobs)
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
