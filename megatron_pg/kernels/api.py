@@ -47,8 +47,8 @@ def grpo_loss(
 
     Args:
         logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
-        targets: [T] int64 global token ids; one outside the vocabulary at a trained token gives NaN. Equal on all
-            tensor-parallel ranks, like every [T] field.
+        targets: [T] int64 global token ids; one outside the vocabulary at a trained token makes the loss and its row's
+            gradient NaN. Equal on all tensor-parallel ranks, like every [T] field.
         old_logprobs: [T] nats, of the sampling policy at `temperature`.
         advantages: [T].
         weights: [T] the aggregation's weight of each token.

@@ -64,11 +64,20 @@ def check_layout(logits: Tensor, inplace: bool) -> None:
         )
     if inplace and not may_be_overwritten(logits):
         raise ValueError(
-            "inplace=True would overwrite a leaf tensor that requires grad. Pass the model's output, not a leaf."
+            f"inplace=True would overwrite {_why_not(logits)}. Pass the model's output itself, or leave inplace off."
         )
 
 
 def may_be_overwritten(logits: Tensor) -> bool:
-    """Whether the memory is no leaf's that requires grad; that of a view is its base's."""
-    owner = logits if logits._base is None else logits._base
-    return not (owner.is_leaf and owner.requires_grad)
+    """Whether a gradient can stand in the logits' place: no leaf's memory that requires grad, and every row has its own."""
+    return not _why_not(logits)
+
+
+def _why_not(logits: Tensor) -> str:
+    """What else the gradient would overwrite; empty: nothing."""
+    owner = logits if logits._base is None else logits._base  # a view's memory is its base's
+    if owner.is_leaf and owner.requires_grad:
+        return "a leaf tensor that requires grad"
+    if len(logits) > 1 and logits.stride(0) < logits.shape[1]:
+        return f"rows with one another, because the logits' row stride {logits.stride(0)} is below their {logits.shape[1]} columns"
+    return ""

@@ -26,7 +26,7 @@ def logprobs_and_entropy(
 
     Args:
         logits: [T, V / tp] this rank's slice of the vocabulary, in rank order. Left unchanged.
-        targets: [T] int64 in [0, V), global ids, equal on every rank of `tp_group`.
+        targets: [T] int64 in [0, V), global ids, equal on every rank of `tp_group`; one outside gives NaN, and NaN gradients.
         temperature: tau > 0.
         tp_group: the tensor-parallel group; every rank of it must call. None: the vocabulary is whole.
 
@@ -51,7 +51,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         rows = combine(vocabulary.gather(statistics(logits, targets, vocabulary)))
         ctx.save_for_backward(logits, targets, *rows)
         ctx.vocabulary = vocabulary
-        return rows.logprobs, rows.entropy
+        return vocabulary.defined(rows.logprobs, targets), rows.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,6 +104,7 @@ def gradient(
     dz_j = (a (delta_j - p_j) - e p_j (log p_j + H)) / tau,    a, e the upstream gradients of log-probability and entropy
     """
     local, owned = vocabulary.owned(targets)
+    grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
     shifted = _compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
     p = shifted.exp() / rows.totals[:, None]
     # log p_j kept finite where p_j is 0

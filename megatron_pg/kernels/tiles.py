@@ -14,7 +14,8 @@ import triton.language as tl
 
 from megatron_pg.objectives import MAX_LOG_RATIO
 
-FLOOR = tl.constexpr(-1.0e30)  # start of a running maximum: with -inf a row that begins with -inf would give NaN
+# start of a running maximum: -inf would make NaN of a row that begins with -inf, and much lower ones are rounded by whole powers of 2
+FLOOR = tl.constexpr(-(2.0**31))
 LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN
 LN2 = tl.constexpr(0.6931471805599453)
 BOUND = tl.constexpr(MAX_LOG_RATIO)
@@ -74,13 +75,15 @@ def merge(m1, s1, t1, m2, s2, t2):
 
 @triton.jit
 def logprob_and_entropy(m, s, t, target_logit, c):
-    """Log-probability of the target and entropy of the row, in nats.
+    """Log-probability of the target and entropy of the row, in nats; NaN if its largest logit is out of range (2^31 / c).
 
     The last product is a fused multiply-add of its own: fused with a caller's subtraction it would not be the rounded
     value that is stored, and a ratio of equal policies not exactly 1.
     """
     log_sum = tl.log2(s)
-    return tl.fma(tl.fma(target_logit, c, -m) - log_sum, LN2, 0.0), LN2 * (log_sum - t / s)
+    logprob = tl.fma(tl.fma(target_logit, c, -m) - log_sum, LN2, 0.0)
+    in_range = (s > 0) & (s < float("inf"))
+    return tl.where(in_range, logprob, float("nan")), tl.where(in_range, LN2 * (log_sum - t / s), float("nan"))
 
 
 @triton.jit

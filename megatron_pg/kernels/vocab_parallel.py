@@ -114,6 +114,7 @@ def write_gradient(
         logits.shape[1],
         vocabulary.valid,
         vocabulary.first,
+        vocabulary.size,
         blocks,
         logits.stride(0),
         gradient.stride(0),
@@ -205,6 +206,7 @@ def gradient_kernel(
     columns,
     valid,
     first,
+    vocab_size,
     blocks,
     logits_stride,
     gradients_stride,
@@ -218,14 +220,17 @@ def gradient_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
     offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    a = tl.load(grad_logprobs + row) * (c * LN2)
+    target = tl.load(targets + row)
+    total = tl.load(totals + row)
+    exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+    target -= first
+    # an objective that compares and clips has slope 0 where the log-probability is NaN
+    a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
     e = tl.load(grad_entropies + row) * (c * LN2)
     g_row = gradients + row * gradients_stride + offsets
     dtype: tl.constexpr = gradients.dtype.element_ty
     if (tl.load(mask + row) != 0) & ((a != 0) | (e != 0)):
         peak = tl.load(peaks + row)
-        total = tl.load(totals + row)
-        target = tl.load(targets + row) - first
         constant = a + e * (tl.load(entropies + row) - LN2 * tl.log2(total))
         z_row = logits + row * logits_stride + offsets
         tiles = ()

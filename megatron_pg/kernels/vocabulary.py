@@ -28,11 +28,16 @@ class Vocabulary:
         """The vocabulary of rows of `columns` on this rank; `vocab_size` None: there is no padding.
 
         Raises:
-            ValueError: the temperature is not > 0, or the size is not among the columns.
+            ValueError: there is no column, the temperature is not > 0, or the size is not among the columns.
         """
         if not temperature > 0:
             raise ValueError(
                 f"temperature={temperature} is not > 0, so the distribution is undefined. Use the rollouts'."
+            )
+        if columns < 1:
+            raise ValueError(
+                "the vocabulary has 0 columns on this rank, so there is no distribution. Give logits [T, V / tp], or a head's "
+                "weight [V / tp, H], with V / tp >= 1."
             )
         whole = columns * (1 if tp_group is None else tp_group.size())
         if vocab_size is not None and not 0 < vocab_size <= whole:
@@ -63,9 +68,9 @@ class Vocabulary:
         owned = (local >= 0) & (local < self.valid)
         return torch.where(owned, local, 0), owned
 
-    def defined(self, logprobs: Tensor, targets: Tensor) -> Tensor:
-        """The log-probabilities, NaN where the target is no token of the vocabulary."""
-        return torch.where((targets >= 0) & (targets < self.size), logprobs, torch.nan)
+    def defined(self, values: Tensor, targets: Tensor) -> Tensor:
+        """The values [T], NaN where the target is no token of the vocabulary."""
+        return torch.where((targets >= 0) & (targets < self.size), values, torch.nan)
 
     def hide_padding(self, logits: Tensor) -> Tensor:
         """The logits themselves, with -inf written into the columns that are padding."""

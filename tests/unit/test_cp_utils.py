@@ -218,6 +218,25 @@ def test_the_gather_is_the_inverse_of_the_slice_and_its_backward_the_adjoint():
         assert set(grad.tolist()) <= {3.0}
 
 
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_backward_of_the_gather_is_its_adjoint(size, qkv_format):
+    """<y, A x> = <A* y, x> summed over the ranks, where every rank reads the whole sample with a y of its own."""
+    total, response, width = 23, 15, 32 if qkv_format == "bshd" else None
+    x, y = torch.randint(-9, 9, (response, 3)).double(), torch.randint(-9, 9, (size, response, 3)).double()
+
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, size, rank)
+        where = {"qkv_format": qkv_format, "max_seq_len": width, "cp_rank": rank, "cp_size": size}
+        local = x[response_index(total, response, **where)].requires_grad_()
+        whole = all_gather_with_cp(local, total, response, group=group, **where)
+        whole.backward(y[rank])
+        return float((y[rank] * whole.detach()).sum()), float((local.grad * local.detach()).sum())
+
+    forward, backward = zip(*threads.run(size, work), strict=True)
+    assert sum(forward) == sum(backward) == float((y.sum(0) * x).sum())
+
+
 def test_masks_are_sliced_like_the_values():
     mask = torch.tensor([1, 0, 1, 1, 0, 1, 1])
     parts = [slice_loss_masks_for_local_cp([mask], [10], [7], cp_rank=r, cp_size=2)[0].tolist() for r in range(2)]

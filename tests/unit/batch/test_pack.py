@@ -29,6 +29,11 @@ def test_every_field_belongs_to_the_logits_that_predict_its_token(qkv_format, cp
             column, row = divmod(flat, len(local.inputs.tokens))
             position = int(local.row_index[column])
             index = int(batch.sample_index[row, position])
+            predicted = int(batch.position_ids[row, position]) + 1 - (3, 1, 2, 5)[index]
+            is_trained = (
+                index >= 0 and 0 <= predicted < samples[index].response_length and samples[index].loss_mask[predicted]
+            )
+            assert local.inputs.loss_mask[row, column] == is_trained, "the model's mask is laid out like its tokens"
             if not local.fields.mask[flat]:
                 assert local.fields.weights[flat] == 0
                 continue

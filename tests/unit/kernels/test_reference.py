@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_pg.kernels import grpo_loss
+from megatron_pg.kernels import grpo_loss, may_be_overwritten
 from megatron_pg.objectives import Parameters
 from megatron_pg.objectives.grpo import clipped_surrogate
 from megatron_pg.objectives.tokens import ratio
@@ -144,6 +144,8 @@ def test_bfloat16_logits_are_computed_in_float32():
         ({"grad_scale": -1.0}, "grad_scale=-1.0 is not > 0"),
         ({"logits": torch.zeros(9)}, "logits have shape (9,)"),
         ({"targets": torch.zeros(6)}, "targets have shape (6,) and dtype torch.float32"),
+        ({"logits": torch.zeros(6, 0)}, "the vocabulary has 0 columns on this rank, so there is no distribution"),
+        ({"logits": torch.zeros(6, 0), "impl": "triton"}, "the vocabulary has 0 columns on this rank"),
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"inplace": True}, "inplace=True cannot be done"),
         ({"grad_divisor": 0.0}, "grad_divisor=0.0 is not > 0"),
@@ -164,12 +166,22 @@ def test_wrong_input_is_a_named_error(change, message):
         (torch.zeros(9, 6).t(), {}, "logits have stride 6 along the vocabulary"),
         (torch.zeros(6, 9, requires_grad=True), {"inplace": True}, "would overwrite a leaf tensor"),
         (torch.zeros(54, requires_grad=True).view(6, 9), {"inplace": True}, "would overwrite a leaf tensor"),
+        (torch.zeros(1, 9).expand(6, 9), {"inplace": True}, "row stride 0 is below their 9 columns"),
+        (torch.zeros(54).as_strided((6, 9), (4, 1)), {"inplace": True}, "row stride 4 is below their 9 columns"),
     ],
 )
 def test_what_the_kernels_cannot_read_is_a_named_error(logits, options, message):
     with pytest.raises(ValueError) as error:
         grpo_loss(**(example() | CLIP | {"impl": "triton", "logits": logits} | options))
     assert message in str(error.value)
+
+
+def test_a_gradient_may_take_the_place_of_logits_whose_rows_have_memory_of_their_own():
+    logits = torch.zeros(6, 9)
+    for yes in (logits, logits[:, :5], logits[::2], logits.as_strided((1, 9), (0, 1)), logits[:0]):
+        assert may_be_overwritten(yes)
+    for no in (logits[:1].expand(6, 9), logits.view(54).as_strided((6, 9), (8, 1)), logits.requires_grad_()):
+        assert not may_be_overwritten(no)
 
 
 def test_triton_without_a_gpu_is_refused_and_nothing_falls_back(monkeypatch):

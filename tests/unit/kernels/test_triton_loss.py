@@ -16,6 +16,7 @@ from samples import make_sample
 
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.kernels import Vocabulary, grpo_loss
+from megatron_pg.kernels.logprobs import logprobs_of
 from megatron_pg.step.loss import microbatch_loss
 
 CUDA = torch.cuda.is_available()
@@ -115,6 +116,16 @@ def make(case: Case) -> dict:
         "weights": weights,
         "mask": mask,
     }
+
+
+def trained_everywhere(case: Case) -> dict:
+    """The fields of a case without a masked row, all finite."""
+    fields = make(case)
+    fields["mask"][:] = True
+    fields["targets"].clamp_(min=0)
+    for name in ("logits", "old_logprobs", "advantages", "weights"):
+        fields[name].nan_to_num_(-6.0, -6.0, -6.0)
+    return fields
 
 
 def log_softmax(z: torch.Tensor) -> torch.Tensor:
@@ -254,6 +265,19 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def fused(monkeypatch):
+    """`tl.fma` rounds once, as on a GPU: some interpreters round the product too."""
+    if not CUDA:
+        from triton.runtime import interpreter
+
+        def fma(self, x, y, z):
+            exact = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
+            return interpreter.TensorHandle(exact.astype(x.data.dtype), x.dtype.scalar)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+
+
+@pytest.fixture
 def few_programs(monkeypatch):
     """On a GPU: so few programs that each takes many rows, where the one-launch kernel is in its steady state."""
     if CUDA:
@@ -368,17 +392,35 @@ def test_nan_at_a_trained_token_is_seen_in_the_loss_and_stays_in_its_row(where):
     assert gradient[2].isfinite().all()
 
 
-@pytest.mark.parametrize("columns", [1000, 1024])  # on a GPU: three launches, one launch
-@pytest.mark.parametrize("target", [-1, 1024, 2**40])
-def test_a_target_outside_the_vocabulary_is_nan_and_no_wild_read(target, columns):
-    case = base(columns=columns)
-    fields = make(case)
-    fields["mask"][:] = True
-    fields["logits"].nan_to_num_(0.0, 0.0, 0.0)
-    fields["targets"][:] = target
-    out, _, _ = run(case, fields)
-    assert out.logprobs.isnan().all()
+@pytest.mark.parametrize("columns", [1000, 1024] if CUDA else [1000])  # three launches, one launch
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_target_outside_the_vocabulary_is_nan_in_loss_and_gradient_and_no_wild_read(impl, columns):
+    case = base(columns=columns, rows=6, padding=columns % 100 + 40)
+    fields, valid = trained_everywhere(case), columns - case.padding
+    fields["targets"][1:5] = torch.tensor([-1, valid, columns, 2**40])
+    out, gradient, _ = run(case, fields, impl=impl)
+    is_bad = torch.tensor([0, 1, 1, 1, 1, 0], device=DEVICE).bool()
     assert out.loss.isnan()
+    assert torch.equal(out.logprobs.isnan(), is_bad)
+    assert torch.equal(gradient.isnan(), is_bad[:, None] & (torch.arange(columns, device=DEVICE) < valid))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_logprob_that_does_not_exist_has_a_nan_gradient_whatever_is_upstream(impl):
+    """An objective that compares and clips has slope 0 at NaN."""
+    logits = torch.zeros(5, 32, device=DEVICE)
+    logits[4, 7] = math.nan
+    leaf = logits.requires_grad_()
+    targets, mask = torch.tensor([3, 32, 32, 3, 3], device=DEVICE), torch.tensor([1, 1, 0, 0, 1], device=DEVICE).bool()
+    if impl == "triton":
+        from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
+
+        logprobs, _ = logprobs_and_entropy(leaf, targets, mask, Vocabulary.of(32), inplace=False)
+    else:
+        logprobs = logprobs_of(leaf, torch.where(mask, targets, 0), Vocabulary.of(32))[0]
+    logprobs.backward(torch.zeros(5, device=DEVICE))
+    assert leaf.grad.isnan().all(dim=1).tolist() == [False, True, False, False, True]
+    assert not leaf.grad[[0, 2, 3]].any()
 
 
 @pytest.mark.parametrize("columns", [1000, 1024])
@@ -450,17 +492,32 @@ def test_a_trained_row_without_any_finite_logit_is_seen():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_below_the_floor_of_the_running_maximum_is_reported(dtype):
-    """docs/kernels.md: z log2(e) / tau below -1e30, which torch computes and Triton does not."""
-    logits = torch.zeros(2, 32, device=DEVICE, dtype=dtype)
-    logits[0] = -8e29
-    fields = (torch.arange(2, device=DEVICE), *(torch.ones(2, device=DEVICE) * x for x in (-3.5, 1.0, 1.0)))
-    options = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH}
-    exact = grpo_loss(logits, *fields, **options, impl="torch").log_ratios
-    found = grpo_loss(logits, *fields, **options, impl="triton").log_ratios
-    assert (exact - (3.5 - math.log(32))).abs().max() < 1e-6
-    assert not found[0].isfinite()  # which stops a training step: NonFiniteLossError
-    assert float(found[1]) == pytest.approx(float(exact[1]), abs=1e-6)
+def test_a_row_out_of_range_is_nan_in_loss_and_gradient_and_spoils_no_other(dtype):
+    """docs/kernels.md: a largest logit beyond 1.4e9 tau, of which torch has the right values."""
+    logits = torch.tensor([0, -2e9, -8e29, 3e38], device=DEVICE, dtype=dtype)[:, None].repeat(1, 32)
+    fields = (torch.arange(4, device=DEVICE), *(torch.ones(4, device=DEVICE) * x for x in (-3.5, 1.0, 1.0)))
+    found = {}
+    for impl in ("torch", "triton"):
+        leaf = logits.clone().requires_grad_()
+        out = grpo_loss(leaf, *fields, clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH, entropy=True, impl=impl)
+        out.loss.backward()
+        found[impl] = torch.cat([out.log_ratios[:, None], out.entropy[:, None], leaf.grad.float()], dim=1)
+    assert worst(found["torch"][:, :2], torch.tensor([[3.5 - math.log(32), math.log(32)]] * 4, device=DEVICE)) < 1e-6
+    assert worst(found["triton"][0], found["torch"][0].double()) < 1e-6
+    assert found["triton"][1:].isnan().all()
+
+
+def test_logits_that_something_hid_with_a_huge_number_have_no_probability(fused):
+    """Whole tiles of them too, whose maximum is rounded by more than an exponent holds: only the row's largest has a range."""
+    case = base(rows=5)
+    fields = trained_everywhere(case)
+    fields["targets"] %= 40
+    fields["logits"][:, 40:] = torch.tensor([[-2e9], [-1e10], [-1e20], [-1e30], [-3.3e38]])
+    wanted, (out, gradient, _) = expected(case, fields), run(case, fields)
+    assert worst(out.logprobs, wanted["logprob"]) <= 5e-6
+    assert worst(out.entropy, wanted["entropy"]) <= 5e-6
+    assert gradient_excess(gradient, wanted) <= 1.0
+    assert not gradient[:, 40:].any()
 
 
 def test_a_step_without_gradient_writes_nothing():
@@ -532,13 +589,16 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
     from megatron_pg.kernels import vocab_parallel
 
     rng, cases = random.Random(f"shards{shards}"), 15 if full else 1
-    for _ in range(cases):
+    for number in range(cases):
         columns = rng.choice([1, 5, 16, 250, *[1024] * full])  # an interpreter takes a second for the last one
         case = base(
             columns=columns * shards,
             dtype=rng.choice([torch.float32, torch.bfloat16]),
             rows=3,
-            padding=rng.choice([0, columns * shards // 3]),
+            padding=columns
+            * shards
+            * ((number + 2) % 3)
+            // 3,  # from two thirds, where the last ranks have nothing else
             minus_infinity=rng.choice(["none", "prefix", "suffix"]),
             seed=rng.randrange(2**30),
             temperature=rng.choice([1.0, 0.7]),
@@ -587,6 +647,7 @@ def test_an_entropy_gradient_goes_through_the_same_kernel():
     logits[0, :100] = -math.inf
     targets, mask = torch.tensor([150, 2, 3, 299]), torch.tensor([True, True, False, True])
     up_logprobs, up_entropy = torch.randn(4), torch.randn(4)
+    up_logprobs[1] = up_entropy[3] = 0  # as of a clipped token: what else it has goes on
     x = logits.float().to(DEVICE).requires_grad_()
     logprobs, entropy = logprobs_and_entropy(
         x, targets.to(DEVICE), mask.to(DEVICE), Vocabulary.of(300, temperature=0.8), inplace=False

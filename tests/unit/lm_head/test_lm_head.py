@@ -2,9 +2,11 @@
 
 import math
 import random
+import weakref
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import product
+from types import SimpleNamespace
 
 import one_launch
 import pytest
@@ -23,6 +25,7 @@ from megatron_pg.lm_head import (
     policy_gradient_head_loss,
     products,
 )
+from megatron_pg.lm_head.output_layer import DeferredHead
 from megatron_pg.objectives import objective_of
 
 CUDA = torch.cuda.is_available()
@@ -133,13 +136,12 @@ def run(case: Case, fields: dict, **options) -> dict:
         temperature=case.temperature,
         vocab_size=case.columns - case.padding,
         grad_divisor=case.grad_divisor,
-        grad_scale=case.upstream,
         entropy=True,
         main_grad=total,
         mode=case.mode,
         backward=case.backward,
         impl=case.impl,
-        **options,
+        **{"grad_scale": case.upstream} | options,
     )
     (out.loss * case.upstream).backward()
     assert case.main_grad == (weight.grad is None)
@@ -287,7 +289,8 @@ def sharded(case: Case, fields: dict, ranks: int, sequence_parallel: bool) -> li
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 def test_tensor_parallel_ranks_equal_one_and_each_other(mode, ranks, sequence_parallel, full):
     for seed in range(10 if full else 2):
-        case = Case(rows=24, mode=mode, padding=seed * 5, seed=seed, temperature=0.8, main_grad=seed % 2 == 0)
+        padding = (0, 30, 5, 13, 40)[seed % 5]  # the last ranks may hold nothing else
+        case = Case(rows=24, mode=mode, padding=padding, seed=seed, temperature=0.8, main_grad=seed % 2 == 0)
         fields = make(case)
         wanted, found = expected(case, fields), sharded(case, fields, ranks, sequence_parallel)
         mask = fields["mask"]
@@ -345,8 +348,48 @@ def test_rows_may_be_given_and_nothing_may_be_trained():
     assert not none["of_hidden"].any()
 
 
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize("grad_scale", [1.0, 12.0])
+def test_the_gradient_of_a_multiple_of_the_loss_is_that_multiple_of_the_gradient(grad_scale, mode):
+    """Of hidden states and weight, whatever multiple was expected, where nothing is in `main_grad` yet."""
+    check(Case(mode=mode, upstream=3.0), grad_scale=grad_scale)
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_target_outside_the_vocabulary_makes_loss_and_gradient_of_its_row_nan(impl, mode):
+    case = Case(rows=6, masked=0.0, dtype=torch.float32, impl=impl, mode=mode, padding=3)
+    fields = make(case)
+    fields["targets"][1:4] = torch.tensor([-1, 45, 2**40])
+    found = run(case, fields)
+    is_bad = torch.tensor([0, 1, 1, 1, 0, 0], device=DEVICE).bool()
+    assert found["out"].loss.isnan()
+    assert torch.equal(found["out"].logprobs.isnan(), is_bad)
+    assert torch.equal(found["of_hidden"].isnan(), is_bad[:, None].expand(6, 16))
+    assert found["of_weight"][:45].isnan().all()
+
+
+def test_a_deferred_call_is_handed_over_once_and_nothing_of_it_is_kept():
+    """The hidden states of a micro-batch must not outlive its loss."""
+    layer = SimpleNamespace(_forward_impl=lambda **arguments: "logits")
+    is_wanted = [True]
+    deferred = DeferredHead(layer, lambda: is_wanted[0])
+    arguments = {"weight": None, "bias": None, "grad_output_buffer": None, "sequence_parallel": False, "tp_group": None}
+    hidden = torch.zeros(3)
+    assert layer._forward_impl(input=hidden, **arguments) is hidden
+    assert deferred.take().hidden is hidden
+    assert deferred.take() is None
+    is_gone = weakref.ref(hidden)
+    del hidden
+    assert is_gone() is None
+    is_wanted[0] = False
+    assert layer._forward_impl(input=torch.zeros(3), **arguments) == "logits"
+    assert deferred.take() is None
+
+
 @pytest.mark.skipif(CUDA, reason="a device-side assertion ends the process")
-def test_another_upstream_gradient_than_main_grad_was_made_for_is_an_error():
+@pytest.mark.parametrize("factor", [2.0, 1.001, 0.999])
+def test_another_upstream_gradient_than_main_grad_was_made_for_is_an_error(factor):
     case = Case(main_grad=True)
     fields = make(case)
     leaves = {name: fields[name].clone().requires_grad_() for name in ("hidden", "weight")}
@@ -354,7 +397,9 @@ def test_another_upstream_gradient_than_main_grad_was_made_for_is_an_error():
     options = {"main_grad": torch.zeros(48, 16, dtype=torch.float64), "impl": "torch", **CLIP}
     out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **options)
     with pytest.raises(RuntimeError, match="another upstream gradient than its grad_scale"):
-        (out.loss * 2).backward()
+        (out.loss * factor).backward()
+    out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **options)
+    (out.loss * (1 + 2.0**-21)).backward()  # a few roundings of a schedule that multiplies in float32
     out = grpo_head_loss(**leaves, **{n: fields[n] for n in names}, **CLIP, impl="torch")
     out.loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="ran a second time"):
@@ -418,6 +463,7 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"impl": "triton"}, "would lose float64's digits"),
         ({"weight": torch.zeros(48, 15, dtype=torch.float64, device=DEVICE)}, "not [..., H] and [V / tp, H]"),
+        ({"weight": torch.zeros(0, 16, dtype=torch.float64, device=DEVICE)}, "has 0 columns on this rank"),
         ({"weight": torch.zeros(48, 16, device=DEVICE)}, "of one dtype, so there is no product"),
         ({"vocab_size": 49}, "vocab_size=49 is not in 1 .. 48"),
         ({"temperature": 0.0}, "temperature=0.0 is not > 0"),

@@ -38,10 +38,14 @@ def tokens(mask, *, terms: LossTerms = TERMS, **changes) -> TokenValues:
     return TokenValues(fields, PolicyGradientLoss(torch.zeros(()), **result), terms)
 
 
-def value(name: str, *batches: TokenValues, plan=PLAN, features=("clip",)):
+def finished(*batches: TokenValues, features=("clip",)) -> dict[str, float]:
     reduction = Reduction("with_entropy", features)
     partials = torch.stack([reduction.partial(batch) for batch in batches])
-    return reduction.finish(reduction.combine(partials).tolist(), plan).get(name)
+    return reduction.finish(reduction.combine(partials).tolist(), PLAN)
+
+
+def value(name: str, *batches: TokenValues, features=("clip",)) -> float | None:
+    return finished(*batches, features=features).get(name)
 
 
 def test_the_page_names_every_metric():
@@ -66,6 +70,9 @@ def test_names_are_unique_and_levels_are_nested():
         ("ess", tokens([1, 1], log_ratios=[0.0, math.log(3)]), 16 / (10 * 2)),
         ("clipped_high_fraction", tokens([1, 1], log_ratios=[1.0, 1.0], advantages=[1.0, -1.0]), 0.5),
         ("clipped_low_fraction", tokens([1, 1], log_ratios=[-1.0, -1.0], advantages=[1.0, -1.0]), 0.5),
+        # without an advantage there is no gradient to lose
+        ("clipped_high_fraction", tokens([1, 1], log_ratios=[1.0, 1.0], advantages=[1.0, 0.0]), 0.5),
+        ("clipped_low_fraction", tokens([1, 1], log_ratios=[-1.0, -1.0], advantages=[0.0, -1.0]), 0.5),
         ("clipped_ratio_fraction", tokens([1, 1], log_ratios=[-1.0, 1.0], advantages=[1.0, -1.0]), 1.0),
         ("clamped_log_ratio_fraction", tokens([1, 1], log_ratios=[-20.5, 20.0]), 0.5),
         ("max_advantage", tokens([1, 1, 0], advantages=[-3.0, -2.0, 9.0]), -2.0),
@@ -102,6 +109,7 @@ def with_zeros(known: object, *names: str) -> object:
         ("num_segments", tokens([1, 1, 0]), 1.0),
         ("correction_factor", tokens([1, 1, 0], corrections=[0.5, 2.0, 9.0]), 1.25),
         ("rejected_fraction", tokens([1, 1, 1, 1, 0], corrections=[0.0, 2.0, 1.0, 1.0, 0.0]), 0.25),
+        ("rejected_fraction", tokens([1, 1], corrections=[0.0, 2e-9]), 0.5),  # e^-20, a small factor, is no rejection
     ],
 )
 def test_hand_worked_values_of_further_terms(name, batch, expected):
@@ -145,6 +153,12 @@ def test_a_metric_without_a_contribution_is_absent_never_zero():
         "reward": ["reward", "reward_std", "max_reward", "min_reward"],
         "truncated": ["truncated_fraction"],
     }
+
+
+def test_a_ratio_without_a_denominator_is_absent_and_takes_nothing_else_with_it():
+    found, usual = (finished(tokens([1, 1], weights=weights)) for weights in ([0.0, 0.0], [1.0, 1.0]))
+    assert usual.keys() - found.keys() == {"aggregation_ess"}
+    assert math.isfinite(found["ess"])
 
 
 def test_documents_without_the_field_do_not_dilute_its_mean():

@@ -11,8 +11,10 @@ from objective_parts import build
 from samples import make_sample
 from simulation import Layout
 
-from megatron_pg.batch import pack
+from megatron_pg.batch import TokenFields, pack
+from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.kernels import PolicyLoss
 from megatron_pg.objectives.corrections import Correction, correction_factors
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.plan import PlanRule, StepPlanError, local_table_of, plan_from_table
@@ -77,6 +79,40 @@ def test_hand_worked_factors(name, low, high, expected, kept):
     assert found[1] == [bool(k) for k in kept]
 
 
+@pytest.mark.parametrize("bound", ["low", "high"])
+@pytest.mark.parametrize("name", [name for name, declared in CORRECTIONS.items() if declared.rejects == "data"])
+def test_a_bound_is_inclusive(name, bound):
+    """Equal policies, whose ratios are exactly 1 and whose divergences are exactly 0, are on a bound there and inside."""
+    value = 1.0 if CORRECTIONS[name].bounds_a_ratio else 0.0
+    bounds = {"low": value - 0.5, "high": value + 0.5}
+    assert factors(name, *(bounds | {bound: value}).values(), sample([0.0, 0.0])) == ([1.0, 1.0], [True, True])
+    beyond = {"low": value + 1e-9, "high": value - 1e-9}[bound]
+    assert factors(name, *(bounds | {bound: beyond}).values(), sample([0.0, 0.0])) == ([0.0, 0.0], [False, False])
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kept"),
+    [(0.25, [True] * 4), (0.125, [True, True, False, True])],  # the mean of the first sequence is 0.25, and inside
+)
+def test_opsm_rejects_negative_advantages_of_sequences_beyond_the_threshold_only(threshold, kept):
+    fields = TokenFields(
+        targets=torch.zeros(4, dtype=torch.int64),
+        mask=torch.ones(4, dtype=torch.bool),
+        old_logprobs=torch.full((4,), -1.0),
+        advantages=torch.tensor([1.0, 0.0, -1.0, -1.0]),
+        weights=torch.ones(4),
+        sequences=Sequences(
+            slots=torch.tensor([0, 0, 0, 1]),
+            order=torch.arange(4),
+            lengths=torch.tensor([3, 1, 0]),
+            counts=torch.tensor([3.0, 1.0], dtype=torch.float64),
+        ),
+    )
+    terms = dataclasses.replace(simulation.GRPO, opsm_anchor="old_logprobs", opsm_threshold=threshold)
+    logprobs = torch.tensor([-1.0, -1.25, -1.5, -1.0])  # of old - new: 0, 0.25, 0.5, and 0
+    assert PolicyLoss(terms, fields)(logprobs).kept.tolist() == kept
+
+
 def test_masked_tokens_are_in_no_product_and_samples_stay_apart():
     a, b = sample([LN2, 99.0, LN2], [1, 0, 1]), sample([-LN2])
     assert factors("seq_tis", 0.0, 100.0, a, b)[0] == pytest.approx([4, 1, 4, 0.5])
@@ -132,20 +168,24 @@ def test_a_field_that_the_batch_lacks_is_a_named_error_before_the_step(settings,
         token_factors(batch, simulation.settings("sample_mean", per_token=False, **settings))
 
 
-def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
-    return lambda x: (x * torch.arange(1, len(x) + 1) * torch.cat(loss_masks)).sum()
+@pytest.mark.parametrize(
+    ("name", "difference", "refused"),
+    [("gspo", 1.0, True), ("gspo", 1e-4, True), ("gspo", 2e-7, False), ("gspo_token", 1.0, False)],
+)
+def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo(name, difference, refused):
+    """By more than float32 rounds, in which a reducer may compute."""
 
+    def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+        return lambda x: (x * torch.tensor([1.0, 1.0 + difference], dtype=torch.float64)).sum()
 
-def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo():
     batch = pack([make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(0), sample_id="s")], qkv_format="thd")
-    for name, refused in (("gspo", True), ("gspo_token", False)):
-        terms = dataclasses.replace(simulation.GRPO, objective=build(name))
-        settings = simulation.settings("sample_mean", per_token=False, reducer=uneven, terms=terms)
-        if refused:
-            with pytest.raises(ValueError, match="weighs the tokens of sample s unevenly"):
-                token_factors(batch, settings)
-        else:
+    terms = dataclasses.replace(simulation.GRPO, objective=build(name))
+    settings = simulation.settings("sample_mean", per_token=False, reducer=uneven, terms=terms)
+    if refused:
+        with pytest.raises(ValueError, match="weighs the tokens of sample s unevenly"):
             token_factors(batch, settings)
+    else:
+        token_factors(batch, settings)
 
 
 # --- denominators ---

@@ -160,8 +160,34 @@ def test_documents_that_are_too_few_for_a_step_follow_the_flag(end, trained):
     found = take_all(given, rule(4, end=end), PADDED)
     check_ranks_agree(found)
     assert len(names_of(found)) == trained == found[0].position.documents_seen
+    assert {step.documents.documents_surplus for step in found[0].steps} == {
+        0
+    }  # nothing beyond N, in a partial step too
     left = ", 3 are too few for a step of 4 and were left (--docs-per-step-end stop)" if end == "stop" else ""
     assert found[0].farewell == f"the documents have ended: {trained} were trained{left}"
+
+
+def test_what_a_division_leaves_goes_round():
+    """After as many steps as there are ranks, each has trained the same number, whatever N leaves over."""
+    rng = random.Random(13)
+    given = [streams.stream(rng, rank=rank, num_groups=12) for rank in range(3)]
+    for n in (1, 2, 4, 5):
+        found = take_all(given, rule(n), PADDED, most_steps=3)
+        assert found[0].position.per_rank == (n, n, n)
+
+
+def test_every_document_that_was_pulled_is_trained_or_waits():
+    rng, pulled = random.Random(14), [0, 0, 0]
+
+    def counted(rank, source):
+        for group in source:
+            pulled[rank] += len(group)
+            yield group
+
+    given = [streams.stream(rng, rank=rank, num_groups=9, group_sizes=(1, 2, 3)) for rank in range(3)]
+    (step, *_), *_ = (run.steps for run in take_all(given, rule(12, "at_least"), PACKED, most_steps=1, change=counted))
+    assert sum(pulled) == step.documents.num_documents + step.documents.documents_waiting
+    assert step.documents.documents_waiting > 3
 
 
 def test_a_rank_without_data_takes_part_with_empty_microbatches():
