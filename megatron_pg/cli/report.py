@@ -18,15 +18,8 @@ from megatron_pg.metrics.table import LIMITS, METRICS
 SHOWN = (
     *("reward", "reward_std", "zero_variance_fraction", "response_length", "truncated_fraction", "pg_loss", "loss"),
     *("kl_loss", "entropy_loss", "kl_new_old", "kl_new_ref", "mismatch_kl", "clipped_ratio_fraction"),
-    *(
-        "clipped_high_fraction",
-        "clipped_low_fraction",
-        "ess",
-        "aggregation_ess",
-        "entropy",
-        "grad_norm",
-        "learning_rate",
-    ),
+    *("clipped_high_fraction", "clipped_low_fraction", "ess", "aggregation_ess", "entropy", "grad_norm"),
+    "learning_rate",
 )
 _COUNTS = {"N_r": "num_rollouts", "P": "num_prompts", "T": "num_tokens"}
 
@@ -74,7 +67,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(flags)
         return 0
-    say(f"{show_path(options.output)}: {len(runs)} runs, {len(names)} metrics, {len(flags)} red flags")
+    counts = (("run", runs), ("metric", names), ("red flag", flags))
+    shown_counts = ", ".join(f"{len(each)} {noun}{'s' * (len(each) != 1)}" for noun, each in counts)
+    say(f"{show_path(options.output)}: {shown_counts}")
     if flags:
         say(table(("run", "metric", "red flag", "steps", "worst"), [flag_cells(flag)[:5] for flag in flags]))
     return 0
