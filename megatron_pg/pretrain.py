@@ -159,9 +159,9 @@ def pretrain(
         "model_type": model_type,
         "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
         **rest,
-        **_arguments_of_release(provider, args_defaults or {}),
     }
     try:
+        keywords |= _arguments_of_release(provider, args_defaults or {})
         with (
             _replaced(training, "get_forward_backward_func", session.forward_backward_of),
             _replaced(training, "training_log", session.log),
