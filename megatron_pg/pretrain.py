@@ -151,7 +151,7 @@ def pretrain(
             "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
             "called. Leave it out."
         )
-    session = _Session(on_step, say or functools.partial(print, flush=True), metrics_file)
+    session = _Session(on_step, say or _print_whole, metrics_file)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
         "train_valid_test_dataset_provider": session.datasets_provider(train_valid_test_dataset_provider),
@@ -173,6 +173,12 @@ def pretrain(
             training.pretrain(**keywords)
     except (ArgumentError, CallbackError, StepPlanError, NonFiniteLossError) as error:  # every rank has it
         raise _said_once(error) from None
+
+
+def _print_whole(text: str) -> None:
+    """A line at once, so that Megatron's, which another rank prints, does not get into it."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _said_once(error: ValueError) -> BaseException:
@@ -223,6 +229,7 @@ class _Session:
         self._metrics_file = metrics_file
         self._writer: MetricsFile | None = None
         self._report: StepReport | None = None
+        self._save: str | None = None  # folder of the checkpoints
         self._last_iteration = 0  # that was logged in this run
         self._saved_position: str | None = None  # in the checkpoint that was loaded
         self._documents_have_ended = False
@@ -233,6 +240,7 @@ class _Session:
         """A model with our loss in it, after our validation."""
         if self.step is None:
             self.step = _start(get_args(), self._keep, self._say, self._open_files)
+            self._save = get_args().save
             self._objective = dict(describe(_in_force(get_args(), self.step.settings)))
         model = provider(*positional, **keywords)
         return self.step.attach(model) if getattr(model, "post_process", True) else model
@@ -282,6 +290,13 @@ class _Session:
             raise _data_error(
                 f"the dataset provider returned None as training data, so none of --train-iters {args.train_iters} would be trained "
                 "and the run would end as if it had; return an iterator of PackedBatch, or give --skip-train"
+            )
+        if not isinstance(train, Documents) and not all(
+            hasattr(each, "__next__") for each in (train if isinstance(train, list) else [train]) if each is not None
+        ):
+            raise _data_error(
+                f"the dataset provider returned a {type(train).__name__} as training data, which gives no next micro-batch; return an "
+                "iterator of PackedBatch: a generator, or iter(...)"
             )
         if args.docs_per_step:
             train = self._begin(train, args)
@@ -376,10 +391,10 @@ class _Session:
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends a second one
             if int(os.environ.get("RANK", "0")) == 0:
-                done = self._last_iteration
-                self._say(
-                    f"interrupted after step {done}; with --save and --load a run goes on from its last checkpoint"
+                way_on = (
+                    f"--load {self._save} goes on from the last checkpoint there" if self._save else "nothing was saved"
                 )
+                self._say(f"interrupted after step {self._last_iteration}; {way_on}")
             sys.exit(_INTERRUPTED)
         finally:
             self._close()

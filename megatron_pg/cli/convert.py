@@ -151,11 +151,13 @@ def _choose_logprobs(rows: "Sequence[Row]", options: argparse.Namespace) -> None
                 )
             raise InputError(
                 f"{row.where}: the dump has no log-probabilities under the trainer's own weights, and old_logprobs cannot be derived. "
-                "Give --old-logprobs rollout to train from the engine's, or --train-data (slime)."
+                "Name their column (jsonl, verl: --column old_logprobs=NAME), give --old-logprobs rollout to train from the engine's, or "
+                "--train-data (slime)."
             )
         if row.record.get("advantage") is None:
             raise InputError(
-                f"{row.where}: the dump has no advantages. Choose how they follow from the rewards: --advantage."
+                f"{row.where}: the dump has no advantages. Choose how they follow from the rewards (--advantage {'|'.join(RULES)}), or name "
+                "their column (jsonl, verl: --column advantage=NAME)."
             )
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_pg.rollouts.lines import RolloutWriteError
 from megatron_pg.rollouts.printable import printable
 
 DELAY = 2.0  # seconds before the first word on what lasts
@@ -92,9 +93,11 @@ def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
     try:
         yield scratch
         os.replace(scratch, path)
-    except OSError as error:
+    except (OSError, RolloutWriteError) as error:
+        reason = error if isinstance(error, OSError) else error.__cause__
+        why = getattr(reason, "strerror", None) or reason
         raise InputError(
-            f"{show_path(path)}: cannot be written ({error.strerror or error}). Give another path."
+            f"{show_path(path)}: cannot be written ({why}), so nothing was. Make room, or give another path."
         ) from error
     finally:
         scratch.unlink(missing_ok=True)

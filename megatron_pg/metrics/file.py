@@ -14,7 +14,7 @@ from typing import IO, Any
 from megatron_pg.rollouts.lines import append_whole
 from megatron_pg.rollouts.printable import printable
 
-_PROBE_BYTES = 2**16  # written and taken back, so that a full disk shows before the model is built
+_PROBE_BYTES = 2**12  # written and taken back, so that a full disk shows before the model is built
 
 
 class MetricsFile:

@@ -15,6 +15,7 @@ from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSION,
     RolloutFileError,
+    RolloutWriteError,
     append_whole,
     check_header,
     parse_line,
@@ -65,7 +66,8 @@ class RolloutWriter:
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
 
     Raises:
-        RolloutFileError: the file exists and is refused, or cannot be appended to; when it is written, the disk is full.
+        RolloutFileError: the file exists and is refused, or cannot be appended to.
+        RolloutWriteError: the disk is full.
     """
 
     def __init__(self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse"):
@@ -97,7 +99,7 @@ class RolloutWriter:
         try:
             append_whole(self._file, b"".join(lines))
         except OSError as error:
-            raise RolloutFileError(
+            raise RolloutWriteError(
                 f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these {len(lines)} lines is in "
                 "it; the earlier ones are. Make room."
             ) from error

@@ -18,6 +18,10 @@ class RolloutFileError(ValueError):
     """A rollout file is malformed; the message begins with file and line."""
 
 
+class RolloutWriteError(RolloutFileError):
+    """A rollout file cannot be written; its cause is the system's error."""
+
+
 def read_records(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[tuple[int, dict]]:
     """Line number and object of every sample; the header is checked. `update` is told how many bytes are read.
 

@@ -93,6 +93,15 @@ def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_dr
         wrapped(None)
 
 
+@pytest.mark.parametrize("train", [[1, 2], range(3), "data"])
+def test_training_data_that_give_no_next_microbatch_are_refused(session, train):
+    session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
+    wrapped = session.datasets_provider(lambda num_samples: (train, None, None))
+    with pytest.raises(ValueError, match=f"returned a {type(train).__name__} as training data, which gives no next"):
+        wrapped(None)
+    assert session.datasets_provider(lambda num_samples: ([iter(())], None, None))(None)  # one of each virtual stage
+
+
 def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_trained(session):
     session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
     wrapped = session.datasets_provider(lambda num_samples: (None, None, None))
@@ -183,8 +192,11 @@ def test_a_running_jobs_banner_names_the_kernel_in_force():
     assert re.search(r"kernel +(torch|triton)  \(--pg-kernel\)", said[0])
 
 
-def test_ctrl_c_is_one_line_and_exit_code_130(session, monkeypatch):
-    said, session._last_iteration = [], 17
+@pytest.mark.parametrize(
+    ("folder", "way_on"), [(None, "nothing was saved"), ("ck", "--load ck goes on from the last checkpoint there")]
+)
+def test_ctrl_c_is_one_line_and_exit_code_130(session, folder, way_on):
+    said, session._last_iteration, session._save = [], 17, folder
     session._say = said.append
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -193,7 +205,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(session, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert end.value.code == 130
-    assert said == ["interrupted after step 17; with --save and --load a run goes on from its last checkpoint"]
+    assert said == [f"interrupted after step 17; {way_on}"]
 
 
 def test_an_error_that_every_rank_has_is_shown_by_rank_0_without_its_traceback(monkeypatch, capsys):
