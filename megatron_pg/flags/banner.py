@@ -78,8 +78,7 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _auxiliary_weights(args: argparse.Namespace) -> str:
     """The weights of the KL and entropy terms, which no correction touches."""
-    is_policy = args.pg_aux_aggregation == "policy"
-    if is_policy and args.pg_denominator != "kept":
+    if args.pg_aux_aggregation == "policy":
         return "the weights of pg_loss"
     step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
     counted = {
@@ -87,7 +86,7 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
         "live": ", over rollouts with a trained token",
         "kept": ", over what is trained, rejected or not",
     }
-    return f"{args.loss_aggregation if is_policy else step_mean} over the step{counted[args.pg_denominator]}"
+    return f"{step_mean} over the step{counted[args.pg_denominator]}"
 
 
 def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:

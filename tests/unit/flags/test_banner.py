@@ -170,7 +170,12 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
         (
             {"pg_entropy_coef": 0.01, "pg_aux_aggregation": "policy", **correction("icepop", denominator="kept")},
             "u",
-            "sample_mean over the step, over what is trained, rejected or not  (--pg-aux-aggregation policy)",
+            "the weights of pg_loss  (--pg-aux-aggregation policy)",
+        ),
+        (
+            {"pg_entropy_coef": 0.01, **correction("icepop", denominator="kept")},
+            "u",
+            "sample_mean over the step, over what is trained, rejected or not  (--pg-aux-aggregation default)",
         ),
         (
             {"fp32_lm_head": True, "fp32_lm_head_backward": "split"},
