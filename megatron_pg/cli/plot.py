@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     for name, of_runs in lines.items():
         say(printable(name))
         rows = [(label, *_cells(line, name)) for label, line in of_runs.items()]
+        longest = max(len(row[-1]) for row in rows)
+        rows = [(*row[:-1], row[-1].ljust(longest)) for row in rows]  # curves begin below each other
         say(table(("run", "steps", "first", "last", "min", "max", "curve"), rows))
     return 0
 
@@ -124,7 +126,9 @@ def chosen(asked: str | None, runs: Mapping[str, Curves]) -> list[str]:
     names = [name for part in asked.split(",") if (name := part.strip())] or [asked]
     for name in names:
         if name not in known:
-            close = [each for each in known if name in each][:3] or difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            close = close or [each for each in known if name and name in each][:3]
+            close = close or difflib.get_close_matches(name, known, n=1)
             there = ", ".join(map(printable, known[:20]))
             hint = f"Did you mean {' or '.join(map(printable, close))}?" if close else f"There are {there}."
             raise InputError(f"--metrics {printable(name)}: no run has this metric. {hint}")
