@@ -1,6 +1,5 @@
 """What a run leaves behind and shows: metrics.jsonl, rollouts.jsonl, arguments.json, curves.png, a progress line."""
 
-import itertools
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 from megatron_pg import RolloutWriter, read_rollouts
-from megatron_pg.metrics.file import MetricsFile
+from megatron_pg.metrics.file import MetricsFile, free_name
 
 
 class RunFolder:
@@ -84,8 +83,7 @@ def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
             found = read_rollouts(scratch)
     kept = [sample for sample in found if sample.step < sampled]
     if len(kept) < len(found):
-        copies = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
-        shutil.copyfile(path, next(copy for copy in copies if not copy.exists()))
+        shutil.copyfile(path, free_name(path))
     writer = RolloutWriter(scratch, if_exists="replace")  # a run that was killed may have left one
     writer.write(kept)
     os.replace(scratch, path)  # never half a file

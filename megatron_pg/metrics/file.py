@@ -65,8 +65,7 @@ class MetricsFile:
             return
         try:
             if self._file is None:
-                self._file = _continued(self.path, before=record["iteration"])
-                self._objective = _last_objective(self.path)
+                self._file, self._objective = _continued(self.path, before=record["iteration"])
             append_whole(self._file, self._line(record))
         except OSError as error:
             self.num_missing = 1
@@ -143,19 +142,20 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
     return found
 
 
-def _continued(path: Path, *, before: int) -> IO[bytes]:
-    """The file, open behind the lines of earlier iterations; the others lie in a file beside it."""
+def _continued(path: Path, *, before: int) -> tuple[IO[bytes], object]:
+    """The file, open behind the lines of earlier iterations, and what they say was in force last; the others lie beside it."""
     lines = _lines(path)
-    if later := [line for iteration, line in lines if iteration >= before]:
-        aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
-        aside.write_bytes(b"".join(later))
+    kept = [line for iteration, line in lines if iteration < before]
+    if len(kept) < len(lines):
+        free_name(path).write_bytes(b"".join(line for iteration, line in lines if iteration >= before))
     scratch = path.with_name(path.name + ".part")
-    scratch.write_bytes(b"".join(line for iteration, line in lines if iteration < before))
+    scratch.write_bytes(b"".join(kept))
     os.replace(scratch, path)  # never half a file
-    return path.open("ab", buffering=0)
+    said = (json.loads(line).get("objective") for line in reversed(kept) if b'"objective"' in line)
+    return path.open("ab", buffering=0), next(filter(None, said), None)
 
 
-def _last_objective(path: Path) -> object:
-    """What the file says was in force last; None where it does not."""
-    found = [json.loads(line).get("objective") for _, line in _lines(path) if b'"objective"' in line]
-    return next((objective for objective in reversed(found) if objective), None)
+def free_name(path: Path) -> Path:
+    """The first of `path`.1, .2, … that no file has."""
+    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
