@@ -30,6 +30,19 @@ EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0"),
     *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear", "--no-bias-gelu-fusion"),
 )
+# rope, because Megatron has a second copy of learned positions under pipeline parallelism
+PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion")
+OVERLAPPED = (*EXPERTS, "--overlap-moe-expert-parallel-comm")
+HYBRID = ("--hybrid-layer-pattern", "*-*-*-*-")
+HYBRID_STAGES = ("--hybrid-layer-pattern", "*-*-|*-*-")
+SHARDED = (
+    "--use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "optim_grads_params",
+    "--ckpt-format",
+    "fsdp_dtensor",
+)
+STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 DOCUMENTS = ("--docs-per-step", "256")
 ENGINE = ("--transformer-impl", "transformer_engine")
 # name: processes, environment, further flags, what it is compared with
@@ -50,6 +63,34 @@ LAYOUTS = {
     "CP2, gspo": (2, {"CP": "2"}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
     "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
     "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
+    "EP2, 4 experts, overlapped": (2, {"EP": "2", **STREAMS}, OVERLAPPED, "EP2, 4 experts"),
+    "1 GPU, prediction": (1, {}, PREDICTION, "1 GPU, prediction"),
+    "1 GPU, prediction, --fp32-lm-head": (1, {}, (*PREDICTION, "--fp32-lm-head"), "1 GPU, prediction"),
+    "1 GPU, prediction, --pg-fused-head": (1, {}, (*PREDICTION, "--pg-fused-head"), "1 GPU, prediction"),
+    "DP2, prediction": (2, {}, PREDICTION, "1 GPU, prediction"),
+    "TP2 + SP, prediction, --pg-fused-head": (
+        2,
+        {"TP": "2", "SP": "1"},
+        (*PREDICTION, "--pg-fused-head"),
+        "1 GPU, prediction",
+    ),
+    "PP2, prediction": (2, {"PP": "2"}, PREDICTION, "1 GPU, prediction"),
+    "PP2, prediction, --pg-fused-head": (2, {"PP": "2"}, (*PREDICTION, "--pg-fused-head"), "1 GPU, prediction"),
+    "CP2, prediction": (2, {"CP": "2"}, PREDICTION, "1 GPU, prediction"),
+    "EP2, 4 experts, overlapped, prediction": (
+        2,
+        {"EP": "2", **STREAMS},
+        (*OVERLAPPED, *PREDICTION),
+        "1 GPU, 4 experts, prediction",
+    ),
+    "1 GPU, 4 experts, prediction": (1, {}, (*EXPERTS, *PREDICTION), "1 GPU, 4 experts, prediction"),
+    "DP2, Megatron-FSDP": (2, STREAMS, SHARDED, "1 GPU"),
+    "DP2, Megatron-FSDP, --fp32-lm-head": (2, STREAMS, (*SHARDED, "--fp32-lm-head"), "1 GPU"),
+    "DP2, Megatron-FSDP, --pg-fused-head": (2, STREAMS, (*SHARDED, "--pg-fused-head"), "1 GPU"),
+    "1 GPU, HybridModel": (1, {}, HYBRID, "1 GPU"),
+    "DP2, HybridModel": (2, {}, HYBRID, "1 GPU"),
+    "TP2 + SP, HybridModel, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, (*HYBRID, "--pg-fused-head"), "1 GPU"),
+    "PP2, HybridModel": (2, {"PP": "2"}, HYBRID_STAGES, "1 GPU"),
     "1 GPU, --docs-per-step": (1, {}, DOCUMENTS, "1 GPU"),
     "DP2, --docs-per-step": (2, {}, DOCUMENTS, "DP2, --docs-per-step"),
     "CP2, --docs-per-step": (2, {"CP": "2"}, DOCUMENTS, "1 GPU"),

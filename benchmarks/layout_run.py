@@ -15,14 +15,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import train_grpo
+from hybrid_layers import HybridModel
 from megatron.core import parallel_state as mpu
 from megatron.training import get_args
 
 
 def global_name(model, name: str) -> str:
-    """The parameter's name with its layer and its expert counted over all ranks."""
+    """The parameter's name in a GPTModel, with its layer and its expert counted over all ranks."""
     if match := re.match(r"decoder\.layers\.(\d+)\.", name):
         number = model.decoder.layers[int(match[1])].layer_number
+        if isinstance(model, HybridModel):  # attention and MLP apart
+            number = (number + 1) // 2
         name = name.replace(match[0], f"decoder.layers.{number}.", 1)
     if match := re.search(r"local_experts\.(\d+)\.", name):
         experts = get_args().num_experts // mpu.get_expert_model_parallel_world_size()

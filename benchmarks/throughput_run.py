@@ -3,6 +3,7 @@
 With --cross-entropy the same model trains on the same micro-batches by Megatron's own loss, as in pretraining.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,13 +14,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import train_grpo
-from layout_run import write_peak
+from layout_run import fill, write_peak
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.enums import ModelType
 from megatron.training import arguments, get_args, training
 
-from megatron_pg import Sample
+from megatron_pg import PackedBatch, Sample
 from megatron_pg.args import add_arguments
 from megatron_pg.cp_utils import zigzag_index
 from megatron_pg.pretrain import chain_args_providers
@@ -45,18 +46,26 @@ def random_sample(name: str, length: int, generator: torch.Generator, step: int)
 
 
 class RandomRollouts(train_grpo.Example):
-    """The example without a sampler."""
+    """The example without a sampler; with SAME_WEIGHTS in the environment, from weights that their names determine."""
 
-    def recorded_steps(self, args) -> Iterator[list[Sample]]:
-        """This rank's samples of each step."""
+    def model_provider(self, *positional, **keywords):
+        """The example's model."""
+        model = super().model_provider(*positional, **keywords)
+        if "SAME_WEIGHTS" in os.environ:
+            fill(model)
+        return model
+
+    def recorded_steps(self, args) -> Iterator[PackedBatch]:
+        """This rank's micro-batches of each step."""
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         for step in range(args.train_iters + 1):
             numbers = range(rank, args.global_batch_size, size)
             generators = [torch.Generator().manual_seed(step * args.global_batch_size + i) for i in numbers]
-            yield [
+            samples = [
                 random_sample(f"{step}-{i}", args.seq_length, generator, step)
                 for i, generator in zip(numbers, generators, strict=True)
             ]
+            yield from train_grpo.microbatches(samples, args)
 
 
 def mean_of_response(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -74,7 +83,7 @@ def forward_step(data_iterator, model):
     index = zigzag_index([mask.shape[1]], cp_rank=rank, cp_size=size)
     whole = batch.tokens, batch.position_ids, batch.tokens.roll(-1, 1), mask
     tokens, positions, labels, mask = (values[:, index].cuda(non_blocking=True) for values in whole)
-    return model(tokens, positions, None, labels=labels), partial(mean_of_response, mask)
+    return model(tokens, positions, None, labels=labels, loss_mask=mask), partial(mean_of_response, mask)
 
 
 def train_by_cross_entropy() -> None:
@@ -85,7 +94,7 @@ def train_by_cross_entropy() -> None:
 
     def datasets(num_samples, vp_stage=None):
         args = get_args()
-        return train_grpo.microbatches(example.recorded_steps(args), args), None, None
+        return example.recorded_steps(args), None, None
 
     datasets.is_distributed = True
     dataset_utils.compile_helpers = lambda: None  # a wheel has them built and ships no Makefile

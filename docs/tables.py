@@ -98,6 +98,7 @@ ONLY_WITH = {
     "auxiliary": "with a KL or entropy term only",
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
+    "mtp": "with `--mtp-num-layers` only",
     "sequence": "with an objective of whole sequences only (gspo, gspo_token, your own)",
     "correction": "with a correction only",
     "clip": "not with objectives that have no bounds",
@@ -105,6 +106,7 @@ ONLY_WITH = {
 DIVIDED_BY = {
     "mean": "documents",
     "sum": "none",
+    "total": "none",
     "max": "none (maximum)",
     "min": "none (minimum)",
     "step": "none (integer of the plan)",

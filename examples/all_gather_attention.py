@@ -7,6 +7,7 @@ a mask, and where torch has no better kernel a score, of every pair of positions
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,6 +20,8 @@ class AllGatherAttention(nn.Module):
     def __init__(self, config, layer_number=1, attn_mask_type=None, attention_type="self", softmax_scale=None, **rest):
         super().__init__()
         self._scale = softmax_scale or config.kv_channels**-0.5
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.reach = config.window_size[0] if has_window else None
 
     def forward(
         self,
@@ -32,7 +35,8 @@ class AllGatherAttention(nn.Module):
         """[s/C, b, heads * channels] from query [s/C, b, heads, channels] and key, value [s/C, b, groups, channels]."""
         if query.dim() == 3:  # packed rows come without their batch dimension
             query, key, value = (x[:, None] for x in (query, key, value))
-        group = parallel_state.get_context_parallel_group()
+        own = getattr(packed_seq_params, "cp_group", None)  # of the micro-batch
+        group = own or parallel_state.get_context_parallel_group()
         documents = _documents(packed_seq_params, len(query) * group.size())
         order = torch.cat([zigzag_index(documents, cp_rank=r, cp_size=group.size()) for r in range(group.size())])
         natural = torch.argsort(order).to(query.device)
@@ -40,7 +44,7 @@ class AllGatherAttention(nn.Module):
         mine = zigzag_index(documents, cp_rank=group.rank(), cp_size=group.size()).to(query.device)
         attended = scaled_dot_product_attention(
             *(x.permute(1, 2, 0, 3) for x in (query, keys, values)),  # [b, heads, s, channels]
-            attn_mask=_allowed(documents, query.device)[mine],
+            attn_mask=allowed(documents, self.reach, query.device)[mine],
             scale=self._scale,
             enable_gqa=True,
         )
@@ -59,11 +63,14 @@ def _documents(packed_seq_params, length: int) -> list[int]:
     return packed_seq_params.cu_seqlens_q_padded.diff().tolist()
 
 
-def _allowed(documents: list[int], device: torch.device) -> Tensor:
-    """[s, s] bool: a position sees itself and earlier positions of its document."""
+def allowed(documents: list[int], reach: int | None, device: torch.device) -> Tensor:
+    """[s, s] bool: a position sees itself and earlier positions of its document, `reach` of them in a sliding window."""
     lengths = torch.tensor(documents, device=device)
     document = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)
-    return (document[:, None] == document) & torch.ones(len(document), len(document), device=device).tril().bool()
+    causal = torch.ones(len(document), len(document), device=device).tril()
+    if reach is not None:
+        causal = causal.triu(-reach)
+    return (document[:, None] == document) & causal.bool()
 
 
 class _GatherSequence(torch.autograd.Function):

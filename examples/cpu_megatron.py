@@ -114,5 +114,12 @@ def _patch_megatron() -> None:
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_to_cpu  # Megatron's leaves alone what is on the CPU already
 
+    backward = random.CheckpointFunction.backward
+
+    def recompute(ctx, *gradients):
+        with CudaMeansCPU():  # torch suspends a mode while a backward runs
+            return backward(ctx, *gradients)
+
+    random.CheckpointFunction.backward = staticmethod(recompute)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on a machine without a GPU: Megatron's pretrain() over gloo, two data-parallel processes.
 # Usage: bash examples/launch_cpu.sh [any flag of Megatron, megatron_pg or the example]
-#   PYTHON, PROCESSES and RUN_DIR may be set in the environment.
+#   PYTHON, PROCESSES and RUN_DIR may be set in the environment, and on several nodes NODES, NODE_RANK and MASTER_ADDR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,10 +10,17 @@ PROCESSES=${PROCESSES:-2}
 RUN_DIR=${RUN_DIR:-runs/grpo}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-DISTRIBUTED_ARGS=(
-    --standalone
-    --nproc-per-node "$PROCESSES"
-)
+DISTRIBUTED_ARGS=(--nproc-per-node "$PROCESSES")
+if ((${NODES:-1} > 1)); then # the same command on each of them, with its NODE_RANK
+    DISTRIBUTED_ARGS+=(
+        --nnodes "$NODES"
+        --node-rank "${NODE_RANK:?is missing: the number of this node, 0 where MASTER_ADDR is}"
+        --master-addr "${MASTER_ADDR:?is missing: the address of node 0, as every node reaches it}"
+        --master-port "${MASTER_PORT:-29500}"
+    )
+else
+    DISTRIBUTED_ARGS+=(--standalone)
+fi
 
 MODEL_ARGS=(
     --transformer-impl local

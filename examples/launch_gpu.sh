@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on the GPUs of one node: the same script over NCCL, without any patch.
+# GRPO on GPUs: the same script over NCCL, without any patch.
 # Usage: bash examples/launch_gpu.sh [any flag of Megatron, megatron_pg or the example]
 #   In the environment: PYTHON, SCRIPT, PROCESSES and RUN_DIR, the sizes TP, PP, CP and EP, and SP=1 for sequence parallelism.
 #   The rest of the processes is data parallel: TP=2 SP=1 bash examples/launch_gpu.sh
+#   On several nodes: NODES, NODE_RANK, MASTER_ADDR and, unless it is 29500, MASTER_PORT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,12 +14,19 @@ TP=${TP:-1}
 PP=${PP:-1}
 CP=${CP:-1}
 EP=${EP:-1}
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # overlapped expert communication wants 32
 
-DISTRIBUTED_ARGS=(
-    --standalone
-    --nproc-per-node "$PROCESSES"
-)
+DISTRIBUTED_ARGS=(--nproc-per-node "$PROCESSES")
+if ((${NODES:-1} > 1)); then # the same command on each of them, with its NODE_RANK
+    DISTRIBUTED_ARGS+=(
+        --nnodes "$NODES"
+        --node-rank "${NODE_RANK:?is missing: the number of this node, 0 where MASTER_ADDR is}"
+        --master-addr "${MASTER_ADDR:?is missing: the address of node 0, as every node reaches it}"
+        --master-port "${MASTER_PORT:-29500}"
+    )
+else
+    DISTRIBUTED_ARGS+=(--standalone)
+fi
 
 MODEL_ARGS=(
     --transformer-impl local # runs without Transformer Engine

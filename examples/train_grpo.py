@@ -32,6 +32,7 @@ if not torch.cuda.is_available():
 
 import digit_sort as task
 import local_layers
+from hybrid_layers import HybridModel, hybrid_model
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -80,7 +81,7 @@ class Example:
     """What the callbacks of pretrain() share."""
 
     def __init__(self):
-        self.chunks: list[GPTModel] = []
+        self.chunks: list[GPTModel | HybridModel] = []
         self.task_metrics: dict[str, float] = {}  # of the step that is being trained
         self.folder: RunFolder | None = None
         self.documents: SampledDocuments | None = None  # under --docs-per-step
@@ -88,27 +89,38 @@ class Example:
     # --- callbacks of pretrain() ---
 
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """A GPT model of Transformer Engine's layers or, with `--transformer-impl local`, of Megatron's own."""
+        """The model that the flags describe: with `--hybrid-layer-pattern` a HybridModel, otherwise a GPTModel.
+
+        Its layers are Transformer Engine's or, with `--transformer-impl local`, Megatron's own.
+        """
         args = get_args()
         config = config or core_transformer_config_from_args(args)
-        if args.transformer_impl == "local":
-            spec = local_layers.layer_spec(config, packed=bool(args.docs_per_step), vp_stage=vp_stage)
+        local, packed = args.transformer_impl == "local", bool(args.docs_per_step)
+        arguments = {
+            "vocab_size": task.VOCABULARY,  # releases differ in what NullTokenizer adds
+            "max_sequence_length": args.max_position_embeddings,
+            "pre_process": pre_process,
+            "post_process": post_process,
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+            "position_embedding_type": args.position_embedding_type,
+            "rotary_percent": args.rotary_percent,
+            "rotary_base": args.rotary_base,
+            "vp_stage": vp_stage,
+            "pg_collection": pg_collection,
+        }
+        of_gpt = {"rope_scaling": args.use_rope_scaling, "rope_scaling_factor": args.rope_scaling_factor}
+        if vars(args).get("hybrid_layer_pattern"):
+            model = hybrid_model(config, args.hybrid_layer_pattern, local=local, packed=packed, **arguments)
         else:
-            spec = get_gpt_layer_with_transformer_engine_spec(
-                config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+            layers = (
+                local_layers.layer_spec(config, packed=packed, vp_stage=vp_stage)
+                if local
+                else get_gpt_layer_with_transformer_engine_spec(
+                    config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+                )
             )
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=task.VOCABULARY,  # releases differ in what NullTokenizer adds
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
+            predictions = local_layers.prediction_spec(config, layers, local=local, vp_stage=vp_stage)
+            model = GPTModel(config, layers, mtp_block_spec=predictions, **arguments, **of_gpt)
         self.chunks.append(model)
         return model
 
@@ -419,6 +431,15 @@ def check_example(args) -> None:
     if args.transformer_impl not in ("local", "transformer_engine"):
         raise ValueError(
             f"--transformer-impl {args.transformer_impl} is none of the example's layers, local and transformer_engine. Choose one."
+        )
+    if args.transformer_impl == "local" and args.fp8:
+        raise ValueError(
+            f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run would not be in FP8. Use "
+            "--transformer-impl transformer_engine."
+        )
+    if args.use_rope_scaling and vars(args).get("hybrid_layer_pattern"):
+        raise ValueError(
+            "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern, which takes no scaling. Leave one of them out."
         )
     if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
         raise ValueError(

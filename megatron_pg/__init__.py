@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from megatron_pg.args import ArgumentWarning as ArgumentWarning
     from megatron_pg.args import add_arguments as add_arguments
     from megatron_pg.args import validate_args as validate_args
+    from megatron_pg.batch import ContextRanks as ContextRanks
     from megatron_pg.batch import PackedBatch as PackedBatch
     from megatron_pg.batch import cut_microbatches as cut_microbatches
+    from megatron_pg.batch import cut_over_ranks as cut_over_ranks
     from megatron_pg.batch import cut_steps as cut_steps
     from megatron_pg.batch import read_steps as read_steps
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.documents import Position as Position
     from megatron_pg.step.documents import StepRule as StepRule
     from megatron_pg.step.errors import StepPlanError as StepPlanError
+    from megatron_pg.step.experts import RoutingReplay as RoutingReplay
     from megatron_pg.step.forward_step import PolicyGradientStep as PolicyGradientStep
     from megatron_pg.step.plan import StepPlan as StepPlan
     from megatron_pg.step.plan import plan_step as plan_step
@@ -42,7 +45,7 @@ __version__ = "0.2.0"
 
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
-    "batch": "PackedBatch cut_microbatches cut_steps pack read_steps",
+    "batch": "ContextRanks PackedBatch cut_microbatches cut_over_ranks cut_steps pack read_steps",
     "pretrain": "StepLog",
     "rollouts.advantages": "Advantages group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
@@ -51,6 +54,7 @@ _NAMES = {
     "step.contract": "Contract",
     "step.documents": "DocumentAccumulator Documents EndOfDocuments Packing Position StepRule",
     "step.errors": "StepPlanError",
+    "step.experts": "RoutingReplay",
     "step.forward_step": "PolicyGradientStep",
     "step.plan": "StepPlan plan_step",
     "step.settings": "LossSettings",

@@ -29,7 +29,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
-from torch.distributed import distributed_c10d
+from torch.distributed import Store, distributed_c10d
 
 from megatron_pg.args import (
     ArgumentError,
@@ -55,7 +55,8 @@ from megatron_pg.metrics.reporting import (
 from megatron_pg.metrics.table import red_flags
 from megatron_pg.step.collectives import all_gather_rows, broadcast_text, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
-from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, message_of
+from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, lost_peer_named, message_of
+from megatron_pg.step.experts import RoutingReplay
 from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
@@ -64,6 +65,7 @@ _POSITION = "megatron_pg_documents"  # the argument that carries the position of
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # in the environment, the same as --pg-dry-run
 _SHOWN = "megatron_pg: an error has been shown"  # a key of the process group's store
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended: 128 and the signal's number
+_ON_EVERY_RANK = (ArgumentError, CallbackError, StepPlanError, NonFiniteLossError)
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
 
 
@@ -115,6 +117,8 @@ def pretrain(
     on_step: Callable[[StepLog], Mapping[str, float] | None] | None = None,
     say: Callable[[str], None] | None = None,
     metrics_file: str | Path | None = None,
+    routing_replay: RoutingReplay | None = None,
+    dynamic_cp: bool = False,
     **rest: object,
 ) -> None:
     """`megatron.training.pretrain` on the policy-gradient loss.
@@ -123,7 +127,7 @@ def pretrain(
         train_valid_test_dataset_provider: Megatron's, with `is_distributed = True`; its iterators yield
             `PackedBatch`es on every rank (`--dataloader-type external`). Under `--docs-per-step` its first result is
             `Documents`.
-        model_provider: Megatron's; returns a GPTModel.
+        model_provider: Megatron's; returns a GPTModel or HybridModel.
         model_type: Megatron's ModelType.
         forward_step_func: None; it stands where Megatron has it, so that one that would never be called is refused.
         extra_args_provider: the script's own flags; megatron_pg's are added.
@@ -133,11 +137,15 @@ def pretrain(
         say: where rank 0 puts the effective objective and the console line; default the standard output.
         metrics_file: metrics.jsonl of the run, written by rank 0; a resumed run continues it, and what a run trains again
             moves to `metrics.jsonl.1`. None: no such file.
+        routing_replay: gives a mixture of experts the `routed_experts` of the samples in the place of its router's choice,
+            as `PolicyGradientStep` takes it. None: the router chooses.
+        dynamic_cp: every micro-batch is cut over ranks of its own, as `cut_over_ranks` packs them; the same on every rank.
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
         ArgumentError, CallbackError, StepPlanError, NonFiniteLossError: on rank 0, which shows it without its traceback; the other ranks,
             which have the same one, leave with exit code 1.
+        LostPeerError: on the ranks that survive one that was killed, failed or hangs, at any time of the job.
         ValueError: the provider is not distributed or returns no training data, a forward step is given, or the metrics
             file cannot be written.
     """
@@ -151,13 +159,13 @@ def pretrain(
             "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
             "called. Leave it out."
         )
-    session = _Session(on_step, say or _print_whole, metrics_file)
+    session = _Session(on_step, say or _print_whole, metrics_file, routing_replay, dynamic_cp=dynamic_cp)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {
         "train_valid_test_dataset_provider": session.datasets_provider(train_valid_test_dataset_provider),
         "model_provider": functools.partial(session.build_model, model_provider),
         "model_type": model_type,
-        "forward_step_func": lambda data_iterator, model: session.step.forward_step(data_iterator, model),
+        "forward_step_func": lambda *given, **rest: session.step.forward_step(*given, **rest),
         **rest,
     }
     try:
@@ -169,10 +177,14 @@ def pretrain(
             _replaced(checkpointing, "check_checkpoint_args", session.check_checkpoint),
             _replaced(dataset_utils, "compile_helpers", _compile_helpers),
             session.to_its_end(),
+            lost_peer_named(session.where),
         ):
             training.pretrain(**keywords)
-    except (ArgumentError, CallbackError, StepPlanError, NonFiniteLossError) as error:  # every rank has it
+    except _ON_EVERY_RANK as error:
         raise _said_once(error) from None
+    except Exception as error:
+        _tell_when_shown(error)
+        raise
 
 
 def _print_whole(text: str) -> None:
@@ -186,24 +198,36 @@ def _said_once(error: ValueError) -> BaseException:
 
     A launcher ends all ranks when it sees that one has ended, so the others wait until rank 0 has shown it.
     """
-    store = distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
+    store = _store()
     if int(os.environ.get("RANK", "0")) != 0:
         if store is not None:
             with suppress(RuntimeError):  # rank 0 has caught it, or has gone
                 store.wait([_SHOWN], timedelta(minutes=2))
         return SystemExit(1)
-    hook = sys.excepthook
+    _tell_when_shown(error)
+    return error.with_traceback(None)
+
+
+def _tell_when_shown(error: Exception) -> None:
+    """Have rank 0 tell the others, who wait for it, when it has shown its error; they may have heard of one of its own."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    hook, store = sys.excepthook, _store()
 
     def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is not error:
+        if raised is error and isinstance(error, _ON_EVERY_RANK):
+            print(f"{kind.__name__}: {raised}", file=sys.stderr, flush=True)  # noqa: T201
+        else:
             hook(kind, raised, trace)
-            return
-        print(f"{kind.__name__}: {raised}", file=sys.stderr, flush=True)  # noqa: T201
-        if store is not None:
-            store.set(_SHOWN, "")
+        if raised is error and store is not None:
+            with suppress(RuntimeError):  # the launcher has gone
+                store.set(_SHOWN, "")
 
     sys.excepthook = show
-    return error.with_traceback(None)
+
+
+def _store() -> Store | None:
+    return distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
 
 
 def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
@@ -219,7 +243,16 @@ def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, 
 class _Session:
     """What one call of `pretrain` keeps between Megatron's callbacks; the first argument of those is what they stand in for."""
 
-    def __init__(self, on_step: Callable | None, say: Callable[[str], None], metrics_file: str | Path | None):
+    def __init__(
+        self,
+        on_step: Callable | None,
+        say: Callable[[str], None],
+        metrics_file: str | Path | None,
+        routing_replay: RoutingReplay | None = None,
+        *,
+        dynamic_cp: bool = False,
+    ):
+        self._in_step = {"routing_replay": routing_replay, "dynamic_cp": dynamic_cp}
         self.step: PolicyGradientStep | None = None
         self._on_step = on_step
         self._has_additions = False  # rank 0 has an on_step
@@ -239,11 +272,23 @@ class _Session:
     def build_model(self, provider: Callable, *positional: object, **keywords: object):
         """A model with our loss in it, after our validation."""
         if self.step is None:
-            self.step = _start(get_args(), self._keep, self._say, self._open_files)
+            self.step = _start(get_args(), self._keep, self._say, self._open_files, self._in_step)
             self._save = get_args().save
             self._objective = dict(describe(_in_force(get_args(), self.step.settings)))
-        model = provider(*positional, **keywords)
-        return self.step.attach(model) if getattr(model, "post_process", True) else model
+        model, error = None, None
+        try:
+            model = provider(*positional, **keywords)
+            if getattr(model, "post_process", True):
+                self.step.attach(model)
+        except Exception as failure:  # travels to the other ranks, so that all of them stop
+            error = failure
+        _raise_on_every_rank(error, "E64")
+        return model
+
+    def where(self) -> str:
+        """How far this rank is, for the error that another one was lost."""
+        calls = 0 if self.step is None else self.step.calls
+        return f"behind its step {calls}" if calls else "before its first step"
 
     def _open_files(self) -> None:
         """Before the model is built, so that a full disk or another job is known early."""
@@ -495,7 +540,11 @@ def _in_force(args: Namespace, settings: LossSettings) -> Namespace:
 
 
 def _start(
-    args: Namespace, keep: Callable[[StepReport], None], say: Callable[[str], None], open_files: Callable[[], None]
+    args: Namespace,
+    keep: Callable[[StepReport], None],
+    say: Callable[[str], None],
+    open_files: Callable[[], None],
+    in_step: Mapping[str, Any] | None = None,
 ) -> PolicyGradientStep:
     """Validate on every rank, compare the ranks, say what is in force, and end a dry run."""
     asked = os.environ.get(_DRY_RUN)
@@ -518,7 +567,7 @@ def _start(
         torch.distributed.barrier()  # no rank ends while another one still reads the store
         torch.distributed.destroy_process_group()
         sys.exit(0)
-    return PolicyGradientStep(settings, keep)
+    return PolicyGradientStep(settings, keep, **(in_step or {}))
 
 
 def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:
@@ -537,7 +586,7 @@ def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: 
 
 def _raise_on_every_rank(error: Exception | None, rule: str) -> None:
     """Raise this rank's error, or that another one has; every rank must call."""
-    failed = all_gather_rows(encode("" if error is None else message_of(error), _ARGUMENT_BYTES))
+    failed = all_gather_rows(encode("" if error is None else message_of(error), _ARGUMENT_BYTES), error=error)
     if error is not None:
         raise error
     for rank, text in enumerate(failed):

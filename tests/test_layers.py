@@ -18,7 +18,7 @@ ARROWS = {
     "declarations": set(),
     "rollouts": set(),
     "batch": {"rollouts"},
-    "flags": {"declarations"},
+    "flags": {"declarations", "rollouts"},
     "args": {"declarations", "flags"},
     "cp_utils": {"batch", "rollouts"},
     "objectives": {"declarations", "flags", "rollouts"},

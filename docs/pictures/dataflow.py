@@ -10,20 +10,21 @@ import torch
 
 from megatron_pg.step.contract import Contract
 
-D, C, K, Q = 2, 2, 4, 1000
+D, C, K = 2, 2, 4
+Q = K * D * C
 
 
 def stations(*, per_token: bool) -> list[tuple[str, float]]:
     """Where S passes, and the factor that it carries from there on."""
-    contract = Contract(per_token=per_token, num_microbatches=K, data_parallel_size=D, context_parallel_size=C, count=Q)
-    returned = float(contract.outputs(torch.ones((), dtype=torch.float64), Q)[0])
+    contract = Contract(per_token=per_token, num_microbatches=K, data_parallel_size=D, context_parallel_size=C)
+    returned = float(contract.outputs(torch.ones((), dtype=torch.float64))[0])
     if per_token:
         return [
             ("S = Σ w·ℓ\nof a micro-batch\non one rank", 1.0),
-            ("loss_func returns\n(Q·S, n, report)", returned),
+            ("loss_func returns\n(Q·S, 1, report)", returned),
             ("schedule\nleaves it", returned),
             ("DDP\nsums over ranks", returned),
-            ("finalize\n÷ Σn = Q", returned / Q),
+            ("finalize\n÷ Q = K·D·C", returned / Q),
         ]
     return [
         ("S = Σ w·ℓ\nof a micro-batch\non one rank", 1.0),
@@ -49,9 +50,7 @@ def main(folder: Path = show.PICTURES) -> None:
                 ax.annotate("", (2.6 * k + 1.75, height), (2.6 * k + 0.95, height), arrowprops={"arrowstyle": "->"})
                 ax.text(2.6 * k + 1.35, height + 0.3, f"× {factor:g}", ha="center", fontsize=9, color="#c0392b")
         ax.text(2.6 * 4 + 1.2, height, f"× {steps[-1][1]:g}\n= ΣS", va="center", fontsize=10, color="#1e8449")
-    ax.text(
-        -0.75, -3.35, f"factors for D = {D} data-parallel, C = {C} context-parallel ranks, K = {K}, Q = {Q}", fontsize=8
-    )
+    ax.text(-0.75, -3.35, f"factors for D = {D} data-parallel, C = {C} context-parallel ranks, K = {K}", fontsize=8)
     ax.set(xlim=(-1.0, 12.6), ylim=(-3.6, 1.3))
     ax.axis("off")
     show.save(figure, folder, "dataflow.png")

@@ -45,8 +45,7 @@ class ExactLoss:
                 f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, which train_rl.py's batches have counts for."
             )
         self._aggregation, self._divisor = aggregation, divisor
-        self._planned: deque[tuple[object, Tensor, int]] = deque()  # batch, weights, trained tokens
-        self._num_tokens = 0
+        self._planned: deque[tuple[object, Tensor]] = deque()  # batch, weights
 
     def __call__(self, forward_step: Callable) -> Callable:
         """The forward step with exact weights; same arguments, same outputs."""
@@ -54,10 +53,10 @@ class ExactLoss:
         def exact_forward_step(data_iterator: Iterator, model, *rest: object, **keywords: object):
             if not self._planned:
                 self._plan(data_iterator)
-            batch, weights, count = self._planned.popleft()
+            batch, weights = self._planned.popleft()
             output, loss_func = forward_step(iter([batch]), model, *rest, **keywords)
             contract = self._contract(model[0] if isinstance(model, list) else model)
-            return output, partial(_weighted, loss_func, weights, count, contract)
+            return output, partial(_weighted, loss_func, weights, contract)
 
         return exact_forward_step
 
@@ -73,14 +72,13 @@ class ExactLoss:
         plan = plan_step(
             torch.cat(live), aggregation=self._aggregation, divisor=self._divisor, group=mpu.get_data_parallel_group()
         )
-        self._num_tokens = plan.num_tokens
         per_batch = plan.denominators.split([len(count) for count in live])
         for batch, mask, owner, count, denominators in zip(batches, masks, owners, counts, per_batch, strict=True):
             per_sample = torch.zeros(len(count), dtype=torch.float64)
             per_sample[count > 0] = 1 / denominators
             weights = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
             weights[mask] = per_sample.to(mask.device)[owner[mask]]
-            self._planned.append((batch, weights, int(count.sum())))
+            self._planned.append((batch, weights))
 
     def _contract(self, model) -> Contract:
         return Contract(
@@ -88,15 +86,14 @@ class ExactLoss:
             num_microbatches=get_num_microbatches(),
             data_parallel_size=mpu.get_data_parallel_world_size(),
             context_parallel_size=1,
-            count=self._num_tokens,
         )
 
 
-def _weighted(loss_func: Callable, weights: Tensor, count: int, contract: Contract, losses: Tensor) -> tuple:
+def _weighted(loss_func: Callable, weights: Tensor, contract: Contract, losses: Tensor) -> tuple:
     """Megatron's tuple: the script's own metrics, and the loss by the step's weights."""
     *_, report = loss_func(losses)
     total = (torch.where(weights != 0, losses.float(), 0) * weights.float()).sum()  # select, then weigh: no 0 * inf
-    *loss_and_count, ours = contract.outputs(total, count)
+    *loss_and_count, ours = contract.outputs(total)
     return *loss_and_count, report | ours
 
 

@@ -1,12 +1,15 @@
 """Steps and their micro-batches: samples laid out as Megatron wants them, and this rank's slice of them."""
 
+from megatron_pg.batch.context_ranks import ContextRanks
+from megatron_pg.batch.experts import local_experts
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.batch.pack import PackedBatch, pack
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.slicing import LocalBatch, ModelInputs, slice_batch
-from megatron_pg.batch.steps import check_boundaries, cut_microbatches, cut_steps, read_steps
+from megatron_pg.batch.steps import check_boundaries, cut_microbatches, cut_over_ranks, cut_steps, read_steps
 
 __all__ = [
+    "ContextRanks",
     "LocalBatch",
     "ModelInputs",
     "PackedBatch",
@@ -14,7 +17,9 @@ __all__ = [
     "TokenFields",
     "check_boundaries",
     "cut_microbatches",
+    "cut_over_ranks",
     "cut_steps",
+    "local_experts",
     "pack",
     "read_steps",
     "slice_batch",

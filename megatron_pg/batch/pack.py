@@ -4,15 +4,18 @@ Two layouts: thd (one row, samples one after the other) and bshd (one padded row
 out at full length first, and labels are shifted inside each sample; context parallelism slices afterwards (`slicing`).
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_pg.batch.context_ranks import ContextRanks
 from megatron_pg.batch.zigzag import padded_length
+from megatron_pg.rollouts.fields import OPTIONAL
 from megatron_pg.rollouts.sample import Sample
 
 
@@ -32,6 +35,22 @@ class PackedBatch:
     sample_index: Tensor  # [B, W] int64 into `samples`, -1 on padding
     response_positions: Tensor  # [sum of R] int64 into the flattened rows
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
+    cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
+
+    @property
+    def digest(self) -> bytes:
+        """48 bits of everything that the loss and the metrics read."""
+        facts = [(sample.reward, sample.truncated) for sample in self.samples]
+        shape = (self.qkv_format, self.padded_lengths, facts, self.cp_ranks)
+        content = hashlib.blake2b(repr(shape).encode(), digest_size=6)
+        for values in (
+            self.tokens,
+            *(self.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),
+            *(self.optional_values(name) for name in OPTIONAL),
+            *(sample.routed_experts for sample in self.samples),
+        ):
+            content.update(b"" if values is None else values.numpy().tobytes())
+        return content.digest()
 
     @property
     def num_positions(self) -> int:
@@ -63,11 +82,20 @@ class PackedBatch:
         """[sum of R] bool, trained response tokens."""
         return self.response_values("loss_mask").bool()
 
-    def spread(self, values: Tensor) -> Tensor:
-        """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, 0 elsewhere."""
-        flat = torch.zeros(self.tokens.numel(), dtype=values.dtype)
-        flat[self.response_positions] = values
+    def reached(self, depth: int) -> Tensor:
+        """[sum of R] bool: the token's sample has a position `depth` before the one that predicts it."""
+        return self.position_ids.flatten()[self.response_positions] >= depth
+
+    def spread(self, values: Tensor, depth: int = 0) -> Tensor:
+        """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, or `depth` before it, 0 elsewhere."""
+        reached, flat = self.reached(depth), torch.zeros(self.tokens.numel(), dtype=values.dtype)
+        flat[self.response_positions[reached] - depth] = values[reached]
         return flat.view(self.tokens.shape)
+
+    def trained_at(self, depth: int) -> list[int]:
+        """Trained tokens of each sample that multi-token prediction of that depth can predict."""
+        counted = (self.loss_mask & self.reached(depth)).split([sample.response_length for sample in self.samples])
+        return [int(part.sum()) for part in counted] if self.samples else []
 
     def per_token(self, per_sample: Tensor) -> Tensor:
         """[sum of R] from one value per sample."""
@@ -83,6 +111,7 @@ def pack(
     max_seq_len: int | None = None,
     rows: int | None = None,
     multiple_of: int = 1,
+    cp_ranks: ContextRanks | None = None,
 ) -> PackedBatch:
     """Lay samples out as one micro-batch.
 
@@ -94,10 +123,19 @@ def pack(
             of the row, which pipeline parallelism needs (`--seq-length`); without it the row is as long as its documents.
         rows: number of rows, for bshd only; rows without a sample are padding. Default: one per sample.
         multiple_of: the row's length is padded to a multiple of it (sequence parallelism: TP · C), for thd only.
+        cp_ranks: cut this micro-batch over these ranks, whatever C is (`PolicyGradientStep(dynamic_cp=True)`), for thd only. Each
+            of them packs the same samples, at the same place of its step.
 
     Raises:
         ValueError: the format is unknown, a sample is longer than the row, or there are more samples than rows.
     """
+    if cp_ranks is not None:
+        if qkv_format != "thd" or cp_size != 1:
+            raise ValueError(
+                f"cp_ranks={cp_ranks} with qkv_format={qkv_format!r} and cp_size={cp_size}: ranks of its own has a packed row (thd), and their "
+                "number is its cp_size. Choose thd and leave cp_size out."
+            )
+        return replace(_pack_thd(samples, cp_ranks.size, max_seq_len, multiple_of), cp_ranks=cp_ranks)
     if qkv_format == "thd":
         if rows is not None:
             raise ValueError(f"rows={rows} has no effect on thd, which packs one row. Leave it out or choose bshd.")

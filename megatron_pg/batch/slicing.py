@@ -1,6 +1,6 @@
 """This rank's slice of a micro-batch: one index takes tokens, masks, advantages and weights alike, so they cannot come apart."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,15 @@ class ModelInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DepthFields:
+    """What multi-token prediction of one depth trains here: a position's target is the token `depth` behind its label."""
+
+    targets: Tensor  # [T] int64, global ids
+    weights: Tensor  # [T] float64, 0 where nothing is trained
+    trained: Tensor  # [n] int64, rows whose target is trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalBatch:
     """What one rank computes on, on its device: model inputs, token fields, and where they came from."""
 
@@ -34,6 +43,7 @@ class LocalBatch:
     trained: Tensor  # [n] int64, rows of the fields whose mask is True
     whole: PackedBatch
     row_index: Tensor  # [W/C] int64, CPU: positions of the whole row
+    depths: tuple[DepthFields, ...] = ()  # of multi-token prediction, from 1 on
 
     @property
     def num_positions(self) -> int:
@@ -61,6 +71,7 @@ def slice_batch(
     device: torch.device | str = "cpu",
     sequences: bool = False,
     cp_group: ProcessGroup | None = None,
+    depth_weights: Sequence[Tensor] = (),
 ) -> LocalBatch:
     """This rank's part of a micro-batch.
 
@@ -72,6 +83,7 @@ def slice_batch(
         device: where the model runs.
         sequences: whether the loss needs averages over whole sequences.
         cp_group: the context-parallel group, over which they are added up; None: every sequence is whole.
+        depth_weights: [sum of R] float64 for each depth of multi-token prediction.
     """
     index = zigzag_index(batch.padded_lengths, cp_rank=cp_rank, cp_size=cp_size)
     counts = torch.tensor(batch.tokens_per_sample, dtype=torch.float64).clamp(min=1)
@@ -98,7 +110,20 @@ def slice_batch(
         **_on(device, trained=trained),
         whole=batch,
         row_index=index,
+        depths=tuple(
+            _depth_fields(batch, index, depth, weights, device) for depth, weights in enumerate(depth_weights, start=1)
+        ),
     )
+
+
+def _depth_fields(
+    batch: PackedBatch, index: Tensor, depth: int, weights: Tensor, device: torch.device | str
+) -> DepthFields:
+    labels = batch.labels.flatten()[batch.response_positions]
+    rows = {"targets": batch.spread(labels, depth), "weights": batch.spread(weights, depth)}
+    flat = {name: values[:, index].t().reshape(-1) for name, values in rows.items()}
+    mask = batch.spread(batch.loss_mask, depth)[:, index].t().reshape(-1)
+    return DepthFields(**_on(device, **flat, trained=mask.nonzero()[:, 0]))
 
 
 def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_group: ProcessGroup | None) -> Sequences:

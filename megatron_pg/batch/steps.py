@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_pg.batch.context_ranks import ContextRanks, assign_rows
 from megatron_pg.batch.pack import PackedBatch, pack
 from megatron_pg.batch.zigzag import padded_length
 from megatron_pg.rollouts.fields import Id
@@ -117,6 +118,53 @@ def cut_microbatches(
         )
     mine = samples[data_parallel_rank::data_parallel_size]
     return [laid_out(mine[k * rows : (k + 1) * rows]) for k in range(num_microbatches)]
+
+
+def cut_over_ranks(
+    samples: Sequence[Sample],
+    *,
+    num_microbatches: int,
+    rank: int,
+    num_ranks: int,
+    max_tokens: int,
+    attention_length: float,
+    multiple_of: int = 1,
+) -> list[PackedBatch]:
+    """This rank's K packed micro-batches of one optimizer step, each cut over ranks of its own (`dynamic_cp`).
+
+    Long documents lie on many ranks and short ones on one, so that the slowest rank is soon done; loss and gradient are those of
+    any other partition. It follows from the arguments alone, in about a second for 4,096 documents on 128 ranks.
+
+    Args:
+        samples: the whole step, the same on every rank.
+        num_microbatches: K, Megatron's `get_num_microbatches()`.
+        rank: of `parallel_state.get_data_parallel_group(with_context_parallel=True)`.
+        num_ranks: D · C, the size of that group.
+        max_tokens: that a rank holds of a micro-batch, padding included.
+        attention_length: tokens of a document whose attention costs as much as everything else, for instance 12 times the hidden
+            size; the same on every rank.
+        multiple_of: of a rank's part of a row (sequence parallelism: TP).
+
+    Raises:
+        ValueError: the samples don't fit into the micro-batches: none is dropped.
+    """
+    if min(num_microbatches, max_tokens) < 1 or not 0 <= rank < num_ranks or not attention_length > 0:
+        raise ValueError(
+            f"num_microbatches={num_microbatches}, max_tokens={max_tokens}, rank={rank} of num_ranks={num_ranks}, "
+            f"attention_length={attention_length} are no micro-batches of a rank. Give positive numbers and a rank below num_ranks."
+        )
+    rows = assign_rows(
+        [len(sample.tokens) for sample in samples],
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        max_tokens=max_tokens,
+        attention_length=attention_length,
+    )
+    mine = {row.microbatch: ([samples[i] for i in row.documents], row.ranks) for row in rows if rank in row.ranks}
+    places = [mine.get(k, ([], ContextRanks(rank, 1))) for k in range(num_microbatches)]
+    return [
+        pack(part, qkv_format="thd", multiple_of=multiple_of * ranks.size, cp_ranks=ranks) for part, ranks in places
+    ]
 
 
 def _even_rows(samples: Sequence[Sample], count: int, cp_size: int) -> list[list[Sample]]:

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron_pg import __version__
-from megatron_pg.cli.terminal import InputError
+from megatron_pg.cli.terminal import InputError, OutputError, output_taken
 from megatron_pg.rollouts.lines import RolloutFileError
 from megatron_pg.rollouts.printable import printable
 
@@ -56,19 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv, name)
         finally:
-            sys.stdout.flush()
+            with output_taken():
+                sys.stdout.flush()
     except (InputError, RolloutFileError) as error:
         sys.stderr.write(f"{command}: {printable(str(error), limit=None)}\n")
         return 2
-    except OSError as error:
-        if error.filename is not None:
-            raise
+    except OutputError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-        if isinstance(error, BrokenPipeError):  # the reader of our output has seen enough
+        reason = error.__cause__
+        if isinstance(reason, BrokenPipeError):  # the reader of our output has seen enough
             return 128 + signal.SIGPIPE
-        sys.stderr.write(
-            f"{command}: the standard output cannot be written ({error.strerror}), so it is incomplete. Make room.\n"
-        )
+        why = getattr(reason, "strerror", None) or reason
+        sys.stderr.write(f"{command}: the standard output cannot be written ({why}), so it is incomplete. Make room.\n")
+        return 2
+    except OSError as error:  # of a path that nobody has looked at before, or of the system
+        where = "the system" if error.filename is None else os.fsdecode(error.filename)
+        why = printable(f"{where}: {error.strerror or error}", limit=None)
+        sys.stderr.write(f"{command}: {why}, so the command ended. Give another path, or make room.\n")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -88,10 +92,15 @@ def _run(argv: list[str], name: str | None) -> int:
 
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser = _parser(name)
-    if name not in LAUNCHES:
-        return parser.parse_args(argv)
     options, words = parser.parse_known_args(argv)
-    options.words = words
+    if empty := [each for each, value in vars(options).items() if value == [] and each != "run"]:
+        raise InputError(
+            f"--{empty[0].replace('_', '-')} has no value: -- is none. Give one."
+        )  # as --flag=-- is parsed
+    if name in LAUNCHES:
+        options.words = words
+    elif words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     return options
 
 

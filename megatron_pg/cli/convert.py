@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
 from megatron_pg.rollouts.advantages import RULES, group_advantages
-from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, is_int, is_number
+from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, is_id, is_number
 from megatron_pg.rollouts.printable import printable, shorten
 
 if TYPE_CHECKING:
@@ -165,8 +165,10 @@ def _check_row(row: "Row") -> None:
     """What grouping by prompt and rollout relies on."""
     for name in ("prompt_id", "rollout_id"):
         value = row.record[name]
-        if not is_int(value) and not isinstance(value, str):
-            raise InputError(f"{row.where}: {name} is {shorten(value)}, not an integer or a string. Name it by one.")
+        if not is_id(value):
+            raise InputError(
+                f"{row.where}: {name} is {shorten(value)}, not an integer of 62 bits or a string of printable characters. Name it by one."
+            )
     reward = row.record["reward"]
     if not is_number(reward):
         raise InputError(f"{row.where}: its reward is {shorten(reward)}, not a finite number. Was it scored?")

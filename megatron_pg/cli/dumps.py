@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.cli.terminal import InputError, opened, show_path
-from megatron_pg.rollouts.fields import REQUIRED, is_int
+from megatron_pg.rollouts.fields import FIELDS, REQUIRED, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
 from megatron_pg.rollouts.printable import printable, shorten
 
@@ -85,18 +85,23 @@ def read_slime(path: str, options: argparse.Namespace) -> list[Row]:
 
 
 def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Row:
-    prompt_id, index = _field(sample, "group_index", where), _field(sample, "index", where)
-    rollout_id = sample.get("rollout_id")
+    prompt_id, index = (plain(_field(sample, name, where)) for name in ("group_index", "index"))
+    rollout_id, status = plain(sample.get("rollout_id")), sample.get("status")
+    removed = plain(sample.get("remove_sample", False))
+    if removed is not None and not isinstance(removed, bool):
+        raise _foreign(where, f"remove_sample is {shorten(removed)}, not true or false")
+    if index is not None and not is_int(index):
+        raise _foreign(where, f"index is {shorten(index)}, not an integer")
     unit = index if rollout_id is None else rollout_id
     for name, value in (("group_index", prompt_id), ("rollout_id and index", unit)):
         if value is None:
             raise InputError(
                 f"{where}: {name} is not set, so its unit cannot be counted. Set it in the rollout function."
             )
-    tokens, mask = _plain_list(_field(sample, "tokens", where)), _plain_list(sample.get("loss_mask"))
+    tokens, mask = _plain_list(_field(sample, "tokens", where), where), _plain_list(sample.get("loss_mask"), where)
     length = _integer(sample, "response_length", where)
-    if mask is None or sample.get("remove_sample"):
-        mask = _constant_mask(0 if sample.get("remove_sample") else 1, length, tokens)
+    if mask is None or removed:
+        mask = _constant_mask(0 if removed else 1, length, tokens)
     fields = {
         "step": step,
         "prompt_id": prompt_id,
@@ -105,8 +110,9 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "response_length": length,
         "loss_mask": mask,
         "reward": _reward(_field(sample, "reward", where), where, reward_key),
-        "rollout_logprobs": _plain_list(sample.get("rollout_log_probs")),
-        "x_status": str(sample.get("status")),
+        "rollout_logprobs": _plain_list(sample.get("rollout_log_probs"), where),
+        "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
+        "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
     return Row(where, fields)
@@ -119,13 +125,14 @@ def _reward(reward: Any, where: str, key: str | None) -> Any:
         reward = reward[key]
     elif key is not None:
         raise InputError(f"{where}: its reward {shorten(reward)} has no parts. Leave --reward-key out.")
-    return reward.item() if isinstance(reward, Tensor) and reward.numel() == 1 else reward
+    return _plain_list(reward, where)[0] if isinstance(reward, Tensor) and reward.numel() == 1 else reward
 
 
 def _add_train_data(rows: Sequence[Row], path: str) -> None:
     """Give the rows the steps, log-probabilities and advantages that slime trained with; step None: it trained them not."""
     dump, shown = load_tensors(path), show_path(path)
-    if not isinstance(dump, Mapping) or dump.get("format_version") != 2:
+    version = plain(dump.get("format_version")) if isinstance(dump, Mapping) else None
+    if not is_int(version) or version != 2:
         raise InputError(
             f"{shown}: is no training dump of slime (format_version 2), whose samples name their position in the rollout dump. The "
             "dumps that miles writes per rank cannot be joined; choose --old-logprobs and --advantage instead."
@@ -133,9 +140,9 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
     samples = _field(dump, "samples", shown)
     if not isinstance(samples, list):
         raise _foreign(shown, "samples is no list")
-    trained = {str(_field(sample, "rollout_position", shown)): sample for sample in samples}
+    trained = {_integer(sample, "rollout_position", shown): sample for sample in samples}
     steps = _steps_of(_field(dump, "dp_shards", shown), shown)
-    if trained.keys() != set(map(str, steps)) or not all(0 <= position < len(rows) for position in steps):
+    if trained.keys() != steps.keys() or not all(0 <= position < len(rows) for position in steps):
         raise InputError(
             f"{shown}: its samples are not those of its schedule, or not in the rollout dump of {len(rows)} samples. Do both files belong "
             "to one rollout?"
@@ -145,26 +152,28 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
         if position not in steps:  # of the rollouts that did not fill a step
             row.record["step"] = None
             continue
-        where, sample = f"{shown}: sample {position}", trained[str(position)]
-        if _plain_list(_field(sample, "tokens", where)) != row.record["tokens"]:
+        where, sample = f"{shown}: sample {position}", trained[position]
+        both = _plain_list(_field(sample, "tokens", where), where), row.record["tokens"]
+        if not all(map(FIELDS["tokens"].accepts, both)) or both[0] != both[1]:
             raise InputError(
                 f"{where}: its tokens differ from those of {row.where}. Do both files belong to one rollout?"
             )
         row.record["step"] = row.record["step"] * num_steps + steps[position]
-        row.record["old_logprobs"] = _plain_list(_field(sample, "log_probs", where))
-        row.record["advantage"] = _plain_list(_field(sample, "advantages", where))
-        row.record["ref_logprobs"] = _plain_list(sample.get("ref_log_probs"))
+        row.record["old_logprobs"] = _plain_list(_field(sample, "log_probs", where), where)
+        row.record["advantage"] = _plain_list(_field(sample, "advantages", where), where)
+        row.record["ref_logprobs"] = _plain_list(sample.get("ref_log_probs"), where)
 
 
 def _steps_of(shards: Any, shown: str) -> dict[int, int]:
     """Position in the rollout dump -> which of the dump's optimizer steps trained it, as slime's schedule has it."""
     steps: dict[int, int] = {}
     try:
-        for shard in shards:
-            counts, microbatches = shard["num_microbatches"], shard["micro_batch_indices"]
+        for shard in _plain_list(shards, shown):
+            names = ("num_microbatches", "micro_batch_indices", "partition")
+            counts, microbatches, partition = (_plain_list(_field(shard, name, shown), shown) for name in names)
             numbers = chain.from_iterable(repeat(step, count) for step, count in enumerate(counts))
             for step, microbatch in zip(numbers, microbatches, strict=True):
-                steps |= {operator.index(shard["partition"][i]): step for i in microbatch}
+                steps |= {operator.index(partition[i]): step for i in _plain_list(microbatch, shown)}
     except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
         raise _foreign(shown, "dp_shards does not say which micro-batches and steps trained a sample") from error
     return steps
@@ -194,11 +203,31 @@ def load_tensors(path: str) -> Any:
             ) from error
 
 
-def _plain_list(values: Any) -> list | None:
-    """A list of numbers from a list, a tuple or a tensor; None stays None."""
-    if isinstance(values, Tensor):
+def _plain_list(values: Any, where: str) -> Any:
+    """A list of numbers from a list, a tuple or a tensor; anything else as it is.
+
+    Raises:
+        InputError: a tensor without numbers, or with more of them than the file holds.
+    """
+    if not isinstance(values, Tensor):
+        return list(values) if isinstance(values, (list, tuple)) else values
+    try:
+        if values.numel() * values.element_size() > values.untyped_storage().nbytes():
+            raise ValueError
         return values.reshape(-1).tolist()
-    return list(values) if isinstance(values, (list, tuple)) else values
+    except Exception as error:  # sparse, without data, of a kind to come
+        kind = f"{values.layout} on {values.device} of shape {tuple(values.shape)}"
+        raise InputError(
+            f"{where}: holds a tensor ({kind}) whose numbers cannot be read one by one. Write it dense, on the CPU and with its own memory."
+        ) from error
+
+
+def _nested_list(values: Any, where: str) -> Any:
+    """The same with the lists inside lists of a tensor of several dimensions."""
+    if not isinstance(values, Tensor):
+        return values
+    flat = _plain_list(values, where)
+    return torch.tensor(flat, dtype=values.dtype).view(values.shape).tolist()
 
 
 # --- NeMo-RL ---
@@ -214,7 +243,7 @@ def read_nemo_rl(path: str, options: argparse.Namespace) -> list[Row]:
         InputError: the file is no such file, its step or group size is not known, or a group has two prompts.
     """
     shown, size, step = show_path(path), options.group_size, options.step
-    if step is None and (named := re.search(r"train_data_step(\d+)\.jsonl$", str(path))):
+    if step is None and (named := re.search(r"train_data_step(\d{1,18})\.jsonl$", str(path))):
         step = int(named.group(1))
     if step is None:
         raise InputError(f"{shown}: its name does not say the step, as train_data_step12.jsonl does. Give --step.")
@@ -257,7 +286,7 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "response_length": length - first,
-        "loss_mask": [bit * keep for bit in mask[first:]],
+        "loss_mask": [bit if keep else 0 for bit in mask[first:]],
         "reward": one("filtered_rewards" if "filtered_rewards" in record else "rewards"),
         "old_logprobs": old[first:],
         "advantage": advantage[first:length] if isinstance(advantage, list) else advantage,
@@ -279,6 +308,7 @@ COLUMNS = {  # field -> the columns that are taken for it where --column names n
     "old_logprobs": ("old_logprobs", "old_per_token_logps"),
     "rollout_logprobs": ("rollout_logprobs", "response_logprobs", "sampling_per_token_logps"),
     "ref_logprobs": ("ref_logprobs", "ref_per_token_logps"),
+    "routed_experts": ("routed_experts",),
     "reward": ("reward", "score"),
     "advantage": ("advantage", "advantages"),
 }

@@ -100,13 +100,13 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     divisor, micro, data, context = args.pg_grad_divisor, layout.microbatches, layout.data, layout.context
     gradient = "∇Σ w·ℓ, exactly" if divisor == 1 else f"∇Σ w·ℓ / {divisor:g}  (--pg-grad-divisor)"
     if vars(args).get("calculate_per_token_loss", False):
-        counted = "kept or not, Q = Σ n" if args.pg_denominator == "kept" else "Q = Σ n = T"
-        returned = f"S = Σ w·ℓ of the rank and micro-batch, n its trained tokens, {counted} (MoE: positions)"
+        product = f" = {micro * data * context}" if micro and context else ""
+        counted = "n its positions, Q = Σ n" if vars(args).get("num_experts") else f"n = 1, Q = Σ n = K·D·C{product}"
         return [
             *rows,
-            ("returned", f"Q·S and n: {returned}"),
-            ("schedule, DDP", "× 1: neither K nor D nor C appears"),
-            ("finalize", f"÷ Σ n = Q, so the gradient is {gradient}"),
+            ("returned", f"Q·S and n: S = Σ w·ℓ of the rank and micro-batch, {counted}"),
+            ("schedule, DDP", "× 1"),
+            ("finalize", f"÷ Q, so the gradient is {gradient}"),
         ]
     product = f" = {micro}·{data}·S = {micro * data}·S" if micro else ""
     return [

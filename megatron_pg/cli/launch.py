@@ -20,7 +20,7 @@ from megatron_pg.cli.recorder import Command, Recording, record
 from megatron_pg.cli.terminal import InputError, read_text, show_path
 from megatron_pg.flags.megatron import ARGUMENTS, MEGATRON_FLAGS
 from megatron_pg.flags.spelling import meant_flags
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import printable, shorten
 
 _LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
 _STARTING = {"-m", "--module"}  # the next word is a module in the place of a .py file
@@ -91,6 +91,8 @@ def read_launch(options: argparse.Namespace) -> Launch:
         InputError: a flag is misspelt or malformed, or the script starts no training.
     """
     words = [word for word in options.words if word != "--"]
+    if options.world_size is not None and not 0 < options.world_size < 2**31:
+        raise InputError(f"--world-size {shorten(options.world_size)} is no number of ranks. Give 1 or more.")
     if options.run is not None:
         return _from_script(words, options)
     if words and not words[0].startswith("-"):
@@ -243,7 +245,7 @@ def _world_size(words: Sequence[str]) -> int | None:
         short = flag[2:].replace("_", "-")  # argparse takes the beginning of a name for it
         for name in sizes if flag.startswith("--n") else ():
             if name.startswith(short):
-                sizes[name] = int(value) if value.isdecimal() else None
+                sizes[name] = int(value) if value.isdecimal() and len(value) < 10 else None
     return None if None in sizes.values() else sizes["nproc-per-node"] * sizes["nnodes"]
 
 
@@ -291,7 +293,28 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
         raise InputError(
             "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
         )
-    return argparse.Namespace(**defaults | vars(given)), tuple(vars(given)), tuple(others)
+    for name in MEGATRON_FLAGS.keys() & vars(given).keys():
+        _check_numbers(name, vars(given)[name])
+    args = argparse.Namespace(**defaults | vars(given))
+    _count_depths(args)
+    return args, tuple(vars(given)), tuple(others)
+
+
+def _count_depths(args: argparse.Namespace) -> None:
+    """Megatron takes the layers of multi-token prediction from the pattern of a HybridModel, which has one part for each."""
+    pattern = vars(args).get("hybrid_layer_pattern") or vars(args).get("hybrid_override_pattern") or ""
+    if "/" in pattern:
+        args.mtp_num_layers = pattern.count("/")
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """Refuse numbers with which nothing can be computed, and the empty list that argparse makes of `--flag=--`."""
+    flag = f"--{name.replace('_', '-')}"
+    if value == []:
+        raise InputError(f"{flag} has no value: -- is none. Give one.")
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, (int, float)) and not abs(each) < 2**62:
+            raise InputError(f"{flag} {shorten(each)} is no number that a training can have. Correct the flag.")
 
 
 def _check_spelling(others: Sequence[str], own: set[str]) -> None:

@@ -1,6 +1,7 @@
 """Pictures, for the subcommands that can draw them. matplotlib is an extra: without it there is a message, no picture."""
 
 import argparse
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,8 @@ def picture(
 
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     yield figure, axes
-    figure.tight_layout()
-    with written_whole(options.output, overwrite=options.overwrite) as scratch:
+    with written_whole(options.output, overwrite=options.overwrite) as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that a font lacks, and of a slow machine
+        figure.tight_layout()
         figure.savefig(scratch, format=Path(options.output).suffix[1:].lower(), dpi=110)
     plt.close(figure)

@@ -42,10 +42,10 @@ COMMANDS = """
 """
 LAUNCHER = r"(?:python[\d.]*|torchrun|accelerate|deepspeed|ray|srun|sbatch|mpirun|mpiexec)"
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
-_PATH = re.compile(rf"[\w./~+-]*/{LAUNCHER}(?![\w./-])", re.ASCII)
-_EXEC_OF_PATH = re.compile(
-    rf"(?:^|[;&|({{]|\b(?:then|do|else)\b)\s*exec\s[^\n;&|]*/{LAUNCHER}(?![\w./-])", re.MULTILINE
-)
+# Begun only where such a path can begin: a long word that is none is looked at once, not once for each of its letters.
+_PATH = re.compile(rf"(?<![\w./~+-])[\w./~+-]*/{LAUNCHER}(?![\w./-])", re.ASCII)
+_EXEC = re.compile(r"(?:^|[({]|\b(?:then|do|else)\b)\s*exec\s")  # in a simple command, in which no later one tells more
+_OF_PATH = re.compile(rf"/{LAUNCHER}(?![\w./-])")
 _STUB = """#!{bash} -p
 # Stands for a command that is found by PATH or by its path.
 file=${{__PG_FILE-}} shell=${{__PG_SHELL-}} line='' name=$0
@@ -97,7 +97,7 @@ def record(script: str, arguments: Sequence[str], *, limit: float) -> Recording:
         is_cut = _run(["unshare", *_NAMESPACES, bash, HERE / "sandbox.bash", "isolated", *call], environment, limit)
         is_isolated = (scratch / "isolated").exists()
         if not is_isolated:
-            if _EXEC_OF_PATH.search(text):
+            if _replaces_itself(text):
                 raise InputError(
                     f"{show_path(script)}: `exec` starts an interpreter by its path, which would really run, because this system makes no "
                     "namespaces. Start the job with MEGATRON_PG_DRY_RUN=1, or take the `exec` out."
@@ -110,6 +110,12 @@ def record(script: str, arguments: Sequence[str], *, limit: float) -> Recording:
         code = _text(scratch / "code").strip()
         commands = tuple(_commands(scratch))
         return Recording(commands, is_isolated, is_cut, int(code) if code else None, _text(scratch / "output"))
+
+
+def _replaces_itself(text: str) -> bool:
+    """Whether a script may `exec` an interpreter by its path, which no recorder stands before."""
+    found = ((command, _EXEC.search(command)) for command in re.split(r"[\n;&|]", text))
+    return any(match and _OF_PATH.search(command, match.end()) for command, match in found)
 
 
 _NAMESPACES = ("--user", "--map-root-user", "--mount", "--pid", "--net", "--fork", "--kill-child")

@@ -22,14 +22,34 @@ class InputError(ValueError):
     """What the user gave cannot be used; one line says what, why and what to do. The command ends with exit code 2."""
 
 
+class OutputError(Exception):
+    """The standard output takes no more; its cause is the system's error."""
+
+
 def say(text: str) -> None:
-    """Write a line to the standard output."""
-    sys.stdout.write(text + "\n")
+    """Write lines to the standard output; of what users named nothing drives the terminal."""
+    with output_taken():
+        sys.stdout.write("\n".join(printable(line, limit=None) for line in text.split("\n")) + "\n")
 
 
 def show_json(value: object) -> None:
     """Write one JSON document to the standard output."""
-    say(json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False))
+    text = json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False)
+    with output_taken():  # JSON escapes a part of what cannot be printed
+        sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
+
+
+@contextmanager
+def output_taken() -> Iterator[None]:
+    """Name the standard output as the one that failed: a system's error does not say it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError from error
 
 
 def show_path(path: str | Path) -> str:
@@ -110,10 +130,18 @@ def check_output(path: str | Path, *, overwrite: bool) -> None:
         InputError: as `written_whole`.
     """
     path = Path(path)
-    if "\0" in str(path) or not path.parent.is_dir():
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # too long, not reachable, or a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{show_path(path)}: cannot be written ({reason}). Give another path.") from error
+    if not path.parent.is_dir():
         raise InputError(f"{show_path(path)}: its folder does not exist, so nothing can be written. Make it first.")
-    if path.is_dir():
-        raise InputError(f"{show_path(path)}: is a folder, so nothing can be written. Give the path of a file.")
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a device or a pipe, which a file would replace"
+        raise InputError(f"{show_path(path)}: is {what}, so nothing can be written. Give the path of a file.")
     if path.exists() and not overwrite:
         raise InputError(f"{show_path(path)}: exists already and is kept. Give another path, or --overwrite.")
     if not os.access(path.parent, os.W_OK):

@@ -10,7 +10,9 @@ from importlib import import_module
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
-from megatron_pg.cli.terminal import say, show_json
+from megatron_pg.cli.terminal import InputError, say, show_json
+
+_MOST_RANKS = 2**14  # of one model: Megatron's groups of so many take seconds to write down
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +78,11 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
 @contextmanager
 def _layout_of_rank_zero(args: argparse.Namespace) -> Iterator[None]:
     """Megatron's parallel state as in training, without the other ranks: a user's function may ask it for its layout."""
+    sizes = {name: max(vars(args).get(name) or 1, 1) for name in MODEL_SIZES}
+    if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
+        raise InputError(
+            f"TP·PP·CP = {ranks} ranks is more than the {_MOST_RANKS} for which a reducer is tried. Correct one of the sizes."
+        )
     try:
         state = import_module("megatron.core.parallel_state")
         store = import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -83,8 +90,7 @@ def _layout_of_rank_zero(args: argparse.Namespace) -> Iterator[None]:
         yield
         return
     distributed = import_module("torch.distributed")
-    sizes = {name: max(vars(args).get(name) or 1, 1) for name in MODEL_SIZES}
-    distributed.init_process_group("fake", store=store, rank=0, world_size=math.prod(sizes.values()))
+    distributed.init_process_group("fake", store=store, rank=0, world_size=ranks)
     try:
         state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         yield

@@ -3,6 +3,7 @@
 IMPLEMENTATIONS = ("triton", "torch")  # of log-probabilities and loss
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 AUX_AGGREGATIONS = ("default", "policy")  # weights of the KL and entropy terms
+MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction
 HEAD_MODES = ("forward", "recompute")  # where the fused head makes its gradient
 HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
 DOCS_POLICIES = ("exact", "at_least")

@@ -69,6 +69,15 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
+    if depths := vars(args).get("mtp_num_layers"):
+        factor = f"{vars(args).get('mtp_loss_scaling_factor') or 0.1:g}"
+        weights = (
+            "1/n_d, n_d its tokens of the step"
+            if args.pg_mtp_aggregation == "token_mean"
+            else "those of pg_loss, of its tokens"
+        )
+        text = f"+ {factor}/{depths} Σ_d Σ v·ce_d, v = {weights}  (--mtp-num-layers, --pg-mtp-aggregation {args.pg_mtp_aggregation})"
+        rows.append(("MTP", text))
     if args.pg_grad_divisor != 1:
         divisor = f"{args.pg_grad_divisor:.12g}"
         same = f"with Adam the same without it: --clip-grad and --adam-eps times {divisor}"
@@ -128,7 +137,8 @@ def _documents_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _contract(args: argparse.Namespace) -> str:
     if vars(args).get("calculate_per_token_loss", False):
-        return "returns (Q·Σwℓ, n, report); finalize divides by Q = Σn  (--calculate-per-token-loss)"
+        counted = "n its positions, Q = Σn" if vars(args).get("num_experts") else "n = 1, Q = Σn = K·D·C"
+        return f"returns (Q·Σwℓ, n, report), {counted}; finalize divides by Q  (--calculate-per-token-loss)"
     return "returns (K·D·Σwℓ, report); the schedule multiplies by C and divides by K, DDP divides by D·C"
 
 

@@ -1,10 +1,16 @@
 """What of Megatron's own settings cannot go with the policy-gradient loss, and what follows from it. Needs no torch."""
 
 from collections.abc import Callable
-from importlib import metadata
 
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.megatron import (
+    FUSES_UNDER_FSDP,
+    REDUCES_UNSHARDED,
+    RUNS_FSDP2,
+    SCALES_ROUTER_LOSSES,
+    core_version,
+)
 
 
 def _takes_documents(facts: Facts) -> bool:
@@ -12,7 +18,30 @@ def _takes_documents(facts: Facts) -> bool:
     return isinstance(documents, int) and not isinstance(documents, bool) and documents > 0
 
 
-_FSDP = "E19 gradient scaling under {flag} is not verified for --loss-aggregation; remove it"
+_RANKS = (
+    "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and distributes them itself, so packed "
+    "micro-batches cannot reach it; remove it (--context-parallel-size alone works, and dynamic_cp gives micro-batches ranks of their own)"
+)
+
+
+def _leaves_unreduced(facts: Facts) -> bool:
+    strategy = facts.megatron(
+        "data_parallel_sharding_strategy"
+    )  # not given: the default, which is no_shard in 0.16 and 0.17
+    return strategy == "no_shard" or (strategy is None and core_version() < (0, 18))
+
+
+def _is_sharded(facts: Facts, name: str) -> bool:
+    """Whether Megatron-FSDP meets more than one of something."""
+    given = facts.megatron(name)
+    return bool(facts.megatron("use_megatron_fsdp")) and isinstance(given, int) and given > 1
+
+
+def _scales_experts_again(facts: Facts) -> bool:
+    is_per_token = facts.is_per_token or facts.per_token is True
+    return not is_per_token and facts.megatron("data_parallel_sharding_strategy") != "optim"
+
+
 _BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
 _LOGITS = "E54 {flag} %s, which --pg-fused-head never makes; remove one"
 _SCALE = "E55 {flag} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; use --pg-fused-head recompute"
@@ -22,23 +51,76 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
     (
         lambda facts: True,
         {
-            "hybrid_context_parallel": "E12 {flag} takes samples from Megatron's own data loader (--dataloader-type single) and "
-            "distributes them itself, so packed micro-batches cannot reach it; remove it (--context-parallel-size alone works)",
-            "use_megatron_fsdp": _FSDP,
-            "use_torch_fsdp2": _FSDP,
-            "overlap_moe_expert_parallel_comm": "E27 {flag} builds its own schedule plan, so the policy-gradient loss would never be "
-            "called; remove it",
+            "hybrid_context_parallel": _RANKS,
+            "dynamic_context_parallel": _RANKS,
             "perform_rl_step": _BATCHES,
             "sft": _BATCHES,
             "iterations_to_skip": _BATCHES,
         },
     ),
     (
-        lambda facts: facts.is_per_token or facts.per_token is True,
+        lambda facts: core_version() < RUNS_FSDP2,
         {
-            "ddp_average_in_collective": "E18 {flag} divides by ranks and cannot be combined with token_mean",
-            "mtp_num_layers": "E21 {flag} cannot be combined with token_mean: the MTP loss would be divided by a count that is not its own",
+            "use_torch_fsdp2": "E19 {flag} ends in a TypeError in finalize_model_grads of megatron-core before 0.19.2; use 0.19.2, or "
+            "--use-megatron-fsdp"
         },
+    ),
+    (
+        lambda facts: facts.args.pg_fused_head is not None,
+        {
+            "use_torch_fsdp2": "E19 {flag} frees the output layer's weight behind its forward, and --pg-fused-head reads it later; use "
+            "--fp32-lm-head, or --use-megatron-fsdp"
+        },
+    ),
+    (
+        lambda facts: bool(facts.megatron("num_experts")) and (facts.is_per_token or facts.per_token is True),
+        {
+            "use_torch_fsdp2": "E19 {flag} averages gradients and divides them by no count, so under token_mean the router's losses would "
+            "be too large by the positions; use --use-megatron-fsdp, or another aggregation"
+        },
+    ),
+    (
+        lambda facts: facts.args.pg_fused_head is not None and core_version() < FUSES_UNDER_FSDP,
+        {
+            "use_megatron_fsdp": "E19 {flag} loses gradients under --pg-fused-head in megatron-core before 0.19.2; use 0.19.2, or "
+            "--fp32-lm-head"
+        },
+    ),
+    (
+        lambda facts: core_version() < REDUCES_UNSHARDED and _leaves_unreduced(facts),
+        {
+            "use_megatron_fsdp": "E19 {flag} with --data-parallel-sharding-strategy no_shard, the default of 0.16 and 0.17, does not reduce "
+            "gradients over ranks in megatron-core before 0.18.2; use --data-parallel-sharding-strategy optim_grads_params"
+        },
+    ),
+    (
+        lambda facts: bool(facts.megatron("use_megatron_fsdp")),
+        {"ddp_average_in_collective": "E19 {flag} was not run with --use-megatron-fsdp; remove one"},
+    ),
+    (
+        lambda facts: _is_sharded(facts, "num_distributed_optimizer_instances"),
+        {"num_distributed_optimizer_instances": "E19 {flag} {value} was not run with --use-megatron-fsdp; remove one"},
+    ),
+    (
+        lambda facts: _is_sharded(facts, "tensor_model_parallel_size"),
+        {"tensor_model_parallel_size": "E19 {flag} {value} was not run with --use-megatron-fsdp; remove one"},
+    ),
+    (
+        lambda facts: _is_sharded(facts, "pipeline_model_parallel_size"),
+        {
+            "pipeline_model_parallel_size": "E19 {flag} {value} ends in an error where --use-megatron-fsdp makes its groups of ranks; remove one"
+        },
+    ),
+    (
+        lambda facts: _is_sharded(facts, "expert_model_parallel_size") and _scales_experts_again(facts),
+        {
+            "expert_model_parallel_size": "E19 {flag} {value} with --use-megatron-fsdp divides experts' gradients by the ranks once more with "
+            "every micro-batch; use token_mean, --data-parallel-sharding-strategy optim, or no expert parallelism"
+        },
+    ),
+    (
+        lambda facts: facts.is_per_token or facts.per_token is True,
+        {"ddp_average_in_collective": "E18 {flag} divides by ranks and cannot be combined with token_mean"},
     ),
     (
         lambda facts: bool(facts.args.fp32_lm_head or facts.args.pg_fused_head),
@@ -52,11 +134,7 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
     ),
     (
         lambda facts: facts.args.pg_fused_head is not None,
-        {
-            "mtp_num_layers": _LOGITS % "computes further losses from logits",
-            "use_mup": _LOGITS % "scales the logits",
-            "cross_entropy_loss_fusion": _LOGITS % "is a loss over logits",
-        },
+        {"use_mup": _LOGITS % "scales the logits", "cross_entropy_loss_fusion": _LOGITS % "is a loss over logits"},
     ),
     (lambda facts: facts.args.pg_fused_head == "forward", {"fp16": _SCALE, "loss_scale": _SCALE}),
     (
@@ -72,7 +150,7 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
 
 
 def compatibility_violations(facts: Facts) -> Violations:
-    """Rules E12, E18 to E21, E27 to E30, E53 to E55 and E62."""
+    """Rules E12, E18 to E21, E27 to E30, E53 to E55, E62 and E65."""
     for applies, refused in REFUSED:
         for name, text in refused.items() if applies(facts) else ():
             value = facts.megatron(name)
@@ -89,8 +167,21 @@ def compatibility_violations(facts: Facts) -> Violations:
     graph = [facts.megatron(name) for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")]
     if any(name in ("full_iteration", "CudaGraphScope.full_iteration") for name in _flatten(graph)):
         yield "E20", "--cuda-graph-impl full_iteration freezes the step's normaliser; capture layers instead"
+    recomputes_mtp = facts.megatron("mtp_num_layers") and facts.megatron("recompute_granularity") == "full"
+    if recomputes_mtp and (0, 18) <= core_version() < (0, 19, 2):
+        yield (
+            "E21",
+            "--recompute-granularity full with --mtp-num-layers ends in a TypeError inside megatron-core 0.18 to 0.19.1; use 0.19.2, "
+            "--recompute-granularity selective, or no multi-token prediction",
+        )
     if (facts.megatron("gtp_weight_remat_size", 1) or 1) > 1:
         yield "E28", "--tensor-parallel-num-weight-shards > 1 is not verified for --loss-aggregation; remove it"
+    if _captures_router(facts) and _needs_router_scale(facts):
+        yield (
+            "E65",
+            "--cuda-graph-impl transformer_engine captures the router with the coefficients of its losses, which this megatron-core (before "
+            "0.19) needs multiplied in every step under token_mean; leave moe out of --cuda-graph-scope, or take 0.19",
+        )
 
 
 def _flatten(values: list[object]) -> list[str]:
@@ -99,34 +190,50 @@ def _flatten(values: list[object]) -> list[str]:
 
 
 def compatibility_warnings(facts: Facts) -> list[str]:
-    """W4 to W6 and W11, for arguments without violations."""
+    """W4, W5 and W11, for arguments without violations."""
     messages = []
     if facts.megatron("eval_iters") is not None and facts.megatron("eval_interval") is None:
         messages.append(
             "--eval-iters without --eval-interval: Megatron's pretrain() divides by the interval when it asks for the data, and ends with a "
             "TypeError; give one, with --eval-iters 0 too"
         )
-    if facts.is_per_token and facts.megatron("fp16", False):
+    if facts.is_per_token and facts.megatron("fp16", False) and facts.megatron("num_experts"):
         messages.append(
-            "--fp16: gradients hold a sum over all trained tokens of the step until finalize; the loss scale must absorb it"
+            "--fp16: with --num-experts gradients hold a sum over all positions of the step until finalize; the loss scale must absorb it"
         )
-    tp_size, cp_size = (facts.megatron(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
-    if facts.is_per_token and _has_moe_losses(facts) and tp_size * cp_size > 1 and _core_version() < (0, 19):
-        messages.append("this Megatron mis-scales MoE auxiliary losses by TP·CP (Megatron-LM#5047)")
-    if not facts.is_per_token and facts.megatron("mtp_num_layers"):
-        messages.append("MTP trains by cross-entropy on loss-masked tokens, outside --loss-aggregation")
+    if "global_aux_loss" in _balancing_losses(facts) and facts.megatron("data_parallel_size") != 1:
+        messages.append(
+            "--moe-router-load-balancing-type global_aux_loss: Megatron divides its gradient by the number of data-parallel ranks, and it "
+            "depends on the order of the micro-batches; multiply its --moe-aux-loss-coeff by that number, or take aux_loss"
+        )
     return messages
 
 
-def _has_moe_losses(facts: Facts) -> bool:
-    if not facts.megatron("num_experts"):
+def _captures_router(facts: Facts) -> bool:
+    parts = [
+        part
+        for part in _flatten([facts.megatron("cuda_graph_scope"), facts.megatron("cuda_graph_modules")])
+        if part != "None"
+    ]
+    is_captured = not parts or any("moe" in part or part == "full" for part in parts)
+    return facts.megatron("cuda_graph_impl") == "transformer_engine" and is_captured
+
+
+def _needs_router_scale(facts: Facts) -> bool:
+    """Whether the step has to multiply the coefficients of the router's losses (`megatron_pg.step.experts`)."""
+    if not (facts.is_per_token or facts.per_token is True) or core_version() >= SCALES_ROUTER_LOSSES:
         return False
-    coefficients = [facts.megatron(name) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")]
-    return any(value not in ("None", "0", "0.0") for value in _flatten(coefficients))
+    tp_size, cp_size = (facts.megatron(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
+    losses = _balancing_losses(facts)
+    has_z_loss = bool(facts.megatron("num_experts") and facts.megatron("moe_z_loss_coeff"))
+    return "seq_aux_loss" in losses or (tp_size * cp_size > 1 and (bool(losses) or has_z_loss))
 
 
-def _core_version() -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:2])
-    except (metadata.PackageNotFoundError, ValueError):  # a source tree: newer than every release
-        return (99, 0)
+def _balancing_losses(facts: Facts) -> list[str]:
+    """The auxiliary losses that the router has, by Megatron's names."""
+    if not facts.megatron("num_experts"):
+        return []
+    kinds = _flatten([facts.megatron("moe_router_load_balancing_type", "aux_loss")])
+    coefficients = _flatten([facts.megatron("moe_aux_loss_coeff")])
+    found = [kind for kind, value in zip(kinds, coefficients, strict=False) if value not in ("None", "0", "0.0")]
+    return [kind for kind in found if kind.endswith("aux_loss")]

@@ -42,9 +42,9 @@ def add_documents_arguments(group: argparse._ArgumentGroup) -> None:
 def documents_violations(facts: Facts) -> Violations:
     """Rules E25, E60 and E61; E62 needs the checkpoint."""
     args, documents = facts.args, facts.args.docs_per_step
-    is_count = isinstance(documents, int) and not isinstance(documents, bool) and documents >= 0
+    is_count = isinstance(documents, int) and not isinstance(documents, bool) and 0 <= documents < 2**62
     if not is_count:
-        yield "E60", f"--docs-per-step must be a whole number of documents, or 0 for off, got {documents!r}"
+        yield "E60", f"--docs-per-step must be a whole number of documents below 2^62, or 0 for off, got {documents!r}"
     for name, choices in (("policy", DOCS_POLICIES), ("end", DOCS_ENDS)):
         flag, value = f"--docs-per-step-{name}", vars(args)[f"docs_per_step_{name}"]
         found = [] if value is None else list(choice(flag, value, choices))

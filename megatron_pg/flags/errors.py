@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from megatron_pg.rollouts.printable import printable
+
 Violations = Iterator[tuple[str, str]]  # (rule, message)
 
 
@@ -9,8 +11,8 @@ class ArgumentError(ValueError):
     """The arguments contradict each other or cannot work. `violations` holds (id, message) pairs."""
 
     def __init__(self, violations: list[tuple[str, str]]):
-        self.violations = violations
-        lines = "\n".join(f"  [{rule}] {message}" for rule, message in violations)
+        self.violations = [(rule, printable(message, limit=None)) for rule, message in violations]
+        lines = "\n".join(f"  [{rule}] {message}" for rule, message in self.violations)
         super().__init__(f"megatron_pg found {len(violations)} problem(s) in the arguments:\n{lines}")
 
     def __reduce__(self):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from megatron_pg.declarations import corrections, objectives
-from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, OBJECTIVE_PARAMETERS
+from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, MTP_AGGREGATIONS, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, resolved
 from megatron_pg.declarations.objectives import OBJECTIVES
@@ -70,6 +70,13 @@ def add_objective_arguments(group: argparse._ArgumentGroup) -> None:
         "those of the policy loss.",
     )
     group.add_argument(
+        "--pg-mtp-aggregation",
+        choices=MTP_AGGREGATIONS,
+        default="token_mean",
+        help="Weights of the cross-entropies of Megatron's --mtp-num-layers. token_mean: each depth over all tokens of the step "
+        "that it can predict; policy: by --loss-aggregation.",
+    )
+    group.add_argument(
         "--pg-grad-divisor",
         type=float,
         default=1.0,
@@ -114,6 +121,8 @@ def objective_violations(facts: Facts) -> Violations:
     yield from _objective_rules(facts)
     yield from _correction_rules(facts)
     yield from _auxiliary_rules(args)
+    yield from choice("--pg-mtp-aggregation", args.pg_mtp_aggregation, MTP_AGGREGATIONS)
+    yield from _prediction_rules(facts)
     yield from _denominator_rules(facts)
 
 
@@ -176,6 +185,22 @@ def _auxiliary_rules(args: argparse.Namespace) -> Violations:
         yield (
             "E40",
             "--pg-aux-aggregation policy has no effect without --pg-kl-coef or --pg-entropy-coef; remove it or give one",
+        )
+
+
+def _prediction_rules(facts: Facts) -> Violations:
+    if facts.args.pg_mtp_aggregation != "policy":
+        return
+    if not facts.megatron("mtp_num_layers"):
+        yield (
+            "E40",
+            "--pg-mtp-aggregation policy has no effect without --mtp-num-layers; remove it or give the number of layers",
+        )
+    if facts.reducer_path is not None:
+        yield (
+            "E43",
+            "--pg-mtp-aggregation policy would need weights from --custom-pg-loss-reducer-function-path, which knows nothing of "
+            "multi-token prediction; use token_mean",
         )
 
 

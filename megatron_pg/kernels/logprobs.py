@@ -37,11 +37,11 @@ def logprobs_and_entropy(
         ValueError: shapes or dtypes differ from the above, or the temperature is not > 0.
     """
     check_logits(logits, targets)
-    return logprobs_of(logits, targets, Vocabulary.of(logits.shape[1], temperature=temperature, tp_group=tp_group))
+    return logprobs_of(logits, targets, Vocabulary.of(logits.shape[1], temperature=temperature, tp_group=tp_group))[:2]
 
 
-def logprobs_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """The same of arguments that have been checked; padding must be hidden."""
+def logprobs_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of arguments that have been checked, and the `totals` of `Rows`; padding must be hidden."""
     return _LogprobsAndEntropy.apply(logits, targets, vocabulary)
 
 
@@ -51,11 +51,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         rows = combine(vocabulary.gather(statistics(logits, targets, vocabulary)))
         ctx.save_for_backward(logits, targets, *rows)
         ctx.vocabulary = vocabulary
-        return vocabulary.defined(rows.logprobs, targets), rows.entropy
+        ctx.mark_non_differentiable(rows.totals)
+        return vocabulary.defined(rows.logprobs, targets), rows.entropy, rows.totals
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _):
         logits, targets, *rows = ctx.saved_tensors
         grad = gradient(logits, targets, Rows(*rows), grad_logprobs, grad_entropy, ctx.vocabulary)
         return grad.to(logits.dtype), None, None

@@ -18,4 +18,4 @@ def reference_loss(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabula
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
     safe_logits = vocabulary.hide_padding(logits.masked_fill(~fields.mask[:, None], 0))
     safe_targets = torch.where(fields.mask, fields.targets, 0)
-    return policy_loss(*logprobs_of(safe_logits, safe_targets, vocabulary))
+    return policy_loss(*logprobs_of(safe_logits, safe_targets, vocabulary)[:2])

@@ -28,7 +28,7 @@ def triton_loss(
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
     fields = policy_loss.fields
     targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
-    logprobs, entropies = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
+    logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
     if policy_loss.terms.row and len(logits):
         return surrogate_loss(policy_loss, logprobs, entropies)
     return policy_loss(logprobs, entropies)

@@ -24,10 +24,10 @@ COMBINE_ROWS = 128
 
 def logprobs_and_entropy(
     logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary, *, inplace: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
 
-    Masked rows are not read; with `inplace` the backward writes the gradient over the logits.
+    With them come the `totals` of `Rows`. Masked rows are not read; with `inplace` the backward writes the gradient over the logits.
     """
     return _LogprobsAndEntropy.apply(logits, targets, mask, vocabulary, inplace)
 
@@ -39,11 +39,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         rows = combine(shares, targets, mask, vocabulary)
         ctx.save_for_backward(logits, targets, mask, *rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
-        return rows.logprobs, rows.entropy
+        ctx.mark_non_differentiable(rows.totals)
+        return rows.logprobs, rows.entropy, rows.totals
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _):
         logits, targets, mask, *rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         slopes = grad_logprobs, grad_entropy

@@ -11,8 +11,15 @@ Tokens that are not trained are left out before the products. Weight gradients a
 `main_grad` where there is one. On a CPU the same steps run with float32 products, for tests.
 """
 
-from megatron_pg.lm_head.heads import fp32_logits, logprobs_and_entropy
+from megatron_pg.lm_head.heads import fp32_logits, head_cross_entropy, logprobs_and_entropy
 from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.loss import grpo_head_loss, policy_gradient_head_loss
 
-__all__ = ["Head", "fp32_logits", "grpo_head_loss", "logprobs_and_entropy", "policy_gradient_head_loss"]
+__all__ = [
+    "Head",
+    "fp32_logits",
+    "grpo_head_loss",
+    "head_cross_entropy",
+    "logprobs_and_entropy",
+    "policy_gradient_head_loss",
+]

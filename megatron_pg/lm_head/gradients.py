@@ -86,11 +86,15 @@ class Gradients:
 
 
 class _WeightGradient:
-    """Adds up the weight gradient: in `main_grad` where there is one, with Megatron's protocol if it is Megatron's."""
+    """Adds up the weight gradient: in `main_grad` where there is one, with Megatron's protocol if it is Megatron's.
+
+    Megatron-FSDP has a `get_main_grad` in its place, a buffer for one micro-batch, so there the gradient goes through autograd.
+    """
 
     def __init__(self, weight: Any, main_grad: Tensor | None):  # Any: Megatron's parameters have more attributes
         self._weight = weight
-        self._is_megatrons = main_grad is None and hasattr(weight, "grad_added_to_main_grad")
+        has_protocol = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "get_main_grad")
+        self._is_megatrons = main_grad is None and has_protocol
         self.total = weight.main_grad if self._is_megatrons else main_grad
         self.is_elsewhere = self.total is not None  # not for autograd to add
         if not self.is_elsewhere:

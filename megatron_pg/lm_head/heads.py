@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.checks import check_for_triton
+from megatron_pg.kernels.cross_entropy import CrossEntropy
 from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
@@ -108,13 +109,26 @@ def logprobs_and_entropy(  # noqa: D417
     hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
     targets = targets if rows is None else targets.index_select(0, rows)
-    return logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)
+    return logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)[:2]
+
+
+def head_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head
+) -> CrossEntropy:
+    """`kernels.cross_entropy` from hidden states [..., H], for the targets [T] of some `rows` [n]; the backward makes the logits again."""
+    hidden = enter(hidden, vocabulary.tp_group, head.sequence_parallel).flatten(0, -2)
+    check_targets(hidden, targets)
+    logprobs, _, totals = logprobs_of_rows(hidden, weight, targets.index_select(0, rows), rows, vocabulary, head)
+    return CrossEntropy.of(logprobs, totals)
 
 
 def logprobs_of_rows(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary, head: Head
-) -> tuple[Tensor, Tensor]:
-    """The same of arguments that have been checked: hidden states [T, H] of all rows, targets [n] of the wanted ones."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `logprobs_and_entropy` returns, and the `totals` of `Rows`, of arguments that have been checked.
+
+    Hidden states are [T, H] of all rows, targets [n] of the wanted ones.
+    """
     return _LogprobsAndEntropy.apply(hidden, weight, targets, rows, vocabulary, head)
 
 
@@ -127,11 +141,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 values[chunk] = new
         ctx.save_for_backward(hidden, weight, targets, rows, found)
         ctx.vocabulary, ctx.head = vocabulary, head
-        return found[0].clone(), found[1].clone()  # what is saved must not be an output
+        rows_found = Rows(*found.clone())  # what is saved must not be an output
+        ctx.mark_non_differentiable(rows_found.totals)
+        return rows_found.logprobs, rows_found.entropy, rows_found.totals
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _):
         hidden, weight, targets, rows, found = ctx.saved_tensors
         chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl)
         gradients = Gradients(hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad)

@@ -111,7 +111,7 @@ def policy_gradient_head_loss(  # noqa: D417
         )
     else:
         targets = policy_loss.fields.targets.index_select(0, rows)
-        values = logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)
+        values = logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)[:2]
         found = policy_loss(*(v.new_zeros(mask.shape).index_copy(0, rows, v) for v in values))
     return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)
 

@@ -22,6 +22,12 @@ class HeadCall(NamedTuple):
     tp_group: ProcessGroup | None
     sequence_parallel: bool
 
+    @property
+    def stand_in(self) -> Tensor:
+        """[s, b, 1] without memory, for code between the layer and the loss that counts on logits."""
+        ranks = self.tp_group.size() if self.tp_group is not None and self.sequence_parallel else 1
+        return self.hidden.new_zeros(1).expand(self.hidden.shape[0] * ranks, self.hidden.shape[1], 1)
+
 
 def compute_in_float32(layer: Any, *, backward: str) -> None:
     """Make `layer`, a ColumnParallelLinear, return float32 logits.
@@ -54,7 +60,7 @@ class DeferredHead:
             if not is_wanted():
                 return make_logits(**arguments)
             self._call = _call(arguments)
-            return self._call.hidden
+            return self._call.stand_in
 
         layer._forward_impl = forward_impl
 

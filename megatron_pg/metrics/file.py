@@ -43,14 +43,13 @@ class MetricsFile:
             self._lock = _locked(self.path)
             if self.path.exists():
                 self.path.open("ab").close()
+            _lines(self.path)
         except OSError as error:
             self.close()
             raise ValueError(
                 f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or choose "
                 "another metrics_file."
             ) from error
-        try:
-            _lines(self.path)
         except ValueError:
             self.close()
             raise

@@ -49,7 +49,9 @@ class Reduction:
         self.level = level
         self.metrics: tuple[Metric, ...] = tuple(active)
         self._means = [metric for metric in active if metric.kind == "mean"]
-        self._added = [*self._means, *(metric for metric in active if metric.kind in ("sum", "part"))]
+        self._sums = [metric for metric in active if metric.kind in ("sum", "part")]
+        self._totals = [metric for metric in active if metric.kind == "total"]
+        self._added = [*self._means, *self._sums, *self._totals]
         self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
         self._derived = [metric for metric in active if metric.kind in ("step", "sample", "ratio")]
 
@@ -80,10 +82,11 @@ class Reduction:
             return torch.stack(rows) if rows else weights.new_zeros(0, 1)
 
         means = table(self._means, 0.0) * torch.where(mask, weights, 0)
-        sums = table(self._added[len(self._means) :], 0.0)
+        sums = table(self._sums, 0.0)
+        totals = [metric.formula(tokens).double().view(1) for metric in self._totals]
         extrema = pad(table(self._extrema, -math.inf), (0, 1), value=-math.inf)  # of no position, too
         documents = torch.stack([torch.where(masks[field], weights, 0).sum() for field in _FIELDS])
-        return torch.cat([means.sum(dim=1), sums.sum(dim=1), extrema.amax(dim=1), documents])
+        return torch.cat([means.sum(dim=1), sums.sum(dim=1), *totals, extrema.amax(dim=1), documents])
 
     def combine(self, partials: Tensor) -> Tensor:
         """[width] from [n, width] partial results, in their order."""

@@ -4,6 +4,7 @@
 
     mean     over documents (samples with a trained token) of the document's mean over its trained tokens
     sum      over the trained tokens of the step
+    total    a sum over other tokens, which the formula has taken over this rank's part of a micro-batch
     max min  over the trained tokens of the step
     step     an integer of the step plan
     sample   over the samples of the step that carry the value, fully masked ones included (`samples`)
@@ -56,7 +57,7 @@ class Metric:
     unit: str
     meaning: str
     _: KW_ONLY
-    kind: str = "mean"  # or "sum", "max", "min", "step", "sample", "ratio", "part"
+    kind: str = "mean"  # or "sum", "total", "max", "min", "step", "sample", "ratio", "part"
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
@@ -124,6 +125,30 @@ METRICS: tuple[Metric, ...] = (
         kind="sum",
         level="none",
         only_with="entropy",
+    ),
+    Metric(
+        "mtp_loss",
+        lambda t: t.totals["mtp_loss"],
+        "(1/N) Σ_d Σ v·ce_d",
+        "nats",
+        "cross-entropy of multi-token prediction before its coefficient, with the weights of `--pg-mtp-aggregation`, mean over the N depths",
+        kind="total",
+        level="none",
+        only_with="mtp",
+        signs=(
+            "falls, then follows the entropy",
+            "rises while pg_loss is stable: the extra heads fall behind the policy",
+        ),
+    ),
+    Metric(
+        "mtp_acceptance",
+        lambda t: t.totals["mtp_acceptance"],
+        "Σ_d Σ 1[target is the likeliest] / Σ_d n_d",
+        "fraction",
+        "tokens of the responses that multi-token prediction, decoding greedily, would have drafted right, over all depths",
+        kind="total",
+        only_with="mtp",
+        signs=("stable", "falls: speculative decoding with these heads becomes slower"),
     ),
     _fact(
         "reward",

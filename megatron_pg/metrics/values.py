@@ -1,7 +1,7 @@
 """What the formulas of the metrics read: fields, result and terms of one micro-batch on one rank."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
@@ -19,9 +19,10 @@ class TokenValues:
     fields: TokenFields
     result: PolicyGradientLoss
     terms: LossTerms
+    totals: Mapping[str, Tensor] = field(default_factory=dict)  # [] of losses over other tokens, by metric
 
     def __post_init__(self):
-        found = {field.name: getattr(self.result, field.name) for field in fields(self.result)}
+        found = {each.name: getattr(self.result, each.name) for each in fields(self.result)}
         exact = {name: v.double() for name, v in found.items() if v is not None and v.dtype != torch.bool}
         object.__setattr__(self, "result", replace(self.result, **exact))
 

@@ -54,6 +54,13 @@ def _are_numbers(value: Any) -> bool:
     return _holds(value, {int, float}) and all(map(sys.float_info.max.__ge__, map(abs, value)))
 
 
+def _are_experts(value: Any) -> bool:
+    """Whether it is a list per token, of lists per layer, of integers; `Sample` looks at their shape and range."""
+    return isinstance(value, list) and all(
+        isinstance(token, list) and all(_holds(layer, {int}) for layer in token) for token in value
+    )
+
+
 def _holds(value: object, kinds: set[type]) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= kinds
 
@@ -70,6 +77,7 @@ FIELDS = {
     "advantage": Field(lambda value: is_number(value) or _are_numbers(value)),
     "rollout_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
+    "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
 }
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)

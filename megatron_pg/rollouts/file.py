@@ -67,17 +67,25 @@ class RolloutWriter:
 
     Raises:
         RolloutFileError: the file exists and is refused, or cannot be appended to.
-        RolloutWriteError: the disk is full.
+        RolloutWriteError: it cannot be opened for writing, or the disk is full.
     """
 
     def __init__(self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse"):
         path = Path(path)
         if if_exists not in ("refuse", "append", "replace"):
             raise ValueError(f"if_exists={shorten(if_exists)} is none of refuse, append and replace. Choose one.")
-        goes_on = if_exists != "replace" and path.exists() and path.stat().st_size > 0
-        if goes_on:
-            _check_goes_on(path, if_exists)
-        self._file = path.open("wb" if if_exists == "replace" else "ab", buffering=0)
+        try:
+            goes_on = if_exists != "replace" and path.exists() and path.stat().st_size > 0
+            if goes_on:
+                _check_goes_on(path, if_exists)
+            self._file = path.open("wb" if if_exists == "replace" else "ab", buffering=0)
+        except RolloutFileError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            reason = getattr(error, "strerror", None) or error
+            raise RolloutWriteError(
+                f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. Give another path."
+            ) from error
         if not goes_on:
             self._put([_encoded({"format": FORMAT, "version": VERSION})])
 
@@ -161,6 +169,8 @@ def _line(sample: Sample) -> bytes:
     }
     if sample.truncated is not None:
         record["truncated"] = sample.truncated
+    if sample.routed_experts is not None:
+        record["routed_experts"] = sample.routed_experts.tolist()
     optional = {name: getattr(sample, name) for name in OPTIONAL}
     record |= {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
     try:

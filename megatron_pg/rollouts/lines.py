@@ -3,6 +3,7 @@
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -56,7 +57,7 @@ def raw_lines(
                 done += len(line)
                 if update is not None:
                     update(done)
-    except (OSError, EOFError, zlib.error) as error:  # the latter two of a damaged archive
+    except (OSError, UnicodeEncodeError, EOFError, zlib.error) as error:  # the latter two of a damaged archive
         reason = getattr(error, "strerror", None) or error
         raise RolloutFileError(f"{shown}: cannot be read ({reason}). Give an existing rollout file.") from error
 
@@ -87,8 +88,8 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The object of a JSON text, of which no field is given twice."""
     record = dict(pairs)
     if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate field {shorten(next(n for n in names if names.count(n) > 1))}")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate field {shorten(next(name for name in record if counts[name] > 1))}")
     return record
 
 

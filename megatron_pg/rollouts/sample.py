@@ -38,6 +38,9 @@ class Sample:
     rollout_id: Id | None = None  # samples of one trajectory share it
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
+    routed_experts: Tensor | None = (
+        None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
+    )
     step: int | None = None  # optimizer step that it belongs to
     reward: float | None = None
     truncated: bool | None = None  # the response ended at a length limit; None: not known
@@ -87,6 +90,8 @@ class Sample:
         for name in ("advantages", *LOGPROBS):
             if (values := getattr(self, name)) is not None or name not in OPTIONAL:
                 _check_values(name, values, mask, label)
+        if self.routed_experts is not None:
+            _check_experts(self.routed_experts, len(tokens), label)
 
     @classmethod
     def build(
@@ -107,7 +112,8 @@ class Sample:
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
             advantage: one number for the whole response, or R numbers.
-            rest: any other field of `Sample`; log-probabilities as `old_logprobs`.
+            rest: any other field of `Sample`; log-probabilities as `old_logprobs`, `routed_experts` as nested lists or
+                an array of integers.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -132,6 +138,8 @@ class Sample:
         for name in OPTIONAL:
             if rest.get(name) is not None:
                 rest[name] = _vector(name, rest[name], label, (int, float))
+        if rest.get("routed_experts") is not None:
+            rest["routed_experts"] = _experts(rest["routed_experts"], label)
         return cls(
             tokens=_vector("tokens", tokens, label, (int,)),
             loss_mask=mask.bool(),
@@ -242,4 +250,46 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
         raise ValueError(
             f"{name} of sample {label} reach {float(values[mask].max()):g}, log-probabilities are at most 0, so the ratio would be "
             "wrong. Were probabilities or negative log-likelihoods given?"
+        )
+
+
+def _experts(values: Any, label: str) -> Tensor:
+    """[n - 1, layers, topk] int32 from nested lists, an array or a tensor of integers."""
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.array(values)
+        if array.dtype.kind in "iu" and (
+            array.size == 0 or (int(array.min()) >= -(2**31) and int(array.max()) < 2**31)
+        ):
+            return torch.from_numpy(array.astype(np.int32))  # a copy
+    except Exception:  # of whatever else was given
+        array = None
+    raise ValueError(
+        f"routed_experts={_shown(values)} of sample {label} are not numbers of experts, a list per token of lists per layer. Give the "
+        "engine's array [tokens - 1, layers, topk]."
+    )
+
+
+def _check_experts(values: Any, num_tokens: int, label: str) -> None:
+    is_plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_nested
+    if not is_plain or values.dim() != 3 or values.dtype != torch.int32 or values.device.type != "cpu":
+        raise ValueError(
+            f"routed_experts of sample {label} are {_shown(values)}, not [tokens - 1, layers, topk] int32 on the CPU. Use Sample.build."
+        )
+    if len(values) != num_tokens - 1 or values.numel() == 0:
+        raise ValueError(
+            f"routed_experts of sample {label} have shape {tuple(values.shape)} for {num_tokens} tokens, so they would not align: an engine "
+            "has experts for every token but the last, which it never reads. Give [tokens - 1, layers, topk]."
+        )
+    if values.min() < 0:
+        raise ValueError(
+            f"routed_experts of sample {label} hold a negative number, which is no expert. Record all tokens."
+        )
+    ordered = values.sort(dim=-1).values
+    is_dense = (values == 0).all(dim=2).all(dim=0)  # engines leave the zeros of layers without experts
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1) & ~is_dense
+    if twice.any():
+        token, layer = twice.nonzero()[0].tolist()
+        raise ValueError(
+            f"routed_experts of sample {label} name an expert twice at token {token}, layer {layer}, so the token would lack one. Was the "
+            "record taken whole, prompt and cached prefixes included?"
         )

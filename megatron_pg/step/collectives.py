@@ -1,9 +1,14 @@
 """The few collectives of the plugin, on whatever device a group needs: tables and texts, never a pickle."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+LAST_WORDS = timedelta(minutes=1)  # that a rank which has failed waits for the others to hear of it
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
@@ -13,11 +18,23 @@ def device_of(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def all_gather_rows(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[n, …] on the CPU from [same shape] on each of the n ranks, in rank order: one collective, one host read."""
+def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error: Exception | None = None) -> Tensor:
+    """[n, …] on the CPU from [same shape] on each of the n ranks, in rank order: one collective, one host read.
+
+    `error` is what has failed on this rank, of which its values tell the others. It is raised where they cannot be told: they may
+    be in a collective of the user's, which this rank never reaches.
+    """
     values = values.to(device_of(group))
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, values, group=group)
+    if error is None:
+        dist.all_gather(gathered, values, group=group)
+    else:
+        options = AllgatherOptions()
+        options.timeout = LAST_WORDS  # the operation's, which would keep the process from its end
+        try:
+            (group or dist.group.WORLD).allgather([gathered], [values], options).wait(LAST_WORDS)
+        except RuntimeError as lost:
+            raise error from lost
     return torch.stack(gathered).cpu()
 
 

@@ -1,14 +1,25 @@
 """The one scalar that survives Megatron's divisions. Imports nothing of ours.
 
-S is the sum of w·ℓ over this rank's tokens of one micro-batch; the gradient of the step must be the sum of all
-∇S. Megatron divides on the way, and the two contracts below undo exactly that:
+S is the sum of w·ℓ over this rank's tokens of one micro-batch, with every further loss folded in; the gradient of the
+step must be the sum of all ∇S. Megatron divides on the way, and the two contracts below undo exactly that:
 
     flag off:  return (K·D·S, report);     Megatron: × C (schedule), ÷ K, ÷ D·C (DDP)
     flag on:   return (Q·S, n, report);    Megatron: ÷ Q, where Q is the sum of all n
 
-K micro-batches, D data-parallel ranks, C context-parallel ranks. The flag is `calculate_per_token_loss` of the
-config that wrapped the model. The other two combinations of tuple and flag are wrong in Megatron: a 3-tuple with the
-flag off is divided by a *local* count, a 2-tuple with the flag on is never divided.
+K micro-batches, D data-parallel ranks, C context-parallel ranks. The weights already hold every denominator, so any counts
+do: every forward counts n = 1 and Q = K·D·C, whatever the data are. The router of a mixture of experts multiplies its
+own losses by the positions that it saw, so there n and Q count positions (and `experts` makes up for the ranks and rows that old routers leave out).
+
+torch's FSDP2 (`--use-torch-fsdp2`) averages gradients whatever the flag says, and finalize cannot divide them by Q, for its
+`scale_gradients` does nothing:
+
+    flag on, FSDP2:  return (D·C·S, n, report);    Megatron: ÷ D·C (FSDP2)
+
+The router's own losses would keep their positions there, so a mixture of experts is refused under it with the flag on.
+
+The flag is `calculate_per_token_loss` of the config that wrapped the model. The other two combinations of tuple and flag
+are wrong in Megatron: a 3-tuple with the flag off is divided by a *local* count, a 2-tuple with the flag on is never
+divided.
 """
 
 from dataclasses import dataclass
@@ -25,23 +36,42 @@ class Contract:
     num_microbatches: int  # K
     data_parallel_size: int  # D
     context_parallel_size: int  # C
-    count: int  # Q, the sum of the counts that the per-token contract returns
+    num_positions: int | None = None  # of all ranks and micro-batches, under a mixture of experts
+    averages: bool = False  # the wrapper divides by D·C with the flag on too, and by nothing else
+
+    @property
+    def num_forwards(self) -> int:
+        """Slices of micro-batches in the step, K·D·C."""
+        return self.num_microbatches * self._num_ranks
+
+    @property
+    def _num_ranks(self) -> int:
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def count(self) -> int:
+        """Q, the sum of the counts that the per-token contract returns."""
+        return self.num_forwards if self.num_positions is None else self.num_positions
 
     @property
     def grad_scale(self) -> float:
         """The gradient that the schedule's backward brings to S, but for the loss scale of float16."""
-        return float(self.count if self.per_token else self.data_parallel_size * self.context_parallel_size)
+        return float(self.count if self.per_token and not self.averages else self._num_ranks)
 
-    def outputs(self, total: Tensor, local_count: int, policy: Tensor | None = None) -> tuple:
-        """Megatron's tuple from S = `total` (0-d, differentiable) and this rank's count.
+    def local_count(self, num_positions: int) -> int:
+        """n of a forward over that many positions."""
+        return 1 if self.num_positions is None else num_positions
+
+    def outputs(self, total: Tensor, *, num_positions: int = 0, policy: Tensor | None = None) -> tuple:
+        """Megatron's tuple from S = `total` (0-d, differentiable) of a forward over `num_positions`.
 
         The returned loss is a fresh tensor, because the schedule scales it in place; the report is a detached clone
         whose sum over micro-batches and ranks, divided by Megatron, is the objective: `policy` where S has more terms.
         """
-        share = 1.0 / (self.num_microbatches * self.data_parallel_size * self.context_parallel_size)
         value = total.detach() if policy is None else policy
-        report = {"pg_loss": torch.stack([value, torch.full_like(value, share)])}
+        report = {"pg_loss": torch.stack([value, torch.full_like(value, 1.0 / self.num_forwards)])}
         if not self.per_token:
             return total * (self.num_microbatches * self.data_parallel_size), report
-        count = torch.full((), local_count, dtype=torch.int32, device=total.device)  # no host sync
-        return total * self.count, count, report
+        count = self.local_count(num_positions)  # on the device without a host sync
+        factor = self._num_ranks if self.averages else self.count
+        return total * factor, torch.full((), count, dtype=torch.int32, device=total.device), report

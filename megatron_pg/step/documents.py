@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -111,7 +111,9 @@ class Packing:
         return self._pack(documents, self.seq_length if self.qkv_format == "bshd" or self.is_static else None)
 
     def _pack(self, documents: Sequence[Sample], width: int | None) -> PackedBatch:
-        shape = {"multiple_of": self.multiple_of} if self.qkv_format == "thd" else {"rows": self.micro_batch_size}
+        shape: dict[str, Any] = (
+            {"multiple_of": self.multiple_of} if self.qkv_format == "thd" else {"rows": self.micro_batch_size}
+        )
         return pack(documents, qkv_format=self.qkv_format, cp_size=self.cp_size, max_seq_len=width, **shape)
 
 
@@ -254,7 +256,7 @@ class DocumentAccumulator:
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
             row = torch.tensor(draft.counts(has_failed=error is not None), dtype=torch.int64)
-            rows = row[None] if group is None else all_gather_rows(row, group)
+            rows = row[None] if group is None else all_gather_rows(row, group, error=error)
             before, table = _total(table), [_Counts(*counts) for counts in rows.tolist()]
             has_progressed = _total(table) > before
             if any(counts.has_failed for counts in table) or all(counts.has_ended for counts in table):

@@ -10,7 +10,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,27 +18,38 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
-from megatron_pg.step.checks import agree, check_batches, check_model, source_of, take
+from megatron_pg.batch import LocalBatch, PackedBatch, local_experts, slice_batch
+from megatron_pg.step.checks import (
+    agree,
+    always_averages,
+    check_batches,
+    check_cuts,
+    check_dynamic_cp,
+    check_model,
+    check_packing,
+    source_of,
+    take,
+)
 from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
+from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.contract import Contract
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
 from megatron_pg.step.errors import ContractError, NonFiniteLossError, StepPlanError, lost_peer_named
-from megatron_pg.step.loss import MicrobatchLoss, microbatch_head_loss, microbatch_loss
-from megatron_pg.step.plan import (
-    LocalTable,
-    PlanRule,
-    StepPlan,
-    check_count,
-    local_table_of,
-    needs_prompt_ids,
-    plan_from_table,
+from megatron_pg.step.experts import (
+    RoutingReplay,
+    check_experts,
+    check_rows,
+    needs_router_scale,
+    router_losses_to_scale,
 )
+from megatron_pg.step.model_loss import ModelLoss
+from megatron_pg.step.plan import LocalTable, PlanRule, StepPlan, check_count, local_table_of, plan_from_table
 from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.weights import TokenFactors, token_factors, token_weights
+from megatron_pg.step.weights import TokenFactors, depth_weights, token_factors, token_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,8 @@ class PolicyGradientStep:
         settings: from `LossSettings.from_args`, after `validate_args`.
         on_report: called with a `StepReport` after every forward-backward, on every rank.
         documents: takes the steps under `--docs-per-step`; None: a step is what the schedule asks for.
+        routing_replay: gives the model the experts of the rollout engine; None: its router chooses.
+        dynamic_cp: every micro-batch is cut over ranks of its own (`PackedBatch.cp_ranks`); the same on every rank.
     """
 
     def __init__(
@@ -66,93 +79,81 @@ class PolicyGradientStep:
         settings: LossSettings,
         on_report: Callable[[StepReport], None] | None = None,
         documents: DocumentAccumulator | None = None,
+        routing_replay: RoutingReplay | None = None,
+        dynamic_cp: bool = False,
     ):
         self.settings = settings
         self.documents = documents
+        self._replay = routing_replay
+        self._dynamic_cp = dynamic_cp
+        self._groups: ContextGroups | None = None  # under dynamic_cp, from the first step on
         self._on_report = on_report or (lambda report: None)
-        self._attached = False
-        self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
+        self._loss = ModelLoss(settings)
         self._contract: Contract | None = None  # of the step in progress
-        self._local: LocalBatch | None = None  # of the forward in progress
-        self._results: list[tuple[LocalBatch, Tensor, Tensor]] = []  # batch, metrics, non-finite tokens of each forward
-        self._counts_positions = False  # mixture of experts: the router counts positions
-        self._calls = 0  # of forward_backward, for messages
+        self.calls = 0  # of forward_backward, for messages
         self._has_warned = False  # of ids that may not be unique
 
     # --- the model ---
 
     def attach(self, model: Any) -> Any:
-        """Compute the loss inside `model` (a GPTModel, before it is wrapped), where logits are not gathered over TP.
+        """Compute the loss inside `model` (a GPTModel or HybridModel, not yet wrapped), where logits are not gathered over TP.
 
         Raises:
             ContractError: the model does not compute its loss in `compute_language_model_loss`.
         """
-        if not callable(getattr(model, "compute_language_model_loss", None)):
-            raise ContractError(
-                f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss, so the loss has no place in "
-                "it; return a megatron.core GPTModel, not yet wrapped"
-            )
-        self._attached = True
-        if self.settings.float32_logits or self.settings.head_mode:  # a sampler's logits have the loss's precision
-            self._float32_layer = model.output_layer
-            compute_in_float32(model.output_layer, backward=self.settings.head_backward)
-        deferred = None
-        if self.settings.head_mode:
-            deferred = DeferredHead(model.output_layer, lambda: self._local is not None)
-        language_model_loss = model.compute_language_model_loss
-
-        def compute_language_model_loss(labels: Tensor, logits: Tensor):
-            # multi-token prediction brings its own labels
-            if self._local is None or labels is not self._local.inputs.labels:
-                return language_model_loss(labels, logits)
-            grad_scale = self._contract.grad_scale
-            if deferred:
-                return microbatch_head_loss(deferred.take(), self._local, self.settings, grad_scale=grad_scale)
-            rows = logits.reshape(-1, logits.shape[-1])  # [s, b, V/tp]: a view
-            tp_group = _group_of_several(parallel_state.get_tensor_model_parallel_group())
-            return microbatch_loss(rows, self._local, self.settings, tp_group, grad_scale=grad_scale)
-
-        model.compute_language_model_loss = compute_language_model_loss
+        self._loss.attach(model)
         return model
 
-    def forward_step(self, data_iterator: Iterator[LocalBatch], model: nn.Module) -> tuple[object, Callable]:
-        """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned."""
+    def forward_step(
+        self, data_iterator: Iterator[LocalBatch], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[object, Callable]:
+        """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned.
+
+        `return_schedule_plan`: Megatron's --overlap-moe-expert-parallel-comm runs the model in pieces, beside another backward.
+        """
         local = next(data_iterator)
         if not isinstance(local, LocalBatch):
             raise ContractError(
                 f"the data iterator gave a {type(local).__name__} that no plan has seen, so its denominators are unknown; "
                 "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
             )
-        self._local = local
-        try:
-            output = model(
-                local.inputs.tokens,
-                local.inputs.position_ids,
-                None,
-                labels=local.inputs.labels,
-                loss_mask=local.inputs.loss_mask,
-                packed_seq_params=_packed_seq_params(local),
-            )
-        finally:
-            self._local = None
+        inputs = (local.inputs.tokens, local.inputs.position_ids, None)
+        rest = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
+        rest["packed_seq_params"] = _packed_seq_params(local, self._groups.use(local.whole) if self._groups else None)
+        if return_schedule_plan:
+            self._loss.expect(local)
+            return model.build_schedule_plan(*inputs, **rest), partial(self._loss_func, local)
+        with self._loss.of(local), self._replayed(local, model):
+            output = model(*inputs, **rest)
         return output, partial(self._loss_func, local)
 
-    def _loss_func(self, local: LocalBatch, output: MicrobatchLoss) -> tuple:
-        if not isinstance(output, MicrobatchLoss):
+    def _replayed(self, local: LocalBatch, model: nn.Module) -> AbstractContextManager[None]:
+        if self._replay is None:
+            return nullcontext()
+        config = get_attr_wrapped_model(model, "config")
+        is_cut = config.sequence_parallel
+        experts = local_experts(
+            local,
+            num_experts=config.num_moe_experts,
+            layers=config.num_layers,
+            topk=config.moe_router_topk,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank() if is_cut else 0,
+            tp_size=parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1,
+        )
+        return self._replay.forward(model, experts.to(local.inputs.tokens.device))
+
+    def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
+        if local not in self._loss.found:
             raise ContractError(
-                f"the model returned a {type(output).__name__}, not the policy-gradient loss; call PolicyGradientStep.attach on "
-                "the GPTModel before it is wrapped"
+                f"the model returned a {type(total).__name__} without the policy-gradient loss; call PolicyGradientStep.attach on "
+                "the GPTModel or HybridModel before it is wrapped"
             )
-        if torch.is_grad_enabled() and not output.total.requires_grad:
+        if torch.is_grad_enabled() and not total.requires_grad:
             raise ContractError(
                 "loss does not require grad, so Megatron would skip this rank's backward and the others would wait; unfreeze a "
                 "parameter of the model"
             )
-        self._results.append((local, output.partial, output.nonfinite))
-        return self._contract.outputs(output.total, self._local_count(local), output.policy)
-
-    def _local_count(self, local: LocalBatch) -> int:
-        return local.num_positions if self._counts_positions else len(local.trained)
+        return self._contract.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
 
     # --- the step ---
 
@@ -170,23 +171,32 @@ class PolicyGradientStep:
             StepPlanError, ContractError, NonFiniteLossError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
-        self._calls += 1
-        with lost_peer_named(self._calls):
+        self.calls += 1
+        with lost_peer_named(lambda: f"in its step {self.calls}, before the optimizer moved"):
             return self._run(forward_backward_func, arguments)
 
     def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
-        self._counts_positions = bool(getattr(chunks[0].config, "num_moe_experts", None))
+        if self._dynamic_cp and self._groups is None:
+            self._groups = ContextGroups(parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, local, documents = self._plan(chunks, arguments)
-        self._contract, self._results = self._contract_of(plan), []
+        self._contract = self._contract_of(plan, chunks[0])
+        group = parallel_state.get_tensor_model_parallel_group()
+        self._loss.begin(plan, self._contract, chunks[0].config, group)
         # every virtual pipeline chunk runs over the same micro-batches
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
         found: list[Tensor] = []
         # with gradients on, the fused head adds to main_grad in the forward
         trains = torch.is_grad_enabled() and not arguments.get("forward_only")
-        with self._checked_before_finalize(chunks[0].config, found), torch.set_grad_enabled(trains):
+        with (
+            self._checked_before_finalize(chunks[0].config, found),
+            _router_losses_to_scale(chunks, local),
+            self._replay_ended(),
+            self._groups.in_layers(chunks) if self._groups else nullcontext(),
+            torch.set_grad_enabled(trains),
+        ):
             losses = forward_backward_func(**arguments)
         rows = found[0] if found else self._gather_and_check()
         metrics = self.settings.metrics
@@ -199,6 +209,14 @@ class PolicyGradientStep:
         )
         self._on_report(report)
         return losses
+
+    @contextmanager
+    def _replay_ended(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._replay is not None:
+                self._replay.end()
 
     @contextmanager
     def _checked_before_finalize(self, config: Any, found: list[Tensor]) -> Iterator[None]:
@@ -221,17 +239,20 @@ class PolicyGradientStep:
         try:
             batches, documents, error = self._fetch(chunks, arguments)
         except EndOfDocuments:
-            agree([], None, None)  # unless a peer goes on
+            agree([], None, None, self._counting_group)  # unless a peer goes on
             raise
         table: LocalTable | None = None
         factors: list[TokenFactors] = []
         if error is None:
             try:
+                check_cuts(batches, self._groups)
                 check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
+                check_packing(batches, chunks)
+                check_rows(batches, chunks[0].config)
+                check_experts(batches, chunks[0].config, self._replay)
                 factors = [token_factors(batch, self.settings) for batch in batches]
                 kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
-                group = parallel_state.get_data_parallel_group()
-                table = local_table_of(batches, self.settings.plan_rule, group, kept)
+                table = local_table_of(batches, self.settings.plan_rule, self._counting_group, kept)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
         undivided = () if documents is None else self._units
@@ -244,10 +265,10 @@ class PolicyGradientStep:
         """The plan from every rank's table, or every rank's error."""
         plan, failure = None, None
         try:
-            plan = plan_from_table(table, rule, error=error, group=parallel_state.get_data_parallel_group())
+            plan = plan_from_table(table, rule, error=error, group=self._counting_group)
         except StepPlanError as raised:
             failure = raised
-        agree(batches, plan, failure)
+        agree(batches, plan, failure, self._counting_group)
         if plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
             warnings.warn(plan.warning, stacklevel=2)
             self._has_warned = True
@@ -261,9 +282,10 @@ class PolicyGradientStep:
         takes_documents = self.documents is not None and not forward_only
         batches, source, error = [], None, None
         try:
-            check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._attached)
-            if self._float32_layer is not None:
-                check_layer(self._float32_layer)
+            check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._loss.is_attached)
+            self._loss.check_layer()
+            if self._groups:
+                check_dynamic_cp(chunks, self.settings, takes_documents=takes_documents)
             source = source_of(arguments["data_iterator"])
             if not takes_documents:
                 batches = take(source, arguments["num_microbatches"])
@@ -288,21 +310,26 @@ class PolicyGradientStep:
         return self.documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
 
     @property
+    def _counting_group(self) -> ProcessGroup:
+        """The ranks that bring samples of their own."""
+        return self._groups.plane if self._groups else parallel_state.get_data_parallel_group()
+
+    @property
     def _units(self) -> tuple[str, ...]:
         """What a step of documents must hold whole, because a denominator counts it."""
-        return ("rollout_id", "prompt_id") if needs_prompt_ids(self.settings.plan_rule.aggregation) else ("rollout_id",)
+        return ("rollout_id", "prompt_id") if self.settings.plan_rule.needs_prompt_ids else ("rollout_id",)
 
-    def _contract_of(self, plan: StepPlan) -> Contract:
-        # the router of a mixture of experts scales its losses by the positions it saw, so Q must count those
-        count = plan.num_positions if self._counts_positions else plan.num_tokens
-        if self.settings.per_token:
-            check_count(count)
+    def _contract_of(self, plan: StepPlan, model: Any) -> Contract:
+        has_router = bool(getattr(model.config, "num_moe_experts", None))
+        if has_router and self.settings.per_token:
+            check_count(plan.num_positions)
         return Contract(
             per_token=self.settings.per_token,
             num_microbatches=plan.num_microbatches,
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
-            count=count,
+            num_positions=plan.num_positions if has_router else None,
+            averages=always_averages(model),
         )
 
     def _slice(
@@ -310,14 +337,16 @@ class PolicyGradientStep:
     ) -> list[LocalBatch]:
         local, first = [], 0
         for batch, own in zip(batches, factors, strict=True):
+            group = self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
             sliced = slice_batch(
                 batch,
                 token_weights(batch, plan, first, factors=own, settings=self.settings),
-                cp_rank=parallel_state.get_context_parallel_rank(),
-                cp_size=parallel_state.get_context_parallel_world_size(),
+                cp_rank=group.rank(),
+                cp_size=group.size(),
                 device=device,
                 sequences=self.settings.terms.reads_sequences,
-                cp_group=_group_of_several(parallel_state.get_context_parallel_group()),
+                cp_group=group if group.size() > 1 else None,
+                depth_weights=depth_weights(batch, plan, first),
             )
             local.append(sliced)
             first += len(batch.samples)
@@ -327,41 +356,51 @@ class PolicyGradientStep:
         """The step's one all-gather and one host read: checks, and [world, width] partial results of the metrics."""
         device = device_of(None)
         rows = all_gather_rows(torch.cat([self._check_values(device), self._partial_result(device)]))
-        checks = rows[:, :3].tolist()
+        checks = rows[:, :4].tolist()
         self._raise_nonfinite(checks)
-        returned = sum(row[2] for row in checks)
+        returned = sum(row[3] for row in checks)
         if self.settings.per_token and returned != self._contract.count:
             raise ContractError(
-                f"returned token counts sum to {returned:.0f}, the plan has {self._contract.count}, so Megatron would divide by the "
+                f"returned counts sum to {returned:.0f}, not to {self._contract.count}, so Megatron would divide by the "
                 "wrong number; do not wrap or replace the forward step's loss function"
             )
-        return rows[:, 3:]
+        return rows[:, 4:]
 
     def _check_values(self, device: torch.device) -> Tensor:
-        """[3]: trained tokens whose loss is not finite, code of the first one, returned counts."""
-        if not self._results:
-            return torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64, device=device)
-        found = torch.stack([nonfinite for _, _, nonfinite in self._results])  # [K, 2]
+        """[4]: trained tokens whose loss is not finite, code of the first one, further losses that are not, returned counts."""
+        if not self._loss.found:
+            return torch.tensor([0.0, torch.inf, 0.0, 0.0], dtype=torch.float64, device=device)
+        found = torch.stack([one.nonfinite for one in self._loss.found.values()])  # [K, 3]
         microbatch = torch.arange(len(found), dtype=torch.float64, device=device)
-        counted = sum(self._local_count(local) for local, _, _ in self._results) if _reports() else 0
+        counted = (
+            sum(self._contract.local_count(local.num_positions) for local in self._loss.found) if _reports() else 0
+        )
         returned = torch.full((), float(counted), dtype=torch.float64, device=device)
         # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
-        return torch.stack([found[:, 0].sum(), (found[:, 1] + microbatch * 2.0**32).amin(), returned])
+        return torch.stack(
+            [found[:, 0].sum(), (found[:, 1] + microbatch * 2.0**32).amin(), found[:, 2].sum(), returned]
+        )
 
     def _partial_result(self, device: torch.device) -> Tensor:
         metrics = self.settings.metrics
-        if not self._results or not _reports():
+        if not self._loss.found or not _reports():
             return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
-        return metrics.combine(torch.stack([metrics_of for _, metrics_of, _ in self._results]))
+        return metrics.combine(torch.stack([one.partial for one in self._loss.found.values()]))
 
     def _raise_nonfinite(self, checks: list[list[float]]) -> None:
-        bad = [rank for rank, (count, _, _) in enumerate(checks) if count > 0]
+        bad = [rank for rank, (count, _, _, _) in enumerate(checks) if count > 0]
+        further = [rank for rank, (_, _, count, _) in enumerate(checks) if count > 0]
+        if not bad and further:
+            raise NonFiniteLossError(
+                f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy's own is finite, "
+                "so the step means nothing and the optimizer has not moved. Look at the weights of the mtp layers."
+            )
         if not bad:
             return
         where = ""
         if torch.distributed.get_rank() == bad[0]:
             microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
-            where = self._results[microbatch][0].locate(flat)
+            where = list(self._loss.found)[microbatch].locate(flat)
         where = broadcast_text(where, bad[0])
         raise NonFiniteLossError(
             f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
@@ -369,17 +408,25 @@ class PolicyGradientStep:
         )
 
 
-def _packed_seq_params(local: LocalBatch) -> PackedSeqParams | None:
+def _router_losses_to_scale(chunks: list[Any], local: Sequence[LocalBatch]) -> AbstractContextManager[None]:
+    if not needs_router_scale(chunks[0].config):
+        return nullcontext()
+    sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
+    return router_losses_to_scale(chunks, rows=len(local[0].inputs.tokens), ranks=sizes[0] * sizes[1])
+
+
+def _packed_seq_params(local: LocalBatch, cp_group: ProcessGroup | None = None) -> PackedSeqParams | None:
+    """`cp_group`: the micro-batch's own, where it has one."""
     boundaries = local.inputs.boundaries
     if boundaries is None:
         return None
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(local.whole.padded_lengths))
-    return PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest)
-
-
-def _group_of_several(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup | None:
-    return group if group.size() > 1 else None
+    document = {} if cp_group is None else {"cp_group": cp_group, "local_cp_size": cp_group.size()}
+    if "seq_idx" in PackedSeqParams.__dataclass_fields__:  # given, because Megatron makes it with a host sync
+        number = torch.repeat_interleave(boundaries.diff(), output_size=local.whole.num_positions)
+        document["seq_idx"] = number[None]  # of every position of the whole row, where layers with a state begin anew
+    return PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest, **document)
 
 
 def _reports() -> bool:

@@ -1,6 +1,8 @@
 """The loss of one micro-batch on this rank, from logits or by the fused head, with its diagnostics; no host sync."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +15,28 @@ from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.metrics import TokenValues
 from megatron_pg.step.settings import LossSettings
 
+Totals = Mapping[str, Tensor]
+NONE: Totals = MappingProxyType({})
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicrobatchLoss:
-    """What the model returns on the last stage for one micro-batch."""
 
-    total: Tensor  # [] S, differentiable
-    policy: Tensor  # [] its policy term
+class Diagnostics(NamedTuple):
+    """What is kept of one micro-batch's loss until the end of the step, without its graph."""
+
+    policy: Tensor  # [] the policy term of S
     partial: Tensor  # [width] float64 metrics of this rank and micro-batch
-    nonfinite: Tensor  # [2] float64: number of trained tokens whose loss is not finite, first of them (inf: none)
+    nonfinite: Tensor  # [3] float64: trained tokens whose loss is not finite, first of them (inf: none), further losses that are not
 
 
 def microbatch_loss(
-    logits: Tensor, local: LocalBatch, settings: LossSettings, tp_group: ProcessGroup | None, *, grad_scale: float = 1.0
-) -> MicrobatchLoss:
-    """Loss and diagnostics from logits; with terms of whole sequences every context-parallel rank must call.
+    logits: Tensor,
+    local: LocalBatch,
+    settings: LossSettings,
+    tp_group: ProcessGroup | None,
+    *,
+    grad_scale: float = 1.0,
+    totals: Totals = NONE,
+) -> tuple[Tensor, Diagnostics]:
+    """S (0-d, differentiable) and diagnostics from logits; with terms of whole sequences every context-parallel rank must call.
 
     Args:
         logits: [T, V / tp]. The Triton kernels write the gradient over them.
@@ -35,6 +44,7 @@ def microbatch_loss(
         settings: the loss settings.
         tp_group: tensor-parallel group.
         grad_scale: the contract's, so that the gradient is made in its final scale.
+        totals: [] each, of the losses that S has further, by metric.
     """
     found = policy_gradient_loss(
         logits,
@@ -45,12 +55,12 @@ def microbatch_loss(
         inplace=settings.impl == "triton" and may_be_overwritten(logits),
         impl=settings.impl,
     )
-    return _with_diagnostics(found, local, settings)
+    return _with_diagnostics(found, local, settings, totals)
 
 
 def microbatch_head_loss(
-    call: HeadCall, local: LocalBatch, settings: LossSettings, *, grad_scale: float = 1.0
-) -> MicrobatchLoss:
+    call: HeadCall, local: LocalBatch, settings: LossSettings, *, grad_scale: float = 1.0, totals: Totals = NONE
+) -> tuple[Tensor, Diagnostics]:
     """The same from what the output layer was called with, by the fused head.
 
     Args:
@@ -58,36 +68,44 @@ def microbatch_head_loss(
         local: this rank's slice of the micro-batch.
         settings: the loss settings.
         grad_scale: the contract's; the mode "forward" makes the weight gradient for it.
+        totals: as in `microbatch_loss`.
     """
     found = policy_gradient_head_loss(
         call.hidden,
         call.weight,
         PolicyLoss(settings.terms, local.fields),
         _vocabulary(len(call.weight), settings, call.tp_group),
-        Head(
-            mode=settings.head_mode,
-            backward=settings.head_backward,
-            impl=settings.impl,
-            sequence_parallel=call.sequence_parallel,
-        ),
+        head_of(call, settings),
         rows=local.trained,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
     )
-    return _with_diagnostics(found, local, settings)
+    return _with_diagnostics(found, local, settings, totals)
 
 
 def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:
     return Vocabulary.of(columns, temperature=settings.temperature, vocab_size=settings.vocab_size, tp_group=tp_group)
 
 
-def _with_diagnostics(found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings) -> MicrobatchLoss:
+def head_of(call: HeadCall, settings: LossSettings) -> Head:
+    """How the fused head takes a call of the output layer."""
+    return Head(
+        mode=settings.head_mode,
+        backward=settings.head_backward,
+        impl=settings.impl,
+        sequence_parallel=call.sequence_parallel,
+    )
+
+
+def _with_diagnostics(
+    found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings, totals: Totals
+) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
-        values = TokenValues(local.fields, found, settings.terms)
+        values = TokenValues(local.fields, found, settings.terms, totals)
         fields, policy = local.fields, found.loss.detach()
         if found.kl is not None or settings.terms.entropy_coef:
             policy = torch.where(fields.mask, fields.weights * values.token_losses, 0).sum()
-        return MicrobatchLoss(found.loss, policy, settings.metrics.partial(values), _count_nonfinite(values))
+        return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
@@ -96,4 +114,7 @@ def _count_nonfinite(values: TokenValues) -> Tensor:
     bad = values.fields.mask & ~torch.stack([torch.isfinite(v) for v in looked_at if v is not None]).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)
-    return torch.stack([bad.sum().double(), torch.cat([torch.where(bad, position, none), none]).amin()])
+    further = [~torch.isfinite(total) for total in values.totals.values()]
+    counted = torch.stack(further).sum() if further else bad.new_zeros(())
+    first = torch.cat([torch.where(bad, position, none), none]).amin()
+    return torch.stack([bad.sum().double(), first, counted.double()])

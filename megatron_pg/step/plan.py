@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import PackedBatch
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.batch import ContextRanks, PackedBatch
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.metrics.samples import COLUMNS, SampleFacts, encode_facts
 from megatron_pg.reducers import StepCounts, reducer_of
 from megatron_pg.rollouts.fields import Id, plain
@@ -28,9 +28,10 @@ from megatron_pg.step.unique_ids import prompts_message, rollouts_message
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
+_MODULUS = 2**61  # of sums of digests, which integers of 64 bits hold
 _INT32_MAX = 2**31 - 1
-_ROLLOUT, _PROMPT = 1, 2  # columns of a table
-_WIDTH = 4 + COLUMNS  # of a row of the table
+_TRAINED, _ROLLOUT, _PROMPT, _KEPT = range(4)  # columns of a table
+_WIDTH = 4 + COLUMNS  # of a row of the table, but for the depths of multi-token prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +50,8 @@ class StepPlan:
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
     auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
+    depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
+    depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
     warning: str | None = None  # about ids that may not be unique over the step
 
 
@@ -103,20 +106,54 @@ class PlanRule:
     denominator: str = "scheduled"  # what denominators count; auxiliary terms count trained tokens under `kept` too
     auxiliary_aggregation: str | None = None  # of the KL and entropy terms; None: they have no denominators
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
+    depths: int = 0  # of multi-token prediction
+    depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
+
+    @property
+    def live_only(self) -> bool:
+        """Whether units without a counted token are left out of the denominators."""
+        return self.denominator != "scheduled"
+
+    @property
+    def width(self) -> int:
+        """Columns of the table."""
+        return _WIDTH + self.depths
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether a denominator counts prompt groups."""
+        return needs_prompt_ids(self.aggregation) or (self.depths > 0 and needs_prompt_ids(self.depth_aggregation))
+
+
+class _Share(NamedTuple):
+    """What a rank has of a micro-batch that is cut over ranks of its own."""
+
+    first: int  # of the ranks, which brings the samples
+    size: int
+    digest: int  # of the whole micro-batch and its place in the step
+
+    def balance(self, rank: int) -> int:
+        """What adds up to 0 over the ranks where all have the same."""
+        return self.digest * (self.size - 1 if rank == self.first else -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTable:
-    """This rank's part of the exchange: one row (trained tokens, rollout key, prompt key, kept tokens, facts) per sample."""
+    """This rank's part of the exchange: one row per sample.
 
-    rows: Tensor  # [S, 6] int64
+    Its columns are trained tokens, rollout key, prompt key, kept tokens, facts, and n_d of each depth of multi-token prediction.
+    """
+
+    rows: Tensor  # [S, width] int64
     has_rollout_ids: bool
     has_prompt_ids: bool
     num_positions: int
     num_response_tokens: int
+    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
     num_microbatches: int = 1
     ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
     samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
+    shares: tuple[_Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
 
 
 def _local_table(
@@ -127,23 +164,27 @@ def _local_table(
     prompt_ids: Sequence[Id] | None,
     kept_per_sample: Sequence[int] | None = None,
     facts: Tensor | None = None,
+    depth_tokens: Sequence[Sequence[int]] = (),
+    own: Tensor | None = None,
 ) -> LocalTable:
     _check_aggregation(rule.aggregation, rule.divisor)
     counts = _counts(tokens_per_sample)
     size, total = len(counts), int(counts.sum())
-    if needs_prompt_ids(rule.aggregation):
+    if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
-            raise ValueError(f"{rule.aggregation} needs prompt_ids for every sample; sample {missing[0]} has none")
+            raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
     rank = torch.distributed.get_rank(group) if group is not None else 0
-    own = torch.arange(size) + (rank << 32)  # without ids every sample is a rollout of its own
+    own = torch.arange(size) + (rank << 32) if own is None else own  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     kept = counts if kept_per_sample is None else _counts(kept_per_sample)
     facts = torch.zeros(size, COLUMNS, dtype=torch.int64) if facts is None else facts
-    rows = torch.cat([torch.stack([counts, rollouts, prompts, kept], dim=1), facts], dim=1)
+    depths = torch.tensor(depth_tokens, dtype=torch.int64).view(len(depth_tokens), size).t()
+    rows = torch.cat([torch.stack([counts, rollouts, prompts, kept], dim=1), facts, depths], dim=1)
     ids = {_ROLLOUT: rollout_ids, _PROMPT: prompt_ids}
-    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, ids=ids)
+    held = rows[:, [_ROLLOUT, _PROMPT]]
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
 
 
 def _count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
@@ -161,19 +202,38 @@ def local_table_of(
     group: ProcessGroup | None,
     kept_per_sample: Sequence[int] | None = None,
 ) -> LocalTable:
-    """The table of this rank's micro-batches; `kept_per_sample`: trained tokens that no correction rejects."""
+    """The table of this rank's micro-batches; `kept_per_sample`: trained tokens that no correction rejects.
+
+    A micro-batch that is cut over ranks of its own is counted by the first of them.
+    """
     samples = [sample for batch in batches for sample in batch.samples]
     prompt_ids = _all_or_none("prompt_id", samples)
-    if needs_prompt_ids(rule.aggregation) and prompt_ids is None:
+    if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     rollout_ids, counts = _all_or_none("rollout_id", samples), [sample.num_trained for sample in samples]
+    depths = [[n for batch in batches for n in batch.trained_at(depth)] for depth in range(1, rule.depths + 1)]
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
+    own = [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
+    facts, keys = encode_facts(samples), torch.tensor(own, dtype=torch.int64)
+    table = _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample, facts, depths, keys)
+    brought = [batch for batch, first in zip(batches, firsts, strict=True) if first == rank]
+    mine = [i for i, key in enumerate(own) if key >> 44 == rank]
     return replace(
-        _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample, encode_facts(samples)),
-        num_positions=sum(batch.num_positions for batch in batches),
-        num_response_tokens=sum(sample.response_length for sample in samples),
+        table,
+        rows=table.rows[mine],
+        ids={column: ids and [ids[i] for i in mine] for column, ids in table.ids.items()},
+        num_positions=sum(batch.num_positions for batch in brought),
+        num_response_tokens=sum(samples[i].response_length for i in mine),
         num_microbatches=len(batches),
-        samples=samples,
+        samples=[samples[i] for i in mine],
+        shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
     )
+
+
+def _share_of(k: int, batch: PackedBatch) -> _Share:
+    digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
+    return _Share(batch.cp_ranks.first, batch.cp_ranks.size, int.from_bytes(digest, "big"))
 
 
 def plan_from_table(
@@ -183,31 +243,35 @@ def plan_from_table(
 
     The plan's totals count all rollouts and trained tokens, whatever its denominators count.
     """
-    local = LocalTable(torch.zeros(0, _WIDTH, dtype=torch.int64), False, False, 0, 0) if local is None else local
+    none = torch.zeros(0, rule.width, dtype=torch.int64)
+    local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
+    rank = torch.distributed.get_rank(group) if group is not None else 0
     try:
-        heads, tables = _exchange(local.rows, _Head.of(local, error), "" if error is None else message_of(error), group)
+        heads, tables = _exchange(local.rows, _Head.of(local, error, rank), error, group)
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)
+    _check_shares(heads, local.shares, group)
     name_of = partial(_name_of, tables, local.ids, group)
     _check_undivided(tables, rule.undivided, name_of)
     if any(head.has_prompt_ids == 1 for head in heads):
         _check_groups(torch.cat(tables), name_of)
     warning = _check_unique(tables, heads, rule, local.samples, group)
-    rank = torch.distributed.get_rank(group) if group is not None else 0
-    start = sum(len(table) for table in tables[:rank])
-    mine, with_prompts = slice(start, start + len(local.rows)), any(h.has_prompt_ids == 1 for h in heads)
-    whole = torch.cat(tables)
-    count = partial(_count_units, whole, mine, with_prompts=with_prompts, divisor=rule.divisor)
-    counts = count()
-    counted = counts if rule.denominator == "scheduled" else count(denominator=rule.denominator)
-    auxiliary = count(denominator="live") if rule.denominator == "kept" else counted
+    whole, with_prompts = torch.cat(tables), any(h.has_prompt_ids == 1 for h in heads)
+    count = partial(_count_units, whole, local.held, with_prompts=with_prompts, divisor=rule.divisor)
+    trained, kept = whole[:, _TRAINED], whole[:, _KEPT]
+    _check_counted(trained, kept if rule.denominator == "kept" else trained)
+    counts, counted = count(trained), count(kept if rule.denominator == "kept" else trained, live_only=rule.live_only)
+    auxiliary = count(trained, live_only=True) if rule.denominator == "kept" else counted
+    depths = [count(tokens, live_only=rule.live_only) for tokens in whole[:, _WIDTH:].unbind(dim=1)]
     named = rule.auxiliary_aggregation
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(counted, rule.aggregation),
         auxiliary_denominators=_denominators(auxiliary, named) if named else None,
+        depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in depths),
+        depth_counts=tuple(depth.num_tokens for depth in depths),
         num_samples=sum(h.num_samples for h in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
@@ -216,7 +280,7 @@ def plan_from_table(
         num_positions=sum(h.num_positions for h in heads),
         num_microbatches=local.num_microbatches,
         warning=warning,
-        facts=SampleFacts.of(whole[:, 4:], whole[:, _ROLLOUT], whole[:, _PROMPT] if with_prompts else None),
+        facts=SampleFacts.of(whole[:, 4:_WIDTH], whole[:, _ROLLOUT], whole[:, _PROMPT] if with_prompts else None),
     )
 
 
@@ -230,12 +294,14 @@ class _Head(NamedTuple):
     num_positions: int
     num_microbatches: int
     num_response_tokens: int
+    balance: int  # of its shares; 0 over all ranks
 
     @classmethod
-    def of(cls, local: LocalTable, error: Exception | None) -> "_Head":
+    def of(cls, local: LocalTable, error: Exception | None, rank: int) -> "_Head":
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         totals = local.num_positions, local.num_microbatches, local.num_response_tokens
-        return cls(len(local.rows), int(error is not None), *has_ids, *totals)
+        balance = sum(share.balance(rank) for share in local.shares) % _MODULUS
+        return cls(len(local.rows), int(error is not None), *has_ids, *totals, balance)
 
 
 def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
@@ -309,10 +375,13 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None) -> tuple[list[_Head], list[Tensor]]:
+def _exchange(
+    rows: Tensor, head: _Head, error: Exception | None, group: ProcessGroup | None
+) -> tuple[list[_Head], list[Tensor]]:
     """All ranks' heads and tables, in rank order; raises on every rank where one rank reports an error."""
-    message = encode(error, _MESSAGE).view(torch.int64)
-    gathered = _all_gather(torch.cat([torch.tensor(head, dtype=torch.int64), message, _fill(rows, SLOTS)]), group)
+    message = encode("" if error is None else message_of(error), _MESSAGE).view(torch.int64)
+    row = torch.cat([torch.tensor(head, dtype=torch.int64), message, _fill(rows, SLOTS)])
+    gathered = _all_gather(row, group, error)
     integers, messages, bodies = gathered.tensor_split([len(head), len(head) + len(message)], dim=1)
     heads = [_Head(*values) for values in integers.tolist()]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
@@ -323,16 +392,17 @@ def _exchange(rows: Tensor, head: _Head, error: str, group: ProcessGroup | None)
     largest = max(other.num_samples for other in heads)
     if largest > SLOTS:
         bodies = _all_gather(_fill(rows, largest), group)
-    tables = [b[: _WIDTH * other.num_samples].view(-1, _WIDTH) for b, other in zip(bodies, heads, strict=True)]
+    width = rows.shape[1]
+    tables = [b[: width * other.num_samples].view(-1, width) for b, other in zip(bodies, heads, strict=True)]
     return heads, tables
 
 
 def _fill(rows: Tensor, slots: int) -> Tensor:
-    return torch.nn.functional.pad(rows.reshape(-1), (0, _WIDTH * slots - rows.numel()))  # or cut
+    return torch.nn.functional.pad(rows.reshape(-1), (0, rows.shape[1] * slots - rows.numel()))  # or cut
 
 
-def _all_gather(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    return values[None] if group is None else all_gather_rows(values, group)
+def _all_gather(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
+    return values[None] if group is None else all_gather_rows(values, group, error=error)
 
 
 def _name_of(
@@ -362,6 +432,21 @@ def _check_agreement(heads: list[_Head]) -> None:
             )
 
 
+def _check_shares(heads: list[_Head], shares: Sequence[_Share], group: ProcessGroup | None) -> None:
+    """A micro-batch that is cut over several ranks is the same on all of them."""
+    if sum(head.balance for head in heads) % _MODULUS == 0:
+        return
+    gathered = _all_gather(torch.tensor(shares, dtype=torch.int64).view(-1, 3), group).tolist()
+    for k, of_ranks in enumerate(zip(*gathered, strict=True)):
+        for rank, share in enumerate(of_ranks):
+            run = ContextRanks(*share[:2])
+            if strays := [other for other in run if of_ranks[other] != share]:
+                raise StepPlanError(
+                    f"micro-batch {k} of rank {rank} is cut over {run}, and rank {strays[0]} has another one there, so they would wait for "
+                    "each other. Give every rank of a run the same samples at the same place, as cut_over_ranks does."
+                )
+
+
 def _check_unique(
     tables: list[Tensor],
     heads: list[_Head],
@@ -375,7 +460,7 @@ def _check_unique(
     warning = None
     if any(head.has_rollout_ids == 1 for head in heads):
         warning = rollouts_message(tables, _ROLLOUT, samples, group)
-    if warning is None and needs_prompt_ids(rule.aggregation):
+    if warning is None and rule.needs_prompt_ids:
         warning = prompts_message(tables, _PROMPT, samples, group)
     return warning
 
@@ -412,42 +497,46 @@ def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
     return (int(first[stray[0, 0]]), int(stray[0, 0])) if len(stray) else None
 
 
-def _count_units(
-    table: Tensor, mine: slice, *, with_prompts: bool, divisor: float | None, denominator: str = "scheduled"
-) -> StepCounts:
-    trained, rollouts, prompts, kept = table[:, :4].unbind(dim=1)
-    tokens = kept if denominator == "kept" else trained
-    num_tokens = int(tokens.sum())
-    if num_tokens == 0:
+def _check_counted(trained: Tensor, counted: Tensor) -> None:
+    if not int(trained.sum()):
         raise StepPlanError(
-            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
-            if int(trained.sum())
-            else "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
+            "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
             "more samples per step."
         )
-    live_only = denominator != "scheduled"
-    num_rollouts, per_rollout = _totals(rollouts, tokens, live_only)
-    num_prompts, per_prompt = _totals(prompts, tokens, live_only) if with_prompts else (None, None)
+    if not int(counted.sum()):
+        raise StepPlanError(
+            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
+        )
+
+
+def _count_units(
+    table: Tensor, held: Tensor, tokens: Tensor, *, with_prompts: bool, divisor: float | None, live_only: bool = False
+) -> StepCounts:
+    rollouts, prompts = held.t().contiguous()
+    num_rollouts, per_rollout = _totals(table[:, _ROLLOUT], tokens, rollouts, live_only)
+    num_prompts, per_prompt = _totals(table[:, _PROMPT], tokens, prompts, live_only) if with_prompts else (None, None)
     return StepCounts(
-        tokens_per_rollout=per_rollout[mine],
-        tokens_per_prompt=per_prompt[mine] if per_prompt is not None else None,
+        tokens_per_rollout=per_rollout,
+        tokens_per_prompt=per_prompt,
         num_rollouts=num_rollouts,
         num_prompts=num_prompts,
-        num_tokens=num_tokens,
+        num_tokens=int(tokens.sum()),
         divisor=divisor,
         live_only=live_only,
     )
 
 
-def _totals(keys: Tensor, tokens: Tensor, live_only: bool) -> tuple[int, Tensor]:
-    """Number of distinct units (`live_only`: with a counted token), and for every sample the tokens of its unit."""
+def _totals(keys: Tensor, tokens: Tensor, held: Tensor, live_only: bool) -> tuple[int, Tensor]:
+    """Number of distinct units (`live_only`: with a counted token), and the tokens of the units that are held here."""
     units, inverse = torch.unique(keys, return_inverse=True)
     totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
-    return int((totals > 0).sum()) if live_only else len(units), totals[inverse]
+    return int((totals > 0).sum()) if live_only else len(units), totals[torch.searchsorted(units, held)]
 
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
-    """One per sample; infinite for a unit that is not counted although it has trained tokens."""
+    """One per sample; infinite for a unit that is not counted although it has trained tokens, and where nothing is."""
+    if not counts.num_tokens:
+        return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
     denominators = reducer_of(aggregation)(counts)
     tokens = {"rollout": counts.tokens_per_rollout, "prompt": counts.tokens_per_prompt}.get(
         AGGREGATIONS[aggregation].unit
@@ -458,6 +547,8 @@ def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
 
 
 def check_count(count: int) -> None:
-    """Refuse a count that Megatron's int32 accumulator cannot hold (per-token contract only)."""
+    """Refuse positions that Megatron's int32 accumulator cannot hold (a mixture of experts under the per-token contract)."""
     if count > _INT32_MAX:
-        raise StepPlanError(f"{count} tokens in one step exceed Megatron's int32 counter. Take fewer per step.")
+        raise StepPlanError(
+            f"{count} positions in one step exceed Megatron's int32 counter, to which the router's losses bind us. Take fewer per step."
+        )

@@ -37,6 +37,8 @@ class LossSettings:
     float32_logits: bool = False
     head_mode: str | None = None  # of the fused head; None: the model makes its logits
     head_backward: str = "bf16"
+    mtp_depths: int = 0  # of the model's multi-token prediction
+    mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
 
     @classmethod
@@ -49,6 +51,7 @@ class LossSettings:
         )
         anchor = CORRECTIONS[correction.name].anchor
         own = args.pg_custom_objective_path is not None
+        depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **objective_numbers(args)),
             opsm_anchor=anchor,
@@ -73,7 +76,9 @@ class LossSettings:
             head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",
             impl=_available(args.pg_kernel),
-            metrics=Reduction(args.pg_metrics, features_of(terms, correction), terms.objective.reported),
+            mtp_depths=depths,
+            mtp_aggregation=args.pg_mtp_aggregation,
+            metrics=Reduction(args.pg_metrics, features_of(terms, correction, depths), terms.objective.reported),
         )
 
     @property
@@ -89,10 +94,12 @@ class LossSettings:
             auxiliary_aggregation=step_mean
             if has_auxiliary and self.aux_aggregation != "policy" and not same
             else None,
+            depths=self.mtp_depths,
+            depth_aggregation=self.aggregation if self.mtp_aggregation == "policy" else STEP_MEANS[True],
         )
 
 
-def features_of(terms: LossTerms, correction: Correction) -> frozenset[str]:
+def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> frozenset[str]:
     """What the loss has, by the names under which metrics ask for it."""
     features = {
         "clip": terms.objective.outside is not None,
@@ -101,6 +108,7 @@ def features_of(terms: LossTerms, correction: Correction) -> frozenset[str]:
         "kl": terms.kl_coef != 0,
         "entropy": terms.entropy_coef != 0,
         "auxiliary": terms.kl_coef != 0 or terms.entropy_coef != 0,
+        "mtp": mtp_depths > 0,
     }
     return frozenset(name for name, present in features.items() if present)
 

@@ -95,7 +95,7 @@ def token_weights(
     """
 
     def weights(denominators: Tensor) -> Tensor:
-        return batch.loss_mask / batch.per_token(denominators[first_sample : first_sample + len(batch.samples)])
+        return batch.loss_mask / _per_token(batch, denominators, first_sample)
 
     if factors.reducer is None:
         of_policy = weights(plan.denominators)
@@ -107,3 +107,13 @@ def token_weights(
         "auxiliary_weights": None if auxiliary is None else weights(auxiliary),
         "corrections": factors.corrections,
     }
+
+
+def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int) -> list[Tensor]:
+    """[sum of R] float64 for each of the N depths of multi-token prediction: mask / (N d), of tokens that the depth can predict."""
+    depths = plan.depth_denominators
+    return [batch.loss_mask / (len(depths) * _per_token(batch, each, first_sample)) for each in depths]
+
+
+def _per_token(batch: PackedBatch, denominators: Tensor, first_sample: int) -> Tensor:
+    return batch.per_token(denominators[first_sample : first_sample + len(batch.samples)])

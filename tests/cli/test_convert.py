@@ -268,6 +268,17 @@ def test_an_array_in_a_dump_is_named(save, tmp_path, capsys):
     assert "docs/cli.md shows how" in message
 
 
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_routed_experts_are_kept_as_tensors_or_lists(framework, save, tmp_path, capsys):
+    experts = torch.tensor([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[5, 4], [1, 0]], [[0, 2], [2, 1]]])  # of 5 tokens
+    given = (experts, experts.tolist(), None)
+    path = save([one | {"rollout_routed_experts": each} for one, each in zip(SLIME[:3], given, strict=True)])
+    output = tmp_path / "out.jsonl"
+    assert run(capsys, path, "--format", framework, *CHOICES, "--output", output)[0] == 0
+    found = [sample.routed_experts for sample in read_rollouts(output)]
+    assert [each if each is None else each.tolist() for each in found] == [experts.tolist(), experts.tolist(), None]
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x80", b"PK\x03\x04" + bytes(50), b"{}", b"\xff" * 1000, "truncated"],

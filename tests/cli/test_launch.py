@@ -138,7 +138,6 @@ def test_what_a_rejection_does_to_the_denominators_is_in_the_numbers(call, mode)
     denominator, tokens = REJECTIONS[mode]
     assert said["factors"]["denominator"] == denominator
     assert said["factors"]["N_r"].startswith("those of 512 rollouts with a kept token")
-    assert ("kept or not, Q = Σ n" in said["factors"]["returned"]) == (mode == "token_mean")
     assert (said["sizes"]["N_r"], said["sizes"]["K"], said["weights_unit"]) == (None, 32, "1/N_r")
     assert tuple(row["token"] for row in said["weights"]) == pytest.approx(tokens, rel=1e-12)
     assert "no token of them rejected" in call("explain", *flags)[1]
@@ -327,7 +326,7 @@ BAD_LAUNCHES = {
     "--global-batch-size 10 --micro-batch-size 3 --world-size 2": "10 is no multiple of --micro-batch-size 3 times 2",
     "--context-parallel-size -1 --world-size 6": "--context-parallel-size -1 must be at least 1",
     "--micro-batch-size 0 --global-batch-size 6": "--micro-batch-size 0 must be at least 1",
-    "--world-size 0 --loss-aggregation token_mean": "0 ranks are no multiple",
+    "--world-size 0 --loss-aggregation token_mean": "--world-size 0 is no number of ranks",
     "--tensor-model-parallel-size 4 --world-size 6": "6 ranks are no multiple of TP·PP·CP = 4",
     "--world-size two --loss-aggregation token_mean": "invalid int value: 'two'",
     "--loss-aggregation token_mean --lengths 10,x": "no list of positive lengths",
@@ -444,6 +443,12 @@ def test_weight_shards_are_what_megatron_derives_from_them(call, script):
     assert "[E28]" in call("validate", "--run", script(base + "4"))[2]
 
 
+@pytest.mark.parametrize(("pattern", "depths"), [("M*M*/MM/MM", 2), ("*-|*-", None)])
+@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+def test_the_depths_of_a_pattern_are_what_megatron_derives_from_it(call, flag, pattern, depths):
+    assert explained(call, flag, pattern)["megatron_arguments"].get("mtp_num_layers") == depths
+
+
 def test_validate_probes_a_custom_reducer(call, tmp_path, monkeypatch):
     (tmp_path / "cli_reducers.py").write_text(
         "def local_mean(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):\n"
@@ -548,7 +553,12 @@ def test_the_help_of_explain_lists_every_flag_of_the_plugin(capsys):
 
 
 def test_every_megatron_argument_of_the_rules_is_read():
-    derived = {"gtp_weight_remat_size", "padded_vocab_size", "params_dtype"}  # Megatron makes them of others
+    derived = {
+        "data_parallel_size",
+        "gtp_weight_remat_size",
+        "padded_vocab_size",
+        "params_dtype",
+    }  # Megatron makes them of others
     assert set(RULE_ARGUMENTS) - MEGATRON_FLAGS.keys() == derived
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,15 @@ def test_the_examples_start_their_training(monkeypatch, path):
     assert [command.words[-2:] for command in launches] == [("--loss-aggregation", "token_mean")]
     text = path.read_text(encoding="utf-8").splitlines()
     assert re.search(r"torchrun|torch\.distributed\.run", text[launches[0].line - 1])
+
+
+HOSTILE = ["a", "\n", "; ", "/", "(exec ", "exec /", "then ", "/python1", "~/python+", "x/python3 ", "{\n", "exec \\\n"]
+
+
+def test_a_long_script_is_searched_in_the_time_of_its_length():
+    begin = time.process_time()
+    for text in HOSTILE:
+        for end in ("", "x", "\n"):
+            recorder._launchers(text * (100_000 // len(text)) + end)
+            recorder._replaces_itself(text * (100_000 // len(text)) + end)
+    assert time.process_time() - begin < 5.0  # a search for each letter takes minutes

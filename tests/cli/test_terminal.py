@@ -69,3 +69,15 @@ def test_a_closed_standard_output_is_no_traceback(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["validate", "--pg-temperature", "2"]) == 0
     sys.stdout.close()  # the null device
+
+
+def test_the_error_of_a_path_is_not_taken_for_one_of_the_standard_output(capsys, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["plot", "a", "b"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "megatron-pg plot: the system: No such file or directory, so the command ended. Give another path, or make room.\n"
+    )

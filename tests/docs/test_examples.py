@@ -1,5 +1,6 @@
 """The example's own parts, and that its launch scripts parse and validate."""
 
+import itertools
 import json
 import random
 import re
@@ -9,12 +10,14 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import digit_sort
 import launches
 import pytest
 import run_folder
 import torch
+from all_gather_attention import AllGatherAttention, allowed
 from samples import make_sample
 
 from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
@@ -49,6 +52,18 @@ def test_the_task_is_right_about_its_own_answers():
         assert digit_sort.exact(prompt, answer[:-1]) == 0.0
         assert digit_sort.reward(prompt, answer[:-1]) == pytest.approx(1 - 1 / len(answer))
         assert digit_sort.reward(prompt, [digit_sort.STOP]) == 0.0
+
+
+def test_attention_over_gathered_keys_keeps_to_documents_and_to_the_window_of_its_layer():
+    config = SimpleNamespace(kv_channels=4, window_size=(2, 0), window_attn_skip_freq=2)
+    windows = [AllGatherAttention(config, layer_number=number).reach for number in (1, 2, 3)]
+    assert windows == [2, None, 2]  # every second layer sees all
+    document = [0, 0, 0, 0, 0, 1, 1, 1]
+    for reach in (2, None):
+        seen = allowed([5, 3], reach, torch.device("cpu"))
+        for query, key in itertools.product(range(8), range(8)):
+            is_near = 0 <= query - key <= (8 if reach is None else reach)
+            assert bool(seen[query, key]) == (is_near and document[query] == document[key])
 
 
 def test_a_run_folder_writes_every_step_and_draws(tmp_path, capfd):
@@ -100,12 +115,19 @@ def refusals(folder, full):
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
         "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, transformer_impl='local')\n"
-        "try:\n"
-        "    train_grpo.check_example(types.SimpleNamespace(**sizes, rollouts=None, pg_vocab_size=11))\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-        "train_grpo.check_example(types.SimpleNamespace(**sizes, rollouts=None, pg_vocab_size=12))\n"
+        "             num_experts=None, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
+        "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
+        "for wrong in (dict(pg_vocab_size=11), dict(fp8='hybrid'), scaled):\n"
+        "    try:\n"
+        "        train_grpo.check_example(types.SimpleNamespace(**sizes | wrong))\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+        "train_grpo.check_example(types.SimpleNamespace(**sizes))\n"
+        "for pattern in ('M-*-', '*E'):\n"
+        "    try:\n"
+        "        train_grpo.hybrid_model(types.SimpleNamespace(num_moe_experts=None), pattern, local=True)\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "examples", capture_output=True, text=True, check=True
@@ -116,3 +138,7 @@ def refusals(folder, full):
 def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
     assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals
+    assert "--fp8-format hybrid has no effect on the layers of --transformer-impl local" in refusals
+    assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
+    assert "--hybrid-layer-pattern M-*- has M, which --transformer-impl local cannot build" in refusals
+    assert "--hybrid-layer-pattern *E has layers of experts, and their number is not given" in refusals

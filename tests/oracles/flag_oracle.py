@@ -11,7 +11,7 @@ MODES = {"sample_mean", "prompt_mean", "token_mean", "constant"}
 REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_package.turns:three": "E15"}
 
 
-def refusals(given: Mapping) -> list[str]:
+def refusals(given: Mapping, *, core: tuple[int, ...]) -> list[str]:
     """The ids of the rules that refuse the combination, sorted, once per offending argument; empty when it is accepted."""
     rules = (
         _mode,
@@ -29,10 +29,11 @@ def refusals(given: Mapping) -> list[str]:
         _megatron,
     )
     found = [rule for part in rules for rule in part(given)]
+    found += _graphs(given) * (core < (0, 19)) + _sharded(given, core)
     return sorted(found)
 
 
-def outcome(given: Mapping, *, core_before_0_19: bool) -> tuple[str, bool, list[str]]:
+def outcome(given: Mapping) -> tuple[str, bool, list[str]]:
     """Mode and flag after reconciliation, and the sorted ids of what is said, for an accepted combination."""
     mode, flag = given["mode"], given["flag"]
     said = []
@@ -44,13 +45,10 @@ def outcome(given: Mapping, *, core_before_0_19: bool) -> tuple[str, bool, list[
     on = resolved == "token_mean"
     if given["path"] is not None:
         said += ["W2"] if mode is None else ["W1", "W2"]
-    if given["fp16"] and on:
+    if given["fp16"] and on and given["experts"]:
         said.append("W4")
-    has_router_loss = given["experts"] and (given["aux"] or given["z"])
-    if on and has_router_loss and given["tp"] * given["cp"] > 1 and core_before_0_19:
+    if given["experts"] and given["aux"] and given["balancing"] == "global_aux_loss" and given["ranks"] > 1:
         said.append("W5")
-    if given["mtp"] and not on:
-        said.append("W6")
     if given["own"] is not None:
         said.append("W9")
     elif given["objective"] == "gspo":
@@ -124,6 +122,7 @@ def _terms(given: Mapping) -> list[str]:
         "denominator": ("scheduled", "live", "kept"),
         "estimator": (None, "k1", "k3_weighted"),
         "auxiliary": ("default", "policy"),
+        "predicted": ("token_mean", "policy"),
     }
     found = ["E25" for name, allowed in choices.items() if given[name] not in allowed]
     ranges = {  # (smallest, whether it may be left out)
@@ -184,6 +183,8 @@ def _auxiliary(given: Mapping) -> list[str]:
     has_kl, has_entropy = given["beta"] != 0, given["eta"] != 0
     found = ["E41"] * (has_kl and given["estimator"] is None)
     found += ["E40"] * (not has_kl and given["estimator"] is not None)
+    if given["predicted"] == "policy":
+        found += ["E40"] * (not given["mtp"]) + ["E43"] * (given["path"] is not None)
     return found + ["E40"] * (given["auxiliary"] == "policy" and not has_kl and not has_entropy)
 
 
@@ -199,7 +200,7 @@ def _denominator(given: Mapping) -> list[str]:
 
 def _documents(given: Mapping) -> list[str]:
     number, policy, end = given["docs"], given["policy"], given["end"]
-    is_count = type(number) is int and number >= 0
+    is_count = type(number) is int and 0 <= number < 2**62
     found = [] if is_count else ["E60"]
     for value, known in ((policy, ("exact", "at_least")), (end, ("partial", "stop"))):
         if value is not None:
@@ -223,7 +224,7 @@ def _head(given: Mapping) -> list[str]:
         found += ["E52"] * (type(columns) is not int or not 1 <= columns <= 151936)
     if fused is None:
         return found
-    found += ["E54"] * (bool(given["mtp"]) + bool(given["mup"]) + bool(given["fusion"]))
+    found += ["E54"] * (bool(given["mup"]) + bool(given["fusion"]))
     if fused != "forward":
         return found
     found += ["E55"] * (bool(given["fp16"]) + bool(given["scale"]))
@@ -231,15 +232,37 @@ def _head(given: Mapping) -> list[str]:
     return found + ["E55"] * (reads_sequences + (given["correction"] == "opsm"))
 
 
+def _graphs(given: Mapping) -> list[str]:
+    """Of a release whose router's losses are scaled while the step runs, which a captured router would not see."""
+    on = given["flag"] is True or given["mode"] == "token_mean"
+    parts = [*given["scope"], *given["modules"]]
+    is_captured = given["graph"] == "transformer_engine" and parts in ([], ["moe_router"])
+    balances = given["aux"] and given["balancing"] != "none"
+    ranks = given["tp"] * given["cp"]
+    is_small = (balances and given["balancing"] == "seq_aux_loss") or (ranks > 1 and (balances or given["z"]))
+    return ["E65"] * bool(on and is_captured and given["experts"] and is_small)
+
+
+def _sharded(given: Mapping, core: tuple[int, ...]) -> list[str]:
+    """Of the two wrappers that shard parameters."""
+    on, is_old = given["flag"] is True or given["mode"] == "token_mean", core < (0, 19, 2)
+    found = 0
+    if given["fsdp2"]:
+        found += is_old + (given["fused"] is not None) + bool(on and given["experts"])
+    if given["fsdp"]:
+        found += is_old and given["fused"] is not None
+        found += core < (0, 18, 2) and given["strategy"] in ("no_shard",) + (None,) * (core < (0, 18))
+        found += bool(given["average"]) + [given[name] for name in ("instances", "tp", "pp")].count(2)
+        found += given["ep"] == 2 and not on and given["strategy"] != "optim"
+    return ["E19"] * found
+
+
 def _megatron(given: Mapping) -> list[str]:
     on = given["flag"] is True or given["mode"] == "token_mean"
     found = []
     found += ["E18"] * bool(given["average"] and on)
-    found += ["E19"] * (bool(given["fsdp"]) + bool(given["fsdp2"]))
     graph = [given["graph"], *given["scope"], *given["modules"]]
     found += ["E20"] * ("full_iteration" in graph)
-    found += ["E21"] * bool(given["mtp"] and on)
-    found += ["E27"] * bool(given["overlap"])
     found += ["E28"] * bool(given["gtp"] and given["gtp"] > 1)
     found += ["E12"] * bool(given["hybrid"]) + ["E29"] * (given["loader"] != "external")
     found += ["E30"] * (bool(given["rl"]) + bool(given["sft"]) + bool(given["skip"]))

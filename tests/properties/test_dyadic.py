@@ -83,7 +83,9 @@ def partitioned_sum(step: DyadicStep, mode: str, rng: random.Random) -> Tensor:
     cp_size, microbatches, pieces = rng.choice([1, 2, 3, 4]), rng.randint(1, 4), []
     exchanged = step.table[order][:, [0, 1, 2, 0]]  # every trained token is kept
     for first, last in zip([0, *bounds], [*bounds, len(order)], strict=True):
-        counts = _count_units(exchanged, slice(first, last), with_prompts=True, divisor=DIVISOR)
+        counts = _count_units(
+            exchanged, exchanged[first:last, 1:3], exchanged[:, 0], with_prompts=True, divisor=DIVISOR
+        )
         weights = (1.0 / reducer_of(mode)(counts)).float()
         mine = list(zip(order[first:last], weights, strict=True))
         cells = [mine[k::microbatches] for k in range(microbatches)]

@@ -148,7 +148,7 @@ def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
     local = slice_batch(packed, weights, cp_rank=0, cp_size=1, sequences=settings.terms.reads_sequences)
     last = batch.logits.shape[1] - 1
     rows = batch.logits[packed.sample_index[0].clamp(min=0), packed.position_ids[0].clamp(max=last)]
-    return _with_gradient(microbatch_loss(rows, local, settings, None).total, batch)
+    return _with_gradient(microbatch_loss(rows, local, settings, None)[0], batch)
 
 
 def theirs(batch: Batch, formula) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ from megatron_pg.batch import pack
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.mtp import DepthLoss
 from megatron_pg.step.settings import LossSettings
 
 
@@ -28,6 +30,8 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(loss, reducer=breaking_reducer)
     if fault == "flag":
         return dataclasses.replace(loss, per_token=False)
+    if fault == "depths":
+        return dataclasses.replace(loss, mtp_depths=2)
     if fault == "columns":
         return dataclasses.replace(loss, vocab_size=VOCABULARY + 1)
     if fault == "noref":
@@ -48,11 +52,18 @@ def breaking_reducer(total_lengths, response_lengths, loss_masks, calculate_per_
 
 
 def change_model(fault: str, model: torch.nn.Module) -> None:
-    """NaN logits for one token id, on this rank only; or an output layer, where there is one, that the float32 head cannot replace."""
+    """NaN logits for one token id or a layer with a state, on rank 1 only; or an output layer, where there is one, that the float32
+    head cannot replace."""
     if fault == "bias" and model.post_process:
         model.output_layer.bias = torch.nn.Parameter(torch.zeros(len(model.output_layer.weight)))
     if fault == "telayer" and model.post_process:
         model.output_layer = TELayer(model.output_layer)
+    if fault == "state" and on_rank_1():
+        model.mixer = type("MambaMixer", (torch.nn.Module,), {})()
+    if fault == "mtpnan" and on_rank_1():
+        torch.nn.init.constant_(model.mtp.layers[0].eh_proj.weight, float("nan"))
+    if fault == "state" and on_rank_1():
+        model.mixer = type("MambaMixer", (torch.nn.Module,), {})()
     if fault != "nan" or not on_rank_1():
         return
     original = model.output_layer.forward
@@ -62,6 +73,19 @@ def change_model(fault: str, model: torch.nn.Module) -> None:
         return logits * torch.where(torch.arange(logits.shape[-1]) == 3, float("nan"), 1.0), bias
 
     model.output_layer.forward = forward
+
+
+def change_prediction(fault: str, step: PolicyGradientStep, model: torch.nn.Module) -> None:
+    """ "plain": multi-token prediction trains by Megatron's own losses and divisors."""
+    if "plain" not in fault:
+        return
+
+    def of_depth(labels, logits, deferred):
+        losses = type(model).compute_language_model_loss(model, labels, logits)
+        step._loss._forward.depths.append(DepthLoss(torch.zeros(()), losses, torch.zeros((), dtype=torch.int64)))
+        return losses
+
+    step._loss._of_depth = of_depth
 
 
 class TELayer(torch.nn.Module):
@@ -247,6 +271,7 @@ OWN = {
     "pg_kl_estimator": (None, "k3"),
     "pg_entropy_coef": (0.0, 0.1),
     "pg_aux_aggregation": ("default", "policy"),
+    "pg_mtp_aggregation": ("token_mean", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
     "docs_per_step": (0, 8),
     "docs_per_step_policy": (None, "at_least"),
@@ -301,24 +326,32 @@ MEGATRON_VALUES = {
     "cuda_graph_impl": ("none", "local"),
     "cuda_graph_modules": ([], ["attn"]),
     "cuda_graph_scope": ([], ["attn"]),
+    "data_parallel_sharding_strategy": ("optim", "optim_grads"),
+    "data_parallel_size": (1, 2),
     "dataloader_type": ("external", "single"),
     "ddp_average_in_collective": (False, True),
     "defer_embedding_wgrad_compute": (False, True),
     "decrease_batch_size_if_needed": (False, True),
+    "dynamic_context_parallel": (False, True),
     "eval_interval": (100, 200),
     "eval_iters": (0, 10),
+    "expert_model_parallel_size": (1, 2),
     "fp16": (False, True),
     "gtp_weight_remat_size": (1, 2),
     "hybrid_context_parallel": (False, True),
     "iterations_to_skip": ([], [3]),
     "loss_scale": (None, 2.0),
     "moe_aux_loss_coeff": (0.0, 0.01),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
     "moe_z_loss_coeff": (None, 0.001),
+    "mtp_loss_scaling_factor": (0.1, 0.3),
     "mtp_num_layers": (None, 1),
+    "num_distributed_optimizer_instances": (1, 2),
     "num_experts": (None, 4),
-    "overlap_moe_expert_parallel_comm": (False, True),
     "perform_rl_step": (False, True),
+    "pipeline_model_parallel_size": (1, 2),
     "rampup_batch_size": (None, [8, 8, 100]),
+    "recompute_granularity": (None, "selective"),
     "sft": (False, True),
     "tensor_model_parallel_size": (1, 2),
     "train_samples": (None, 100),

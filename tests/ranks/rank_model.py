@@ -1,4 +1,7 @@
-"""A tiny GPT model whose values depend on parameters' global names alone, so that every layout starts from the same one."""
+"""A tiny model whose values depend on parameters' global names alone, so that every layout starts from the same one.
+
+It is a GPTModel or, with the option hybrid, the HybridModel of the same layers: a layer of the one is two of the other.
+"""
 
 import hashlib
 import re
@@ -7,15 +10,49 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from local_layers import layer_spec
+from fsdp_ranks import OPTIONS as FSDP
+from fsdp_ranks import whole_gradients, wrap_fsdp
+from hybrid_layers import HybridModel, hybrid_model
+from local_layers import layer_spec, prediction_spec
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 
 WIDTH, VOCABULARY, LAYERS = 24, 16, 4
 EXPERTS = 4
-OPTIONS = ("tied", "dist", "overlap", "fp32", "fused", "recompute", "experts")
+MTP_FACTOR = 0.3
+# of the router's own losses: which of them, and their coefficients
+LOSSES = {
+    "balance": {
+        "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],
+        "moe_aux_loss_coeff": [0.03, 0.02],
+        "moe_z_loss_coeff": 0.01,
+    },
+    "auxloss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.02},
+    "seqauxloss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.03},
+    "zloss": {"moe_z_loss_coeff": 0.01},
+}
+ACTIVATIONS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OPTIONS = (
+    *(
+        "tied",
+        "dist",
+        "overlap",
+        "fp32",
+        "fused",
+        "recompute",
+        "experts",
+        "hybrid",
+        "mtp",
+        "mtp2",
+        "own",
+        "apart",
+        "pieces",
+    ),
+    *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +61,10 @@ class Layout:
 
     Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction),
     fp32 (float32 logits), fused and recompute (the fused head, in its two modes), experts (a mixture of experts, which ep
-    distributes over data-parallel ranks).
+    distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss, zloss, or balance for all at once),
+    activations (every layer is computed again in the backward), replay (the experts are the samples'), choice (they are the
+    model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of
+    the aggregation; apart: they train their own layers only, from 0.19.2), rope (rotary embeddings), dynamic (every micro-batch is cut over ranks of its own), pieces (the model runs by a schedule plan, beside another backward).
     """
 
     name: str
@@ -48,6 +88,23 @@ class Layout:
         return 2 if "v" in self._letters else 1
 
     @property
+    def is_sharded(self) -> bool:
+        return bool(self.options.intersection(FSDP))
+
+    @property
+    def depths(self) -> int:
+        return 2 if "mtp2" in self.options else int("mtp" in self.options)
+
+    @property
+    def hybrid_pattern(self) -> str | None:
+        """One segment for every pipeline stage; None for a GPTModel."""
+        if "hybrid" not in self.options:
+            return None
+        stages = self.sizes["pp"] * self.virtual_stages
+        layer = "*E" if "experts" in self.options else "*-"
+        return "|".join([layer * (LAYERS // stages)] * stages) + f"/{layer}" * self.depths
+
+    @property
     def _letters(self) -> str:
         return re.fullmatch(r"(?:(?:dp|tp|pp|cp|ep)\d)+([tsv]*)", self.name)[1]
 
@@ -65,27 +122,51 @@ def initialize(layout: Layout, timeout_minutes: float = 30) -> None:
     )
 
 
-def build(layout: Layout, *, per_token: bool) -> list[GPTModel]:
+def use_pieces(config: TransformerConfig) -> None:
+    """Megatron's overlap of expert communication, on a CPU: its streams do nothing there, and its check wants bfloat16."""
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.cuda.Stream.priority_range = staticmethod(lambda: (0, -1))
+    config.overlap_moe_expert_parallel_comm = True
+
+
+def count_plans(chunks: list[GPTModel], counted: list) -> None:
+    """Append to `counted` whenever a chunk's schedule plan is made."""
+    for chunk in chunks:
+        make = chunk.build_schedule_plan
+        chunk.build_schedule_plan = lambda *rest, make=make, **more: counted.append(1) or make(*rest, **more)
+
+
+def build(layout: Layout, *, per_token: bool) -> list[GPTModel | HybridModel]:
     """This rank's chunks, one per virtual pipeline stage."""
     config = _config(layout, per_token=per_token)
+    if "pieces" in layout.options:
+        use_pieces(config)
     chunks = []
     for stage in range(layout.virtual_stages):
-        vp_stage = stage if layout.virtual_stages > 1 else None
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=layer_spec(config, packed=layout.qkv_format == "thd", vp_stage=vp_stage),
-            vocab_size=VOCABULARY,
-            max_sequence_length=WIDTH,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights="tied" in layout.options,
-            position_embedding_type="learned_absolute",
-            vp_stage=vp_stage,
-        )
+        model = _chunk(layout, config, stage if layout.virtual_stages > 1 else None)
         for name, parameter in model.named_parameters():
             _fill(global_name(model, name), parameter)
         chunks.append(model)
     return chunks
+
+
+def _chunk(layout: Layout, config: TransformerConfig, vp_stage: int | None) -> GPTModel | HybridModel:
+    packed = layout.qkv_format == "thd"
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    arguments = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": WIDTH,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": is_last,
+        "share_embeddings_and_output_weights": "tied" in layout.options,
+        "position_embedding_type": "rope" if layout.depths or "rope" in layout.options else "learned_absolute",
+        "vp_stage": vp_stage,
+    }
+    if layout.hybrid_pattern:
+        return hybrid_model(config, layout.hybrid_pattern, local=True, packed=packed, **arguments)
+    layers = layer_spec(config, packed=packed, vp_stage=vp_stage)
+    prediction = prediction_spec(config, layers, vp_stage=vp_stage)
+    return GPTModel(config, layers, mtp_block_spec=prediction, **arguments)
 
 
 def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
@@ -96,8 +177,12 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
         "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
     }
+    if layout.options & {"replay", "choice"}:
+        experts["moe_enable_routing_replay"] = True
+    for name in layout.options & LOSSES.keys():
+        experts |= LOSSES[name]
     return TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=LAYERS * (2 if "hybrid" in layout.options else 1),
         hidden_size=32,
         num_attention_heads=4,
         tensor_model_parallel_size=layout.sizes["tp"],
@@ -118,14 +203,20 @@ def _config(layout: Layout, *, per_token: bool) -> TransformerConfig:
         bias_dropout_fusion=False,
         calculate_per_token_loss=per_token,
         **(experts if "experts" in layout.options else {}),
+        **(ACTIVATIONS if "activations" in layout.options else {}),
+        **({"mtp_num_layers": layout.depths, "mtp_loss_scaling_factor": MTP_FACTOR} if layout.depths else {}),
+        **({"mtp_detach_heads": True} if "apart" in layout.options else {}),
     )
 
 
-def global_name(model: GPTModel, name: str) -> str:
-    """The parameter's name with layer and expert counted over all ranks; a tied head is the embedding."""
+def global_name(model: GPTModel | HybridModel, name: str) -> str:
+    """The parameter's name in a GPTModel, with layer and expert counted over all ranks; a tied head is the embedding."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+        number = model.decoder.layers[int(parts[2])].layer_number
+        parts[2] = str((number + 1) // 2 if isinstance(model, HybridModel) else number)
+    if parts[:2] == ["decoder", "final_norm"]:
+        parts[1] = "final_layernorm"
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
         first = parallel_state.get_expert_model_parallel_rank() * model.config.num_moe_experts
@@ -162,9 +253,12 @@ def wrap(layout: Layout, chunks: list[GPTModel]) -> list[DistributedDataParallel
         overlap_grad_reduce="overlap" in layout.options,
         bucket_size=4000 if "overlap" in layout.options else None,  # several buckets, or nothing overlaps
     )
-    wrapped = [
-        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
-    ]
+    if layout.is_sharded:
+        wrapped = [wrap_fsdp(config, layout.options, chunk) for chunk in chunks]
+    else:
+        wrapped = [
+            DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+        ]
     config.finalize_model_grads_func = finalize_model_grads
     if "overlap" in layout.options:
         functions = [chunk.no_sync for chunk in wrapped]
@@ -182,10 +276,17 @@ def save_gradients(path: Path, layout: Layout, wrapped: list[DistributedDataPara
     )
     arrays = {}
     for chunk in wrapped:
-        model = chunk.module
+        sharded = whole_gradients(chunk) if layout.is_sharded else {}
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         for name, parameter in model.named_parameters():
+            if (
+                name == "output_layer.weight"
+                and model.share_embeddings_and_output_weights
+                and hasattr(model, "embedding")
+            ):
+                continue  # the stage's output layer uses its embedding, and Megatron allocates this one all the same
             key = f"{global_name(model, name)}|{partition_axis(parameter)}|{tp_rank}|{pp_rank}"
-            arrays[key] = parameter.main_grad.numpy()
+            arrays[key] = (sharded[name] if layout.is_sharded else parameter.main_grad).numpy()
     np.savez(path, **arrays)
 
 

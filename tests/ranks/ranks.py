@@ -11,27 +11,32 @@ ranks.
 import gc
 import json
 import random
+import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import cpu_megatron
 
 cpu_megatron.enable()
 
 import megatron.core
+import prediction_oracle
 import rank_faults
 import rank_model
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from rank_model import OPTIONS, VOCABULARY, WIDTH, Layout
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from rank_model import EXPERTS, LAYERS, LOSSES, OPTIONS, VOCABULARY, WIDTH, Layout
+from routing_replay import MegatronReplay, chosen_experts
 from samples import random_step
 from torch.distributed import distributed_c10d
 
-from megatron_pg.batch import pack
+from megatron_pg.batch import cut_over_ranks, pack
 from megatron_pg.kernels import LossTerms
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
@@ -40,6 +45,7 @@ from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.settings import LossSettings
 
 DIVISOR = 32.0
+PARTS = 4  # micro-batches of a step, on all ranks, whose router's losses are compared
 DOCUMENTS_WIDTH = (
     12  # of rows of documents: small, so that the ranks need several micro-batches, and not the same number
 )
@@ -54,18 +60,32 @@ class Case:
     aggregation: str
     fault: str = ""
     takes_documents: bool = False
+    part: int | None = None  # the one micro-batch that is run of the step's PARTS
 
     @classmethod
     def parse(cls, name: str) -> "Case":
         layout, aggregation, *words = name.split("-")
         options = frozenset(word for word in words if word in OPTIONS)
-        fault = "".join(word for word in words if word not in (*OPTIONS, "docs"))
-        return cls(name, Layout(layout, options), aggregation, fault, "docs" in words)
+        part = next((int(word[-1]) for word in words if re.fullmatch(r"part\d", word)), None)
+        fault = "".join(word for word in words if word not in (*OPTIONS, "docs", f"part{part}"))
+        return cls(name, Layout(layout, options), aggregation, fault, "docs" in words, part)
+
+    @property
+    def is_router_alone(self) -> bool:
+        """Whether the gradient is that of the router's losses: nothing has an advantage."""
+        return bool(self.layout.options & LOSSES.keys())
 
 
-def samples():
-    """The one step that every case trains on."""
-    return random_step(random.Random(11), vocabulary=VOCABULARY, poison=True)
+def samples(options: frozenset[str] = frozenset()):
+    """The one step that every case trains on; with `replay` each token has experts at random, another choice in every layer."""
+    step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
+    if "replay" not in options:
+        return step
+    chosen = [[[rng.sample(range(EXPERTS), 2) for _ in range(LAYERS)] for _ in each.tokens[1:]] for each in step]
+    return [
+        replace(each, routed_experts=torch.tensor(own, dtype=torch.int32))
+        for each, own in zip(step, chosen, strict=True)
+    ]
 
 
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
@@ -79,21 +99,36 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         impl="torch",
         float32_logits="fp32" in options,
         head_mode="forward" if "fused" in options else "recompute" if "recompute" in options else None,
-        metrics=Reduction("with_entropy"),
+        mtp_depths=Layout("dp1", options).depths,
+        mtp_aggregation="policy" if "own" in options else "token_mean",
+        metrics=Reduction("with_entropy", {"clip", *(["mtp"] if Layout("dp1", options).depths else [])}),
     )
 
 
 def parts_of(case: Case) -> list[list]:
     """This data-parallel rank's samples in two micro-batches, four in a pipeline (one process: everything in one)."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    if case.is_router_alone:
+        idle = [replace(sample, advantages=torch.zeros_like(sample.advantages)) for sample in samples()]
+        parts = [idle[k::PARTS] for k in range(PARTS)]
+        return parts[rank::size] if case.part is None else [parts[case.part]]
+    every = samples(case.layout.options)
     if torch.distributed.get_world_size() == 1:
-        return [samples()]
-    mine = samples()[rank::size]
-    if case.fault == "uneven":  # no fault: the last data-parallel rank has nothing to do
-        mine = samples() if rank == 0 else []
+        return [every]
+    mine = every[rank::size]
+    if "uneven" in case.fault:  # no fault: the last data-parallel rank has nothing to do
+        mine = every if rank == 0 else []
     # virtual stages mix their tensors up, if they do, only with more micro-batches than stages
     count = 4 if case.layout.sizes["pp"] > 1 and not case.fault else 2
     return [mine[k::count] for k in range(count)]
+
+
+def dynamic_batches(case: Case) -> list:
+    """This rank's micro-batches: short rows, so that documents lie on one rank, on two and on more."""
+    plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    shape = {"num_microbatches": 4, "rank": plane.rank(), "num_ranks": plane.size()}
+    multiple = case.layout.sizes["tp"] if case.layout.sequence_parallel else 1
+    return cut_over_ranks(samples(), **shape, max_tokens=16, attention_length=8.0, multiple_of=multiple)
 
 
 def groups_of(case: Case) -> list[list]:
@@ -123,25 +158,54 @@ def documents_of(case: Case) -> DocumentAccumulator:
 
 def pack_parts(layout: Layout, parts: list[list]) -> list:
     cp_size, total = layout.sizes["cp"], len(samples())
+    if (
+        layout.options & LOSSES.keys()
+    ):  # the router sees padding, so every layout has that of two context-parallel ranks
+        if layout.qkv_format == "thd":
+            return [pack(part, qkv_format="thd", cp_size=2) for part in parts]
+        return [pack(part, qkv_format="bshd", max_seq_len=WIDTH, rows=-(-total // PARTS)) for part in parts]
     if layout.qkv_format == "thd":
-        return [pack(part, qkv_format="thd", cp_size=cp_size) for part in parts]
+        multiple = layout.sizes["tp"] * cp_size if layout.sequence_parallel else 1
+        return [pack(part, qkv_format="thd", cp_size=cp_size, multiple_of=multiple) for part in parts]
     rows = total if len(parts) == 1 else total // 2 + 1
     return [pack(part, qkv_format="bshd", cp_size=cp_size, max_seq_len=WIDTH, rows=rows) for part in parts]
 
 
+def run_oracle(case: Case, out: Path) -> None:
+    """The case's gradient and metrics by `prediction_oracle`, in one process."""
+    (model,) = rank_model.build(case.layout, per_token=False)
+    options = {"depths": case.layout.depths, "factor": rank_model.MTP_FACTOR, "own": "own" in case.layout.options}
+    divisor = DIVISOR if case.aggregation == "constant" else None
+    metrics = prediction_oracle.backward(model, samples(), aggregation=case.aggregation, divisor=divisor, **options)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    rank_model.save_gradients(out / f"{case.name}.0.npz", case.layout, [SimpleNamespace(module=model)])
+    (out / f"{case.name}.0.json").write_text(json.dumps({"metrics": metrics}), encoding="utf-8")
+
+
 def run_case(case: Case, out: Path) -> None:
     model_parallel_cuda_manual_seed(1)
+    MTPLossLoggingHelper.tracker.clear()  # Megatron's own log, for the number of depths of the first model
+    if case.fault == "oracle":
+        run_oracle(case, out)
+        return
     reports = []
     step = PolicyGradientStep(
         rank_faults.settings(case.fault, settings(case.aggregation, case.layout.options)),
         reports.append,
         documents_of(case) if case.takes_documents else None,
+        MegatronReplay() if case.layout.options & {"replay", "choice"} else None,
+        "dynamic" in case.layout.options,
     )
     chunks = rank_model.build(case.layout, per_token=case.aggregation == "token_mean")
     rank_faults.change_model(case.fault, chunks[-1])
     for chunk in chunks:
         if chunk.post_process and case.fault != "detached":
             step.attach(chunk)
+            rank_faults.change_prediction(case.fault, step, chunk)
+    plans: list = []
+    if "pieces" in case.layout.options:
+        rank_model.count_plans(chunks, plans)
     wrapped = rank_model.wrap(case.layout, chunks)
     if case.fault == "unreduced":
         chunks[0].config.finalize_model_grads_func = None
@@ -150,7 +214,16 @@ def run_case(case: Case, out: Path) -> None:
         parts, source = [], rank_faults.documents(case.fault, groups_of(case))
     else:
         parts = parts_of(case)
-        source = rank_faults.batches(case.fault, parts, lambda parts: pack_parts(case.layout, parts))
+        if "choice" in case.layout.options:
+            parts = [
+                [replace(each, routed_experts=chosen_experts(chunks[0], each.tokens)) for each in part]
+                for part in parts
+            ]
+        make = lambda parts: pack_parts(case.layout, parts)  # noqa: E731
+        if "dynamic" in case.layout.options:
+            made = dynamic_batches(case)
+            parts, make = [list(batch.samples) for batch in made], lambda parts: made
+        source = rank_faults.batches(case.fault, parts, make)
     arguments = {
         "forward_step_func": step.forward_step,
         "data_iterator": source,
@@ -164,13 +237,16 @@ def run_case(case: Case, out: Path) -> None:
         arguments["data_iterator"] = [arguments["data_iterator"], None]  # one source is read, for all stages
     given = rank_faults.arguments(case.fault, arguments)
     losses = step.forward_backward(get_forward_backward_func(), **given)
+    assert len(plans) == (len(parts) * len(chunks) if "pieces" in case.layout.options else 0)
     rank = torch.distributed.get_rank()
     rank_model.save_gradients(out / f"{case.name}.{rank}.npz", case.layout, wrapped)
     farewell = end_of(step, given) if case.takes_documents else None
-    save_report(out / f"{case.name}.{rank}.json", losses, reports[0], farewell)
+    save_report(out / f"{case.name}.{rank}.json", losses, reports[0], farewell, len(plans))
 
 
 def rows_of(case: Case) -> int:
+    if case.is_router_alone:
+        return 1 if case.layout.qkv_format == "thd" else -(-len(samples()) // PARTS)
     if case.layout.qkv_format == "thd":
         return 1
     return 3 if case.takes_documents else len(samples()) // 2 + 1
@@ -185,14 +261,16 @@ def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:
     return None
 
 
-def save_report(path: Path, losses: list, report, farewell: str | None) -> None:
+def save_report(path: Path, losses: list, report, farewell: str | None, plans: int) -> None:
     reported = [[float(v) for v in loss["pg_loss"]] for loss in losses]
     result = {
         "metrics": report.metrics,
         "num_tokens": report.plan.num_tokens,
+        "num_positions": report.plan.num_positions,
         "reported": reported,
         "release": megatron.core.__version__,
         "farewell": farewell,
+        "plans": plans,
     }
     path.write_text(json.dumps(result), encoding="utf-8")
 

@@ -40,9 +40,9 @@ def sampled(folder, full):
 
 @launches.launch
 def of_two_stages(folder, full):
-    """bfloat16 stages, and logits in float32 on the last: what is sent has one dtype."""
-    flags = ["--pipeline-model-parallel-size", "2", "--num-layers", "2", "--bf16", "--pg-fused-head"]
-    return launch(folder, *flags, "--warm-up-iters", "0", "--train-iters", "2")
+    """bfloat16 stages, and logits in float32 on the last: what is sent has one dtype. The model is a HybridModel."""
+    stages = ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "*-|*-"]
+    return launch(folder, *stages, "--bf16", "--pg-fused-head", "--warm-up-iters", "0", "--train-iters", "2")
 
 
 @launches.launch

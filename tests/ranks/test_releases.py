@@ -14,15 +14,42 @@ import processes
 import pytest
 import recipe_runs
 from packaging.version import Version
-from rank_cases import FAST, FAULTS, REFERENCES, compare
+from processes import gradients, worst_difference
+from rank_cases import (
+    ALIKE,
+    BALANCED,
+    DYNAMIC,
+    FAST,
+    FAULTS,
+    FSDP,
+    FSDP_LATER,
+    LIMIT,
+    MTP,
+    MTP_LATER,
+    MTP_LATER_REFERENCES,
+    MTP_ORACLES,
+    MTP_REFERENCES,
+    PIECES,
+    REFERENCES,
+    REPLAYED,
+    compare,
+    compare_alike,
+    compare_balanced,
+    compare_pieces,
+    hybrid,
+    in_pieces,
+    parts_of,
+    reference_of,
+)
 
 INSTALLED = metadata.version("megatron-core")
 BESIDE = {path.name.removeprefix("megatron-core-") for path in (processes.ROOT / ".venv").glob("megatron-core-*")}
 OTHERS = sorted(({"0.16.1"} | BESIDE) - {INSTALLED})
-LIMIT = 1e-14
+CONTRACT_LIMIT = 1e-14
 # whose wheel carries megatron.training; from 0.18 it needs Python 3.12
 TRAINING = [v for v in OTHERS if Version("0.17") <= Version(v) < Version("0.18" if sys.version_info < (3, 12) else "1")]
-WITHOUT_EXPERTS = {"0.16.1"}  # its router needs Transformer Engine
+LACKING = {"0.16.1": {"experts", "hybrid"}}  # its router needs Transformer Engine
+HYBRID = [v for v in OTHERS if Version(v) >= Version("0.17")]  # the others' takes no pattern of layers
 SOME_FAULTS = ["dp2-constant-nan", "pp2-token_mean-raises", "tp2-constant-peers"]
 
 
@@ -52,9 +79,9 @@ def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["release"] == release
-    assert figures["worst"] <= LIMIT
+    assert figures["worst"] <= CONTRACT_LIMIT
     assert all(lucky <= 0.1 * figures["cases"] for lucky in figures["lucky"])  # the refused pairs of tuple and flag
-    assert not any(error <= LIMIT for error in figures["seeded"])
+    assert not any(error <= CONTRACT_LIMIT for error in figures["seeded"])
     evidence(cases=figures["cases"], worst=figures["worst"])
 
 
@@ -74,16 +101,55 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
     two.mkdir()
     one.mkdir()
     release = folder.name.removeprefix("megatron-core-")
-    cases, references = (
-        [case for case in names if release not in WITHOUT_EXPERTS or "experts" not in case]
-        for names in (FAST, REFERENCES)
+    cases, pieces, references = (
+        [case for case in names if not LACKING.get(release, set()).intersection(case.split("-"))]
+        for names in ([*FAST, *MTP, *DYNAMIC], PIECES, [*REFERENCES, *MTP_REFERENCES, *MTP_ORACLES])
     )
-    launches = [processes.start(2, two, [*cases, *SOME_FAULTS], folder), processes.start(1, one, references, folder)]
+    later = Version(release) >= Version("0.19.2")
+    cases = list(dict.fromkeys([*cases, *(MTP_LATER if later else []), *pieces, *in_pieces(pieces)]))
+    references += MTP_LATER_REFERENCES if later else []
+    balanced, replayed = (BALANCED, REPLAYED) if pieces else ([], [])
+    launches = [
+        processes.start(2, two, [*cases, *balanced, *replayed, *SOME_FAULTS], folder),
+        processes.start(1, one, [*references, *parts_of(balanced)], folder),
+    ]
     with processes.finished(launches):
         for case in SOME_FAULTS:
             assert all(FAULTS[case] in error["message"] for error in processes.errors(two, case, ranks=2)), case
         found = {processes.report(two, case, rank)["release"] for case in cases for rank in (0, 1)}
         assert {f"megatron-core-{release}" for release in found} == {folder.name}
+        compare_pieces(two, pieces)
+        oracles = [case for case in references if case.endswith("-oracle")]
+        assert (
+            max(worst_difference(gradients(one, c.removesuffix("-oracle")), gradients(one, c)) for c in oracles) < LIMIT
+        )
+        worst = [compare(two, one, [*cases, *replayed])] + ([compare_balanced(two, one, balanced)] if balanced else [])
+        evidence(cases=len(cases) + len(oracles) + len(balanced) + len(replayed), worst=max(worst))
+
+
+@pytest.mark.parametrize(
+    "folder", named("HybridModel, gradients on 2 real ranks equal a GPTModel's", HYBRID), indirect=True
+)
+def test_a_hybrid_models_gradients_in_other_releases(folder, tmp_path, evidence):
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    one.mkdir()
+    alone = [*REFERENCES, *hybrid(ALIKE)]
+    with processes.finished([processes.start(2, two, hybrid(FAST), folder), processes.start(1, one, alone, folder)]):
+        compare_alike(one, ALIKE)
+        evidence(cases=len(FAST), worst=compare(two, one, hybrid(FAST)))
+
+
+@pytest.mark.parametrize("folder", named("FSDP, gradients on 2 real ranks equal one process"), indirect=True)
+def test_gradients_under_fsdp_in_other_releases(folder, tmp_path, evidence):
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    one.mkdir()
+    release = folder.name.removeprefix("megatron-core-")
+    cases = [*FSDP, *(FSDP_LATER if Version(release) >= Version("0.19.2") else [])]
+    cases = [case for case in cases if not LACKING.get(release, set()).intersection(case.split("-"))]
+    alone = sorted(set(map(reference_of, cases)))
+    with processes.finished([processes.start(2, two, cases, folder), processes.start(1, one, alone, folder)]):
         evidence(cases=len(cases), worst=compare(two, one, cases))
 
 

@@ -1,9 +1,9 @@
-"""Megatron's own scaling of a returned loss, over random layouts: both contracts must come out exact.
+"""Megatron's own scaling of a returned loss, over random layouts: every form of the contract must come out exact.
 
     python tests/contract.py CASES
 
 runs on whatever megatron-core is importable and prints the figures as JSON. The schedule's part is Megatron's real
-`forward_step_calc_loss`; DDP's factor (1/(D·C) with the flag off) and finalize's division by Σn are applied here.
+`forward_step_calc_loss`; DDP's factor (1/(D·C) with the flag off; FSDP2's with the flag on too) and finalize's division by Σn are applied here.
 """
 
 import json
@@ -11,6 +11,8 @@ import math
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import cpu_megatron
@@ -35,7 +37,7 @@ class Cut:
     context: int
     microbatches: int
     weights: list[Tensor]  # ∇S of every micro-batch on every rank
-    counts: list[int]  # its trained tokens; 0 where it is empty
+    counts: list[int]  # its positions; 0 where it is empty
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Cut":
@@ -46,8 +48,8 @@ class Cut:
         return cls(data, context, microbatches, weights, counts)
 
 
-def gradient(cut: Cut, returned, *, per_token: bool) -> tuple[Tensor, Tensor]:
-    """Gradient after schedule, DDP and finalize, and the summed reports; `returned(S, n)` is the loss function's tuple."""
+def gradient(cut: Cut, returned, *, per_token: bool, averages: bool = False) -> tuple[Tensor, Tensor]:
+    """Gradient after schedule, wrapper and finalize, and the summed reports; `returned(S, n)` is the loss function's tuple."""
     parameters = torch.linspace(0.5, 1.5, SIZE, dtype=torch.float64, requires_grad=True)
     config = SimpleNamespace(
         timers=None, calculate_per_token_loss=per_token, num_moe_experts=None, mtp_num_layers=None, grad_scale_func=None
@@ -68,26 +70,32 @@ def gradient(cut: Cut, returned, *, per_token: bool) -> tuple[Tensor, Tensor]:
         )
         loss.backward()
         total_count += int(counted)
-    scale = max(total_count, 1) if per_token else cut.data * cut.context
+    scale = max(total_count, 1) if per_token and not averages else cut.data * cut.context
     return parameters.grad / scale, torch.stack([report["pg_loss"] for report in reports]).sum(dim=0)
 
 
-def error_of(cut: Cut, *, per_token: bool, count: int) -> float:
+def error_of(cut: Cut, *, per_token: bool, num_positions: int | None, averages: bool = False) -> float:
     """Worst error of gradient and reported objective, relative to the sum of magnitudes."""
     contract = Contract(
         per_token=per_token,
         num_microbatches=cut.microbatches,
         data_parallel_size=cut.data,
         context_parallel_size=cut.context,
-        count=count,
+        num_positions=num_positions,
+        averages=averages,
     )
-    found, report = gradient(cut, contract.outputs, per_token=per_token)
+    returned = partial(_outputs, contract)
+    found, report = gradient(cut, returned, per_token=per_token, averages=averages)
     table = torch.stack(cut.weights)
     expected, scale = table.sum(dim=0), table.abs().sum()
     objective = table @ torch.linspace(0.5, 1.5, SIZE, dtype=torch.float64)
     reported = (report[0] / report[1] - objective.sum()).abs() / objective.abs().sum()
     error = float(torch.stack([(found - expected).abs().max() / scale, reported]).max())
     return error if math.isfinite(error) else float("inf")
+
+
+def _outputs(contract: Contract, total: Tensor, count: int) -> tuple:
+    return contract.outputs(total, num_positions=count)
 
 
 def is_exact(cut: Cut, returned, *, per_token: bool) -> bool:
@@ -107,19 +115,19 @@ def wrong_pairs(cut: Cut) -> list[bool]:
 
 
 def check(cases: int, seed: int = 5) -> dict[str, object]:
-    """Figures over random cuts, each under both contracts."""
+    """Figures over random cuts, each under both contracts, with every forward counted as 1 and by its positions, and averaged."""
     rng = random.Random(seed)
     worst, exact_by_luck = 0.0, [0, 0]
     for _ in range(cases):
         cut = Cut.draw(rng)
-        positions = sum(cut.counts)  # any Q is exact as long as the returned counts sum to it
-        worst = max(
-            worst, error_of(cut, per_token=True, count=positions), error_of(cut, per_token=False, count=positions)
-        )
+        for per_token, num_positions in product((True, False), (None, sum(cut.counts))):
+            worst = max(worst, error_of(cut, per_token=per_token, num_positions=num_positions))
+        for per_token in (True, False):
+            worst = max(worst, error_of(cut, per_token=per_token, num_positions=None, averages=True))
         exact_by_luck = [a + b for a, b in zip(exact_by_luck, wrong_pairs(cut), strict=True)]
     return {
         "release": megatron.core.__version__,
-        "cases": 2 * cases,
+        "cases": 6 * cases,
         "worst": worst,
         "lucky": exact_by_luck,
         "seeded": seeded_errors(),
@@ -133,7 +141,7 @@ def seeded_errors() -> list[float]:
     weights = [torch.ones(SIZE, dtype=torch.float64)] * 2
     wrong = Cut(data=1, context=1, microbatches=1, weights=weights, counts=[1, 1])  # two micro-batches, said to be one
     bad.weights[0] = bad.weights[0] * float("nan")
-    return [error_of(cut, per_token=False, count=sum(cut.counts)) for cut in (wrong, bad)]
+    return [error_of(cut, per_token=False, num_positions=None) for cut in (wrong, bad)]
 
 
 if __name__ == "__main__":

@@ -33,12 +33,17 @@ def words_of(flags: dict[str, object]) -> list[str]:
 def launch(
     run: Path, *flags: str, ranks: int, script: str = "", check: bool = True, **env: str
 ) -> subprocess.CompletedProcess:
-    """One run of the launch script; `script`, of tests/ranks, stands for the example. With `check=False` it must fail."""
+    """One run of the launch script, from its begin to its end. With `check=False` it must fail."""
+    return processes.wait_for(begin(run, *flags, ranks=ranks, script=script, **env), check=check)
+
+
+def begin(run: Path, *flags: str, ranks: int, script: str = "", **env: str) -> subprocess.Popen:
+    """The launch script; `script`, of tests/ranks, stands for the example."""
     run.mkdir(exist_ok=True, parents=True)
     python = _python_for(script, run) if script else sys.executable
     environment = processes.environment() | {"PYTHON": python, "RUN_DIR": str(run), "PROCESSES": str(ranks)} | env
     command = ["bash", str(processes.ROOT / "examples" / "launch_cpu.sh"), *flags]
-    return processes.run(command, environment, check=check)
+    return processes.begin(command, environment)
 
 
 def _python_for(script: str, folder: Path) -> str:

@@ -101,21 +101,15 @@ def a_sample_without_trained_tokens_counts_as_one_token():
 
 
 @mutant
-def every_context_rank_returns_the_count_of_the_whole_sample():
-    original = simulation.slice_batch
-
-    def mutated(batch, *rest, **options):
-        local = original(batch, *rest, **options)
-        return dataclasses.replace(local, trained=torch.zeros(int(batch.loss_mask.sum()), dtype=torch.int64))
-
-    with mock.patch.object(simulation, "slice_batch", mutated):
+def a_context_rank_counts_once_for_every_context_rank():
+    with mock.patch.object(Contract, "local_count", lambda self, _: self.context_parallel_size):
         yield
 
 
 @contextlib.contextmanager
 def loss_scaled_by(factor: float) -> Iterator[None]:
     original = Contract.outputs
-    with mock.patch.object(Contract, "outputs", lambda self, total, *rest: original(self, total * factor, *rest)):
+    with mock.patch.object(Contract, "outputs", lambda self, total, **rest: original(self, total * factor, **rest)):
         yield
 
 
@@ -164,7 +158,7 @@ def fully_masked_samples_are_left_out_of_the_number_of_rollouts():
 
     def mutated(table, rule, **rest):
         rows = table.rows[table.rows[:, 0] > 0]
-        short = original(dataclasses.replace(table, rows=rows), rule, **rest)
+        short = original(dataclasses.replace(table, rows=rows, held=rows[:, 1:3]), rule, **rest)
         plan = original(table, rule, **rest)
         factor = short.num_rollouts / plan.num_rollouts if plan.aggregation in ("sample_mean", "constant") else 1.0
         return dataclasses.replace(plan, denominators=plan.denominators * factor)
@@ -228,7 +222,7 @@ def reference(logits, loss, vocabulary, *, safe: bool):
     """The eager loss with its mask applied by multiplication, before (safe) or after the exp."""
     fields = loss.fields
     keep = fields.mask.to(logits.dtype)
-    logprobs, entropy = megatron_pg.kernels.logprobs.logprobs_of(
+    logprobs, entropy, _ = megatron_pg.kernels.logprobs.logprobs_of(
         logits * keep[:, None] if safe else logits, torch.where(fields.mask, fields.targets, 0), vocabulary
     )
     ratios, advantages = logprobs - fields.old_logprobs, fields.advantages
@@ -474,8 +468,8 @@ def rejected_tokens_counted_under_kept():
 def fully_masked_units_counted_under_live():
     original = megatron_pg.step.plan._count_units
 
-    def mutated(*arguments, denominator="scheduled", **rest):
-        return original(*arguments, denominator="scheduled" if denominator == "live" else denominator, **rest)
+    def mutated(*arguments, live_only=False, **rest):
+        return original(*arguments, **rest)
 
     with mock.patch.object(megatron_pg.step.plan, "_count_units", mutated):
         yield

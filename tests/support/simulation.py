@@ -160,7 +160,6 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         num_microbatches=len(batches),
         data_parallel_size=layout.data,
         context_parallel_size=layout.context,
-        count=plan.num_tokens,
     )
     group = tensor_group if layout.tensor > 1 else None
     outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, group)
@@ -183,9 +182,9 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
         with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
-            output = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
-        outputs.append(output)
-        return output, lambda out: contract.outputs(out.total, len(local.trained), out.policy)
+            total, found = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+        outputs.append(found)
+        return total, lambda out: contract.outputs(out, policy=found.policy)
 
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token

@@ -254,6 +254,7 @@ def test_defaults_come_from_megatron_when_it_is_initialised_and_from_one_rank_ot
     assert response_index(10, 7).tolist() == [0]
     with whole_sequences():
         assert response_index(10, 7).tolist() == list(range(7))
+    assert response_index(10, 7).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,18 @@ import re
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import threads
+from torch.distributed import HashStore
 
 from megatron_pg import Documents, pretrain
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
 from megatron_pg.metrics.reporting import CallbackError
+from megatron_pg.step.errors import StepPlanError
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def session(monkeypatch):
     session.step = SimpleNamespace(documents=None)
     session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1)
     monkeypatch.setattr(pretrain, "get_args", lambda: session.args)
-    monkeypatch.setattr(pretrain, "all_gather_rows", lambda row: row[None])
+    monkeypatch.setattr(pretrain, "all_gather_rows", lambda row, error: row[None])
     return session
 
 
@@ -64,6 +67,46 @@ def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoi
     log(iteration=1)
     assert session.args.consumed_train_samples == 9
     assert session.args.megatron_pg_documents == "at 9"
+
+
+def test_an_evaluation_between_two_steps_is_not_logged_as_one(session):
+    train(session, 100, documents_seen=9)
+    trained, count = session._report, partial(session.flops, lambda args, batch_size: batch_size * args.seq_length)
+    plan = SimpleNamespace(num_positions=50)
+    session._keep(SimpleNamespace(plan=plan, documents=None, forward_only=True))
+    assert session._report is trained
+    assert count(session.args, 64) == 100
+
+
+@pytest.mark.parametrize("error", [None, StepPlanError("a mistake"), SystemExit(1), KeyboardInterrupt()])
+def test_megatron_is_left_as_it_was_however_the_run_ends(monkeypatch, error):
+    """Or a second `pretrain` of the process would log every step twice, behind the writers of the first."""
+    places = [
+        (pretrain.training, ("get_forward_backward_func", "training_log", "num_floating_point_operations")),
+        (pretrain.checkpointing, ("check_checkpoint_args",)),
+        (pretrain.dataset_utils, ("compile_helpers",)),
+    ]
+    named = [(module, name, getattr(module, name)) for module, names in places for name in names]
+
+    def run(**keywords: object) -> None:
+        assert all(getattr(module, name) is not original for module, name, original in named)
+        if error is not None:
+            raise error
+
+    def provider(num_samples):
+        return iter(()), None, None
+
+    provider.is_distributed = True
+    monkeypatch.setattr(pretrain.training, "pretrain", run)
+    monkeypatch.setattr(pretrain, "_arguments_of_release", lambda provider, defaults: {})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back: what is shown once replaces it
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with contextlib.nullcontext() if error is None else pytest.raises((type(error), SystemExit)):
+            pretrain.pretrain(provider, provider, None, say=lambda text: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [getattr(module, name) for module, name, _ in named] == [original for *_, original in named]
 
 
 def test_the_provider_must_return_what_the_flag_asks_for(session):
@@ -111,27 +154,43 @@ def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_tra
     assert wrapped(None) == (None, None, None)
 
 
-def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monkeypatch):
-    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False)
-    monkeypatch.setattr(pretrain, "get_args", lambda: args)
+def told(build: Callable[[int], object]) -> dict[int, Exception]:
+    """The error of each of three ranks."""
     found = {}
 
     def work(rank: int) -> None:
-        def provider(num_samples):
-            if rank == 1:
-                raise OSError("no such shard")
-            return iter(()), None, None
-
-        build = pretrain._Session(None, print, None).datasets_provider(provider)
         try:
-            build(None)
+            build(rank)
         except Exception as error:
             found[rank] = error
 
     threads.run(3, work)
-    assert isinstance(found[1], OSError)
-    for rank in (0, 2):
-        assert found[rank].violations == [("E64", "rank 1: OSError: no such shard")]
+    return found
+
+
+def fails_on_rank_1(rank: int, *positional: object, **keywords: object) -> tuple:
+    if rank == 1:
+        raise OSError("no such shard")
+    return iter(()), None, None
+
+
+def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monkeypatch):
+    args = Namespace(docs_per_step=0, train_iters=1, skip_train=False)
+    monkeypatch.setattr(pretrain, "get_args", lambda: args)
+
+    def data(rank: int) -> object:
+        return pretrain._Session(None, print, None).datasets_provider(partial(fails_on_rank_1, rank))(None)
+
+    def model(rank: int) -> object:
+        session = pretrain._Session(None, print, None)
+        session.step = SimpleNamespace(attach=lambda model: model)
+        return session.build_model(partial(fails_on_rank_1, rank), pre_process=True)
+
+    for build in (data, model):
+        found = told(build)
+        assert isinstance(found[1], OSError)
+        for rank in (0, 2):
+            assert found[rank].violations == [("E64", "rank 1: OSError: no such shard")]
 
 
 def arguments(*flags: str) -> Namespace:
@@ -219,6 +278,20 @@ def test_an_error_that_every_rank_has_is_shown_by_rank_0_without_its_traceback(m
     assert capsys.readouterr().err == f"ArgumentError: {error}\n"
     sys.excepthook(ValueError, ValueError("another"), None)
     assert capsys.readouterr().err == "a traceback\n"
+
+
+def test_the_others_leave_when_rank_0_has_shown_an_error_of_its_own(monkeypatch, capsys):
+    store = HashStore()
+    monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", store.num_keys(), file=sys.stderr))
+    monkeypatch.setattr(pretrain, "_store", lambda: store)
+    monkeypatch.setenv("RANK", "0")
+    error = OSError("no such shard")
+    pretrain._tell_when_shown(error)
+    sys.excepthook(OSError, error, None)
+    assert capsys.readouterr().err == "a traceback 0\n"
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain._said_once(ArgumentError([("E64", "rank 0: OSError: no such shard")])).code == 1  # at once
+    assert store.num_keys() == 1
 
 
 def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_exits(session, monkeypatch):

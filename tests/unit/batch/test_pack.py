@@ -110,3 +110,27 @@ def test_a_layout_that_cannot_be_is_a_named_error(layout, message):
     with pytest.raises(ValueError) as error:
         pack([sample], **layout)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_a_depth_predicts_the_same_tokens_from_positions_further_left_of_the_same_sample(qkv_format):
+    """Against the definition, sample by sample: token k at position prompt + k - 1 - depth, if there is one."""
+    rng = random.Random(4)
+    samples = [make_sample(prompt_length=p, mask=m, rng=rng) for p, m in ((1, [1, 1, 0]), (2, [1]), (5, [0, 1, 1, 1]))]
+    batch = pack(samples, qkv_format=qkv_format, **({"max_seq_len": 10} if qkv_format == "bshd" else {}))
+    labels = batch.labels.flatten()[batch.response_positions]
+    for depth in range(4):
+        table, counts = batch.spread(labels, depth), []
+        mask = batch.spread(batch.loss_mask, depth)
+        for i, sample in enumerate(samples):
+            prompt, own = len(sample.tokens) - sample.response_length, batch.sample_index == i
+            expected = {
+                prompt + k - 1 - depth: int(sample.tokens[prompt + k]) for k, m in enumerate(sample.loss_mask) if m
+            }
+            expected = {position: token for position, token in expected.items() if position >= 0}
+            assert (
+                dict(zip(batch.position_ids[own & mask].tolist(), table[own & mask].tolist(), strict=True)) == expected
+            )
+            counts.append(len(expected))
+        assert batch.trained_at(depth) == counts
+        assert not mask[batch.sample_index < 0].any()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("rank_zero")
 
 
 B_CONTRACT = "returns (K·D·Σwℓ, report); the schedule multiplies by C and divides by K, DDP divides by D·C"
-A_CONTRACT = "returns (Q·Σwℓ, n, report); finalize divides by Q = Σn  (--calculate-per-token-loss)"
+A_CONTRACT = "returns (Q·Σwℓ, n, report), n = 1, Q = Σn = K·D·C; finalize divides by Q  (--calculate-per-token-loss)"
 
 
 @pytest.mark.parametrize(

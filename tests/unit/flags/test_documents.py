@@ -5,7 +5,13 @@ from namespaces import accepts, arguments, breaks, docs, row
 
 # Each breaks exactly one rule.
 BROKEN = [
-    row("E60", "negative", docs(-1), "--docs-per-step must be a whole number of documents, or 0 for off, got -1"),
+    row(
+        "E60",
+        "negative",
+        docs(-1),
+        "--docs-per-step must be a whole number of documents below 2^62, or 0 for off, got -1",
+    ),
+    row("E60", "beyond 62 bits", docs(2**62), "got 4611686018427387904"),
     row("E60", "true in YAML", docs(True), "got True"),
     row("E60", "string", docs("256"), "got '256'"),
     row("E60", "float", docs(2.0), "got 2.0"),

@@ -27,13 +27,14 @@ BROKEN = [
     ),
     row("E53", "fp8", head(fp8_output_proj=True), "--fp8-output-proj makes the output layer one of Transformer Engine"),
     row("E53", "fp8, stored", {"fp32_lm_head": True, "fp8_output_proj": True}, "--fp8-output-proj makes the output"),
-    row("E54", "mtp", head(mtp_num_layers=1), "--mtp-num-layers computes further losses from logits"),
     row("E54", "mup", head(use_mup=True), "--use-mup scales the logits"),
     row("E54", "fusion", head(cross_entropy_loss_fusion=True), "--cross-entropy-loss-fusion is a loss over logits"),
     row("E55", "fp16", head(fp16=True), "--fp16 brings a loss scale", "use --pg-fused-head recompute"),
     row("E55", "loss scale", head(loss_scale=128.0), "--loss-scale brings a loss scale"),
     row("E55", "gspo", head(**pg("gspo")), "--pg-objective gspo reads whole sequences"),
+    row("E55", "gspo_token", head(**pg("gspo_token")), "--pg-objective gspo_token reads whole sequences"),
     row("E55", "opsm", head(**correction("opsm", high=0.1)), "--pg-correction opsm reads whole sequences"),
+    row("E55", "opsm_old", head(**correction("opsm_old", high=0.1)), "--pg-correction opsm_old reads whole sequences"),
 ]
 
 NEAR_MISSES = [
@@ -45,6 +46,7 @@ NEAR_MISSES = [
     row(
         "E53", "no head", {"defer_embedding_wgrad_compute": True, "output_logit_dtype": "fp32", "fp8_output_proj": True}
     ),
+    row("E54", "mtp", head(mtp_num_layers=1)),
     row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
     row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),

@@ -26,6 +26,7 @@ BROKEN = [
     row(
         "E40", "auxiliary alone", {"pg_aux_aggregation": "policy"}, "--pg-aux-aggregation policy has no effect without"
     ),
+    row("E40", "prediction", {"pg_mtp_aggregation": "policy"}, "--pg-mtp-aggregation policy has no effect without"),
     row("E41", "dual clip", pg("dual_clip"), "--pg-objective dual_clip needs --pg-dual-clip; there is no default"),
     row("E41", "delta", pg("two_sided"), "--pg-objective two_sided needs --pg-delta; there is no default"),
     row("E41", "cap", pg("cispo"), "--pg-objective cispo needs --pg-cispo-cap; there is no default"),
@@ -45,6 +46,12 @@ BROKEN = [
     ),
     row("E43", "kept, opsm", correction("opsm", high=0.1, denominator="kept"), "known only after the forward"),
     row("E43", "live, token_mean", mode("token_mean", pg_denominator="live"), "has no effect with token_mean"),
+    row(
+        "E43",
+        "prediction, reducer",
+        path(REDUCER, mtp_num_layers=1, pg_mtp_aggregation="policy"),
+        "which knows nothing of multi-token prediction",
+    ),
     row("E43", "live, reducer", path(REDUCER, pg_denominator="live"), "the reducer owns its denominator"),
     row(
         "E44",
@@ -58,6 +65,7 @@ NEAR_MISSES = [
     row("E40", "gspo", pg("gspo", clip_eps_low=3e-4, clip_eps_high=4e-4)),
     row("E40", "sapo", pg("sapo", sapo_tau_pos=1.0)),
     row("E40", "k1 has two bounds", correction("seq_mean_k1", low=-0.1, high=0.1)),
+    row("E40", "prediction", {"mtp_num_layers": 1, "pg_mtp_aggregation": "policy"}),
     row("E40", "entropy alone", {"pg_entropy_coef": 0.1, "pg_aux_aggregation": "policy"}),
     row("E41", "dual clip", pg("dual_clip", dual_clip=3.0)),
     row("E41", "cap of one", pg("cispo", cispo_cap=1.0)),

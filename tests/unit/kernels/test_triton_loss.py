@@ -415,7 +415,7 @@ def test_a_logprob_that_does_not_exist_has_a_nan_gradient_whatever_is_upstream(i
     if impl == "triton":
         from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 
-        logprobs, _ = logprobs_and_entropy(leaf, targets, mask, Vocabulary.of(32), inplace=False)
+        logprobs, *_ = logprobs_and_entropy(leaf, targets, mask, Vocabulary.of(32), inplace=False)
     else:
         logprobs = logprobs_of(leaf, torch.where(mask, targets, 0), Vocabulary.of(32))[0]
     logprobs.backward(torch.zeros(5, device=DEVICE))
@@ -564,7 +564,7 @@ def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_le
     leaf = torch.randn(local.num_positions, 1, 16, device=DEVICE, requires_grad=True)
     logits = leaf if is_leaf else leaf * 1.0
     before = logits.detach().clone()
-    microbatch_loss(logits.view(-1, 16), local, settings, None).total.backward()
+    microbatch_loss(logits.view(-1, 16), local, settings, None)[0].backward()
     assert leaf.grad.isfinite().all()
     assert leaf.grad.any()
     assert torch.equal(logits.detach(), before) == is_leaf
@@ -649,7 +649,7 @@ def test_an_entropy_gradient_goes_through_the_same_kernel():
     up_logprobs, up_entropy = torch.randn(4), torch.randn(4)
     up_logprobs[1] = up_entropy[3] = 0  # as of a clipped token: what else it has goes on
     x = logits.float().to(DEVICE).requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(
+    logprobs, entropy, _ = logprobs_and_entropy(
         x, targets.to(DEVICE), mask.to(DEVICE), Vocabulary.of(300, temperature=0.8), inplace=False
     )
     (logprobs @ up_logprobs.to(DEVICE) + entropy @ up_entropy.to(DEVICE)).backward()

@@ -375,15 +375,15 @@ def test_a_deferred_call_is_handed_over_once_and_nothing_of_it_is_kept():
     is_wanted = [True]
     deferred = DeferredHead(layer, lambda: is_wanted[0])
     arguments = {"weight": None, "bias": None, "grad_output_buffer": None, "sequence_parallel": False, "tp_group": None}
-    hidden = torch.zeros(3)
-    assert layer._forward_impl(input=hidden, **arguments) is hidden
+    hidden = torch.zeros(3, 2, 5)
+    assert layer._forward_impl(input=hidden, **arguments).shape == (3, 2, 1)  # for code that counts on logits
     assert deferred.take().hidden is hidden
     assert deferred.take() is None
     is_gone = weakref.ref(hidden)
     del hidden
     assert is_gone() is None
     is_wanted[0] = False
-    assert layer._forward_impl(input=torch.zeros(3), **arguments) == "logits"
+    assert layer._forward_impl(input=torch.zeros(3, 2, 5), **arguments) == "logits"
     assert deferred.take() is None
 
 
@@ -436,6 +436,20 @@ def test_megatrons_protocol_of_main_grad(mode, shared):
     wanted = expected(case, fields)["of_weight"] + (3.0 if shared else 0.0)
     assert seen == [True]
     assert worst(weight.main_grad, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+def test_a_weight_whose_main_grad_has_to_be_fetched_gets_its_gradient_from_autograd(mode):
+    """Megatron-FSDP's hook takes the parameter's gradient; its buffer holds one micro-batch."""
+    case = Case(mode=mode)
+    fields = make(case)
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.grad_added_to_main_grad, weight.get_main_grad = False, None
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    hidden = fields["hidden"].clone().requires_grad_()
+    grpo_head_loss(hidden, weight, **{n: fields[n] for n in names}, **CLIP, mode=mode, impl="torch").loss.backward()
+    assert not weight.grad_added_to_main_grad
+    assert worst(weight.grad, expected(case, fields)["of_weight"]) <= 1e-12
 
 
 def test_products_of_whole_logits_never_come_to_be(monkeypatch):

@@ -148,5 +148,16 @@ def test_the_objective_is_written_where_it_changes(tmp_path):
     assert written() == ["0.2", None, None, None]
     run([3, 4], "0.3")
     assert written() == ["0.2", None, "0.3", None]
+    run([5], "0.2")  # what was in force last counts, not what was in force once
+    assert written() == ["0.2", None, "0.3", None, "0.2"]
     run([3, 4], "0.2")
     assert written() == ["0.2", None, None, None]
+
+
+def test_a_file_that_may_be_written_and_not_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    write(path, 1)
+    monkeypatch.setattr(type(path), "read_bytes", lambda self: os.open(tmp_path / "absent" / "x", os.O_RDONLY))
+    with pytest.raises(ValueError, match=r"m\.jsonl cannot be written \(No such file"):
+        MetricsFile(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["m.jsonl"]

@@ -56,4 +56,4 @@ def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
             SimpleNamespace(metrics=Reduction(level), per_token=False)
         )
         step._gather_and_check()
-    assert calls == [3 + Reduction(level).width for level in LEVELS]
+    assert calls == [4 + Reduction(level).width for level in LEVELS]

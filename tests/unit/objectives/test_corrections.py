@@ -156,6 +156,10 @@ def test_an_anchor_that_is_the_rollout_engine_is_refused():
             "sample s has no rollout_logprobs, which --pg-corr",
         ),
         (
+            {"correction": Correction(name="opsm", high=0.1)},
+            "sample s has no rollout_logprobs, which --pg-correction opsm needs",
+        ),
+        (
             {"terms": dataclasses.replace(simulation.GRPO, kl_coef=0.1, kl_estimator="k3")},
             "sample s has no ref_logprobs, which --pg-kl-coef 0.1 needs",
         ),

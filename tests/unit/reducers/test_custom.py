@@ -99,6 +99,8 @@ def test_an_empty_microbatch_asks_the_reducer_nothing(write):
         ("lambda x: x.sum()", "gives a masked token a weight"),
         ("lambda x: (x * mask).pow(2).sum()", "is not linear"),
         ("lambda x: (x * mask).sum() + 1.0", "is not linear"),
+        ("lambda x: (x * mask).sum() + 1e-9", "is not linear"),
+        ("lambda x: (x * mask).sum() + float('nan')", "is not linear"),  # its gradient is finite
         ("lambda x: (x * mask).abs().sum()", "is not linear"),
         ("lambda x: (x.detach() * mask).sum()", "is not linear"),
         ("lambda x: torch.zeros(())", "has no gradient"),

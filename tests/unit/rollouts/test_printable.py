@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megatron_pg.rollouts.printable import printable
+from megatron_pg.rollouts.printable import printable, shorten
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,18 @@ def test_a_long_text_is_cut_before_it_is_escaped():
 
 def test_a_path_is_shown_whole_where_it_is_asked_for():
     assert printable("x" * 10_000, limit=None) == "x" * 10_000
+
+
+def test_the_begin_of_a_value_is_that_of_its_text():
+    for value in ([1, "a"], (1,), (), [], {}, {"a": [1, {2: None}]}, [(1, 2), 3.5], "x", 1, None, list(range(1000))):
+        assert shorten(value) == printable(repr(value))
+
+
+def test_a_value_whose_text_never_ends_is_shown_as_well():
+    twice, itself = [0], []
+    for _ in range(60):
+        twice = [twice, twice]
+    itself.append(itself)
+    assert shorten(twice).startswith("[" * 60)
+    assert shorten(itself) == "[" * 117 + "..."
+    assert shorten({"a": twice}).startswith("{'a': [[[")

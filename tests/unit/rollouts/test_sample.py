@@ -57,6 +57,24 @@ def test_what_is_written_is_read_back_exactly(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        [[[0, 0], [3, 1]], [[0, 0], [1, 2]]],  # the first layer has no experts: engines leave zeros
+        np.array([[[0, 0], [3, 1]], [[0, 0], [1, 2]]], dtype=np.uint8),
+        torch.tensor([[[0, 0], [3, 1]], [[0, 0], [1, 2]]]),
+    ],
+    ids=["lists", "array", "tensor"],
+)
+def test_the_engines_experts_are_kept_as_integers_in_memory_and_in_the_file(given, tmp_path):
+    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, routed_experts=given)
+    with RolloutWriter(tmp_path / "out.jsonl") as writer:
+        writer.write([sample])
+    for found in (sample, *read_rollouts(tmp_path / "out.jsonl")):
+        assert found.routed_experts.dtype == torch.int32
+        assert found.routed_experts.tolist() == [[[0, 0], [3, 1]], [[0, 0], [1, 2]]]
+
+
 def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
     sample = Sample.build(
         tokens=[1, 2, 3],
@@ -109,6 +127,13 @@ def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
         ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"NaN")], ":2:", "NaN is not a JSON number"),
         ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"-Infinity")], ":2:", "-Infinity is not a JSON number"),
         ([HEADER, json.dumps(RECORD).encode().replace(b"-1.5", b"-1e999")], ":2:", "old_logprobs=[-inf, -2.0]"),
+        (
+            [HEADER, RECORD | {"routed_experts": [[1], [2], [3]]}],
+            ":2:",
+            "routed_experts=[[1], [2], [3]] has the wrong type",
+        ),
+        ([HEADER, RECORD | {"routed_experts": [[[1.0]], [[2]], [[3]]]}], ":2:", "has the wrong type or range"),
+        ([HEADER, RECORD | {"routed_experts": [[[1]], [[2]]]}], ":2:", "have shape (2, 1, 1) for 4 tokens"),
         ([HEADER, RECORD | {"reward": 10**400}], ":2:", "has the wrong type or range"),
         ([HEADER, RECORD | {"old_logprobs": [0.7, -1.0]}], ":2:", "reach 0.7, log-probabilities are at most 0"),
         ([HEADER, b'{"step": 0, "step": 1}'], ":2:", "duplicate field 'step'"),
@@ -236,6 +261,7 @@ def test_a_value_without_a_meaning_is_refused_in_one_line(build):
     whole = {name: getattr(good, name) for name in ("tokens", "loss_mask", "old_logprobs", "advantages")}
     make, fields = (Sample.build, GOOD) if build else (Sample, whole)
     others = ("prompt_id", "rollout_id", "sample_id", "step", "reward", "extra", "rollout_logprobs", "ref_logprobs")
+    others += ("routed_experts",)
     messages = []
     for name in (*fields, *others):
         for value in HOSTILE:
@@ -268,6 +294,28 @@ def test_a_value_without_a_meaning_is_refused_in_one_line(build):
         ({"reward": "1"}, "reward='1' of sample s is not a number"),
         ({"truncated": "no"}, "truncated='no' of sample s is neither True nor False"),
         ({"truncated": 1}, "truncated=1 of sample s is neither True nor False"),
+        (
+            {"routed_experts": [[1]]},
+            "routed_experts of sample s are a tensor of shape (1, 1), torch.int32, on cpu, not [tokens",
+        ),
+        (
+            {"routed_experts": [[[0.5]], [[1.0]]]},
+            "routed_experts=[[[0.5]], [[1.0]]] of sample s are not numbers of experts",
+        ),
+        ({"routed_experts": [[[True]], [[False]]]}, "of sample s are not numbers of experts"),
+        (
+            {"routed_experts": [[[1]], [[1, 2]]]},
+            "routed_experts=[[[1]], [[1, 2]]] of sample s are not numbers of experts",
+        ),
+        ({"routed_experts": [[[2**31]], [[1]]]}, "of sample s are not numbers of experts"),
+        ({"routed_experts": [[[1]]]}, "routed_experts of sample s have shape (1, 1, 1) for 3 tokens"),
+        ({"routed_experts": [[[1]]] * 3}, "an engine has experts for every token but the last"),
+        ({"routed_experts": [[], []]}, "routed_experts=[[], []] of sample s are not numbers of experts"),
+        ({"routed_experts": [[[1]], [[-1]]]}, "routed_experts of sample s hold a negative number"),
+        (
+            {"routed_experts": [[[0, 1]], [[0, 0]]]},
+            "name an expert twice at token 1, layer 0, so the token would lack one",
+        ),
         ({"extra": [1]}, "extra=[1] of sample s is no dict of x_ fields"),
     ],
 )
@@ -397,3 +445,12 @@ def test_the_file_format_page_names_every_field():
     page = (Path(__file__).parents[3] / "docs" / "rollout_file.md").read_text(encoding="utf-8")
     for name in FIELDS:
         assert f"`{name}`" in page, name
+
+
+@pytest.mark.parametrize("name", ["absent/r.jsonl", "a\0b", "x" * 300, "\ud800", "", "\x1b[31m/r"])
+@pytest.mark.parametrize("if_exists", ["refuse", "append", "replace"])
+def test_a_path_that_cannot_be_written_is_a_named_error(name, if_exists, tmp_path):
+    with pytest.raises(RolloutFileError) as error:
+        RolloutWriter(tmp_path / name, if_exists=if_exists)
+    assert str(error.value).isprintable()
+    assert str(tmp_path) in str(error.value)

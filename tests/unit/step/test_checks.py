@@ -4,12 +4,18 @@ import dataclasses
 import types
 
 import pytest
+import simulation
 import threads
 import torch
+from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 
-from megatron_pg import Sample, StepPlan, pack
+from megatron_pg import ContextRanks, Sample, StepPlan, pack
 from megatron_pg.step import checks
-from megatron_pg.step.errors import ContractError
+from megatron_pg.step.context_groups import ContextGroups
+from megatron_pg.step.errors import ContractError, StepPlanError
 from megatron_pg.step.forward_step import PolicyGradientStep
 
 
@@ -22,6 +28,7 @@ def sample(**changed: object) -> Sample:
         "advantage": [0.5, -0.5],
         "rollout_logprobs": [-1.5, -2.5],
         "ref_logprobs": [-1.25, -2.25],
+        "routed_experts": [[[0, 1]], [[2, 3]], [[4, 5]]],
     }
     return Sample.build(**fields | changed)
 
@@ -31,6 +38,9 @@ def plan(denominator: float = 2.0) -> StepPlan:
     denominators = torch.tensor([denominator], dtype=torch.float64)
     rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
     return StepPlan(denominators=denominators, **counts, **rest)
+
+
+ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a data-parallel group: all other ranks are peers
 
 
 @pytest.mark.parametrize(
@@ -48,21 +58,21 @@ def plan(denominator: float = 2.0) -> StepPlan:
         {"ref_logprobs": None},
         {"reward": 1.0},
         {"truncated": True},
+        {"routed_experts": [[[0, 1]], [[2, 3]], [[4, 6]]]},
+        {"routed_experts": None},
         {"denominator": 4.0},
         {"qkv_format": "bshd"},
     ],
     ids=str,
 )
-def test_peers_that_read_anything_else_stop_every_rank(monkeypatch, changed):
-    monkeypatch.setattr(checks.parallel_state, "get_data_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(checks.parallel_state, "get_data_parallel_rank", lambda: 0)
+def test_peers_that_read_anything_else_stop_every_rank(changed):
     layouts = {"thd": {}, "bshd": {"max_seq_len": 4}}
 
     def work(rank: int) -> None:
         own = dict(changed) if rank else {}
         found, qkv_format = plan(own.pop("denominator", 2.0)), own.pop("qkv_format", "thd")
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
-        checks.agree([batch], found, None)
+        checks.agree([batch], found, None, ALONE)
 
     if not changed:
         threads.run(2, work)
@@ -87,6 +97,38 @@ def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(monkeyp
             checks.check_batches([dataclasses.replace(batch, tokens=tokens)], model, arguments)
 
 
+@pytest.mark.parametrize("kind", [MambaMixer, GatedDeltaNet])
+def test_layers_with_a_state_get_no_packed_rows(kind):
+    """Wherever they lie; they need packages that run on a GPU only, so these have their class alone."""
+    layer = type("Layer", (kind,), {"__init__": torch.nn.Module.__init__})()
+    chunks = [torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1), layer)]
+    padded, packed = pack([sample()], qkv_format="bshd", max_seq_len=4), pack([sample()], qkv_format="thd")
+    checks.check_packing([padded, padded], chunks)
+    checks.check_packing([packed], chunks[:1])
+    with pytest.raises(ContractError, match=rf"has {kind.__name__} layers, whose state .* give padded rows"):
+        checks.check_packing([padded, packed], chunks)
+    chunks[1].hybrid_layer_pattern = "*-|M-"
+    with pytest.raises(ContractError, match=r"layers \(--hybrid-layer-pattern \*-\|M-\), whose"):
+        checks.check_packing([packed], chunks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "refused"), [("learned_absolute", 4, False), ("learned_absolute", 5, True), ("rope", 5, False)]
+)
+def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(monkeypatch, kind, length, refused):
+    for name in ("get_context_parallel_world_size", "get_pipeline_model_parallel_world_size"):
+        monkeypatch.setattr(checks.parallel_state, name, lambda: 1)
+    config = types.SimpleNamespace(variable_seq_lengths=True)
+    model = types.SimpleNamespace(vocab_size=8, position_embedding_type=kind, max_sequence_length=4, config=config)
+    batch = pack([sample(), sample(tokens=[1] * length, routed_experts=None)], qkv_format="thd")
+    arguments = {"micro_batch_size": 1, "seq_length": 4}
+    if not refused:
+        checks.check_batches([batch], model, arguments)
+        return
+    with pytest.raises(ContractError, match="micro-batch 0 holds a document of 5 positions, the model has 4"):
+        checks.check_batches([batch], model, arguments)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
     """Or every step would wrap the function of the one before once more."""
@@ -109,3 +151,175 @@ def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
             run()
         assert config.finalize_model_grads_func is original
         assert calls == ["check", "finalize"] * number
+
+
+@pytest.mark.parametrize(
+    ("changed", "stages", "message"),
+    [
+        ({"mtp_num_layers": 2}, 1, "the model has mtp_num_layers=2, the arguments say 1"),
+        ({"mtp_num_layers": None}, 1, "the model has mtp_num_layers=0, the arguments say 1"),
+        ({"mtp_grad_scale_func": abs}, 1, "config.mtp_grad_scale_func is set"),
+        ({}, 2, "multi-token prediction with learned positions and pipeline parallelism"),
+        ({}, 1, None),
+    ],
+)
+def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeypatch, changed, stages, message):
+    monkeypatch.setattr(checks.parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
+    config = {"mtp_num_layers": 1, "calculate_per_token_loss": False, "finalize_model_grads_func": print} | changed
+    model = types.SimpleNamespace(
+        config=types.SimpleNamespace(**config),
+        vocab_size=8,
+        position_embedding_type="learned_absolute",
+        post_process=True,
+    )
+    loss = dataclasses.replace(simulation.settings("sample_mean", per_token=False), mtp_depths=1)
+    if message is None:
+        checks.check_model([model], loss, forward_only=False, is_attached=True)
+        return
+    with pytest.raises(ContractError, match=message):
+        checks.check_model([model], loss, forward_only=False, is_attached=True)
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+@pytest.mark.parametrize(("release", "granularity"), [("0.17.1", "full"), ("0.17.1", "selective"), ("0.19.2", "full")])
+def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
+    monkeypatch, qkv_format, release, granularity
+):
+    monkeypatch.setattr(checks, "core_version", lambda: tuple(map(int, release.split("."))))
+    for name in ("get_context_parallel_world_size", "get_pipeline_model_parallel_world_size"):
+        monkeypatch.setattr(checks.parallel_state, name, lambda: 1)
+    config = types.SimpleNamespace(variable_seq_lengths=False, mtp_num_layers=1, recompute_granularity=granularity)
+    model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
+    batch = pack([sample()], qkv_format=qkv_format, max_seq_len=6)
+    arguments = {"micro_batch_size": 1, "seq_length": 6}
+    if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
+        checks.check_batches([batch], model, arguments)
+        return
+    with pytest.raises(ContractError, match="ends in a TypeError for packed rows"):
+        checks.check_batches([batch], model, arguments)
+
+
+def test_a_peer_that_cannot_plan_is_named_on_every_rank():
+    def work(rank: int) -> None:
+        failure = StepPlanError("the sampler broke") if rank == 1 else None
+        with pytest.raises(StepPlanError, match=r"^rank 1: the sampler broke$"):
+            checks.agree([], None if failure else plan(), failure, ALONE)
+
+    threads.run(3, work)
+
+
+def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
+    """A model of one attention layer that micro-batches with ranks of their own can go through, with changes; and settings."""
+    known = {"num_moe_experts": None, "multi_latent_attention": False, "cuda_graph_impl": "none"}
+    core = types.SimpleNamespace(**({"cp_stream": changed.pop("cp_stream")} if "cp_stream" in changed else {}))
+    settings = types.SimpleNamespace(mtp_depths=changed.pop("mtp_depths", 0))
+    layer, wrapper = types.SimpleNamespace(core_attention=core), changed.pop("wrapper", {})
+    config = types.SimpleNamespace(**known | changed)
+    return types.SimpleNamespace(config=config, modules=lambda: [layer, types.SimpleNamespace()], **wrapper), settings
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, None),
+        ({"cp_stream": object()}, None),
+        ({"mtp_depths": 1}, "multi-token prediction"),
+        ({"num_moe_experts": 4}, "a mixture of experts"),
+        ({"multi_latent_attention": True}, "multi-latent attention"),
+        ({"cuda_graph_impl": "local"}, "captured layers"),
+        ({"cp_stream": None}, "Transformer Engine with --context-parallel-size 1"),
+        ({"documents": True}, "--docs-per-step"),
+        ({"stages": 2}, "pipeline parallelism"),
+        ({"wrapper": {"param_and_grad_buffer": object()}}, "a wrapper that shards weights"),
+    ],
+    ids=str,
+)
+def test_what_would_not_go_by_a_micro_batchs_own_ranks_is_refused(monkeypatch, changed, named):
+    changed = dict(changed)
+    stages, documents = changed.pop("stages", 1), changed.pop("documents", False)
+    monkeypatch.setattr(checks.parallel_state, "get_pipeline_model_parallel_world_size", lambda: stages)
+    model, settings = grouped(**changed)
+    if named is None:
+        checks.check_dynamic_cp([model], settings, takes_documents=documents)
+        return
+    with pytest.raises(ContractError, match=f"cannot be combined with {named}"):
+        checks.check_dynamic_cp([model], settings, takes_documents=documents)
+
+
+def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only_there():
+    plain = pack([sample()], qkv_format="thd")
+    own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
+    checks.check_cuts([plain, plain], None)
+    with pytest.raises(
+        ContractError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step goes by"
+    ):
+        checks.check_cuts([plain, own[0, 2]], None)
+
+    def work(rank: int) -> None:
+        groups = ContextGroups(torch.distributed.group.WORLD)
+        checks.check_cuts([own[0, 2], own[rank, 1]], groups)
+        assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
+        for wrong in (plain, own[1 - rank, 1]):
+            with pytest.raises(ContractError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is no run"):
+                checks.check_cuts([own[0, 2], wrong], groups)
+
+    threads.run(2, work)
+
+
+def test_layers_go_by_the_micro_batchs_group_while_a_step_runs_and_only_then():
+    layers = [torch.nn.Linear(1, 1) for _ in range(2)]
+    shared = types.SimpleNamespace(cp="Megatron's", tp="a")
+    for layer in layers:
+        layer.core_attention, layer.pg_collection = torch.nn.Identity(), shared
+    model = torch.nn.Sequential(*layers)
+
+    def work(rank: int) -> None:
+        groups = ContextGroups(torch.distributed.group.WORLD)
+        batch = pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(0, 1))
+        with groups.in_layers([model]):
+            assert groups.use(batch) is groups.of(batch)
+            assert all((each.pg_collection.cp, each.pg_collection.tp) == (groups.of(batch), "a") for each in layers)
+            assert shared.cp == "Megatron's"
+        assert all(each.pg_collection is shared for each in layers)
+
+    threads.run(1, work)
+
+
+def wrapped(kind: type, **config: object) -> object:
+    """A wrapper of that kind, without the model in it."""
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    model.config = types.SimpleNamespace(**config)
+    if kind is FullyShardedDataParallel:  # what its constructor sets
+        model.param_and_grad_buffer, model.scale_gradients = object(), lambda factor: None
+    return model
+
+
+def test_fsdp2_alone_is_told_from_its_inherited_scaling():
+    kinds = (TorchFullyShardedDataParallel, DistributedDataParallel, FullyShardedDataParallel)
+    assert [checks.always_averages(wrapped(kind)) for kind in kinds] == [True, False, False]
+    assert not checks.always_averages(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "release", "settings", "experts", "message"),
+    [
+        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, 8, "would count every position"),
+        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": True}, None, None),
+        (TorchFullyShardedDataParallel, (0, 19, 2), {"per_token": False}, 8, None),
+        (TorchFullyShardedDataParallel, (0, 19, 2), {"head_mode": "recompute"}, None, "the fused head reads it later"),
+        (FullyShardedDataParallel, (0, 19, 1), {"head_mode": "forward"}, None, "loses gradients"),
+        (FullyShardedDataParallel, (0, 19, 2), {"head_mode": "forward"}, None, None),
+        (FullyShardedDataParallel, (0, 16, 1), {"per_token": True}, 8, None),
+        (DistributedDataParallel, (0, 16, 1), {"per_token": True, "head_mode": "forward"}, 8, None),
+    ],
+)
+def test_what_a_sharding_wrapper_would_get_wrong_is_refused(monkeypatch, kind, release, settings, experts, message):
+    monkeypatch.setattr(checks, "core_version", lambda: release)
+    given = types.SimpleNamespace(**{"per_token": False, "head_mode": None} | settings)
+    model = wrapped(kind, num_moe_experts=experts)
+    if message is None:
+        checks._check_wrapper(model, given)
+    else:
+        with pytest.raises(ContractError, match=message):
+            checks._check_wrapper(model, given)

@@ -36,6 +36,17 @@ def test_a_table_costs_one_collective(monkeypatch):
     assert len(calls) == 2  # one on each rank
 
 
+def test_what_failed_here_is_raised_where_the_others_cannot_be_told(monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(threads.multi_threaded_pg.ProcessLocalGroup, "allgather", broken)
+    with pytest.raises(OSError, match="no such shard"):
+        threads.run(1, lambda rank: all_gather_rows(torch.zeros(5), error=OSError("no such shard")))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        threads.run(1, lambda rank: all_gather_rows(torch.zeros(5)))
+
+
 def test_every_rank_has_the_text_of_the_source_and_no_other():
     assert threads.run(3, lambda rank: broadcast_text(f"I am {rank}: Σ", 1)) == ["I am 1: Σ"] * 3
 

@@ -1,14 +1,23 @@
 """The step without a launch. On real ranks: tests/ranks/test_forward_step.py."""
 
 import argparse
+import itertools
+import math
+import random
 import types
 
 import pytest
+import threads
 import torch
+from samples import make_sample, random_step
 
 from megatron_pg.args import add_arguments
-from megatron_pg.step.errors import ContractError
-from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.batch import pack, slice_batch
+from megatron_pg.step import forward_step
+from megatron_pg.step.contract import Contract
+from megatron_pg.step.errors import ContractError, NonFiniteLossError
+from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
+from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.settings import LossSettings
 
 
@@ -31,3 +40,70 @@ def test_a_model_without_a_loss_of_its_own_is_refused_by_name():
     args = add_arguments(argparse.ArgumentParser()).parse_args([])
     with pytest.raises(ContractError, match="gave a Linear, which has no compute_language_model_loss"):
         PolicyGradientStep(LossSettings.from_args(args)).attach(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_state_that_begins_anew_where_megatron_is_told_is_each_documents_own(cp_size):
+    """Under context parallelism too: such layers undo the cut first."""
+    samples = random_step(random.Random(3))
+    batch = pack(samples, qkv_format="thd", cp_size=cp_size, multiple_of=8)
+    weights = {"weights": torch.zeros(len(batch.loss_mask))}
+    local = slice_batch(batch, weights, cp_rank=cp_size - 1, cp_size=cp_size)
+    (documents,) = _packed_seq_params(local).seq_idx.tolist()
+    states = _states(batch.tokens[0].tolist(), documents)
+    for sample, (begin, end) in zip(samples, itertools.pairwise(local.inputs.boundaries.tolist()), strict=True):
+        alone = sample.tokens.tolist()
+        assert states[begin:end][: len(alone)] == _states(alone, [0] * len(alone))
+    assert len(states) == batch.num_positions
+
+
+def _states(tokens: list[int], documents: list[int]) -> list[float]:
+    """Those of a recurrence."""
+    found, state, before = [], 0.0, None
+    for token, document in zip(tokens, documents, strict=True):
+        state = token + (0.5 * state if document == before else 0.0)
+        found.append(state)
+        before = document
+    return found
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled):
+    """Megatron's schedule leaves them on in an evaluation, where the fused head would add to the next step's."""
+    metrics = types.SimpleNamespace(
+        combine=lambda rows: rows, finish=lambda totals, plan: {}, nonfinite=lambda rows: {}
+    )
+    step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics)), []
+    monkeypatch.setattr(step, "_plan", lambda chunks, arguments: (None, [], None))
+    monkeypatch.setattr(step, "_contract_of", lambda plan, config: None)
+    monkeypatch.setattr(step._loss, "begin", lambda *rest: None)
+    monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: None)
+    monkeypatch.setattr(step, "_gather_and_check", lambda: torch.zeros(1))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(finalize_model_grads_func=None))
+    with torch.set_grad_enabled(enabled):
+        step.forward_backward(
+            lambda **_: seen.append(torch.is_grad_enabled()), model=model, data_iterator=None, forward_only=forward_only
+        )
+        assert torch.is_grad_enabled() == enabled
+    assert seen == [enabled and not forward_only]
+
+
+@pytest.mark.parametrize(("microbatch", "row"), [(0, 1), (0, 2), (1, 1), (2, 2)])
+def test_a_loss_that_is_not_finite_is_named_by_the_first_of_its_samples(monkeypatch, microbatch, row):
+    """Micro-batches from that one on have such a token at their first position, which comes before it in its own."""
+    monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    step = PolicyGradientStep(types.SimpleNamespace())
+    step._contract = Contract(per_token=False, num_microbatches=3, data_parallel_size=1, context_parallel_size=1)
+    for k in range(3):
+        sample = make_sample(prompt_length=1, mask=[1, 1, 1], rng=random.Random(k), sample_id=f"of micro-batch {k}")
+        batch = pack([sample], qkv_format="thd")
+        local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
+        found = [0.0, math.inf, 0.0] if k < microbatch else [1.0, float(row if k == microbatch else 0), 0.0]
+        step._loss.found[local] = Diagnostics(None, torch.zeros(0), torch.tensor(found, dtype=torch.float64))
+
+    def work(rank: int) -> None:
+        step._raise_nonfinite([step._check_values(torch.device("cpu")).tolist()])
+
+    with pytest.raises(NonFiniteLossError, match=rf"sample of micro-batch {microbatch} .* response token {row} "):
+        threads.run(1, work)

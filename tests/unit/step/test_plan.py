@@ -1,15 +1,26 @@
+import dataclasses
+import math
 import random
 
 import numpy as np
 import pytest
 import threads
 import torch
-from samples import TINY_DENOMINATORS, TINY_OBJECTIVE, TINY_PROMPTS, TINY_ROLLOUTS, TINY_TOKENS, divisor_of
+from samples import (
+    TINY_DENOMINATORS,
+    TINY_OBJECTIVE,
+    TINY_PROMPTS,
+    TINY_ROLLOUTS,
+    TINY_TOKENS,
+    divisor_of,
+    make_sample,
+    random_step,
+)
 
 import megatron_pg.step.plan
-from megatron_pg import StepPlanError, plan_step
+from megatron_pg import ContextRanks, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.step.plan import PlanRule, _local_table, check_count, plan_from_table
+from megatron_pg.step.plan import PlanRule, _local_table, check_count, local_table_of, plan_from_table
 
 MODES = sorted(AGGREGATIONS)
 
@@ -251,5 +262,129 @@ def test_ids_on_one_rank_only_are_refused_on_every_rank():
 
 def test_megatrons_int32_counter_is_guarded():
     check_count(2**31 - 1)
-    with pytest.raises(StepPlanError, match="2147483648 tokens in one step exceed"):
+    with pytest.raises(StepPlanError, match="2147483648 positions in one step exceed"):
         check_count(2**31)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean", "prompt_mean", "constant"])
+def test_a_depth_has_a_denominator_of_its_own_tokens(aggregation):
+    """Those of the whole step, over both ranks; counted by hand."""
+    rng = random.Random(0)
+    on = [  # prompt length, mask, rollout, prompt; a depth loses what lies within it of the sample's begin
+        [(1, [1, 1, 1], "a", "p"), (3, [1, 0, 1, 1], "a", "p")],
+        [(2, [1], "b", "p"), (1, [1], "c", "q"), (5, [1] * 6, "d", "q")],
+    ]
+    tokens = {0: [3, 3, 1, 1, 6], 1: [2, 3, 1, 0, 6], 2: [1, 3, 0, 0, 6]}
+    of_rollout = {1: [5, 5, 1, None, 6], 2: [4, 4, None, None, 6]}
+    of_prompt = {1: [6, 6, 6, None, 6], 2: [4, 4, None, None, 6]}
+    rule = PlanRule(aggregation=aggregation, depths=2, depth_aggregation=aggregation, divisor=divisor_of(aggregation))
+
+    def work(rank: int):
+        samples = [
+            make_sample(prompt_length=length, mask=mask, rng=rng, rollout_id=rollout, prompt_id=prompt)
+            for length, mask, rollout, prompt in on[rank]
+        ]
+        group = threads.subgroup(lambda r: 0, 2, rank)
+        batches = [pack([sample], qkv_format="thd") for sample in samples]
+        batches += [pack([], qkv_format="thd") for _ in range(3 - len(batches))]
+        return plan_from_table(local_table_of(batches, rule, group), rule, error=None, group=group)
+
+    plans = threads.run(2, work)
+    for depth in (1, 2):
+        found = torch.cat([plan.depth_denominators[depth - 1] for plan in plans]).tolist()
+        expected = {
+            "token_mean": [sum(tokens[depth])] * 5,
+            "sample_mean": [n and 4 * n for n in of_rollout[depth]],
+            "prompt_mean": [n and 2 * n for n in of_prompt[depth]],
+            "constant": [64] * 5,
+        }[aggregation]
+        assert all(e is None or f == e for f, e in zip(found, expected, strict=True)), (depth, found)
+        assert {plan.depth_counts[depth - 1] for plan in plans} == {sum(tokens[depth])}
+    assert [plan.num_tokens for plan in plans] == [14, 14]
+
+
+def test_a_depth_that_no_token_reaches_weighs_nothing():
+    sample = make_sample(prompt_length=1, mask=[1], rng=random.Random(0))
+    rule = PlanRule(aggregation="sample_mean", depths=1)
+    batches = [pack([sample], qkv_format="thd")]
+    plan = plan_from_table(local_table_of(batches, rule, None), rule, error=None, group=None)
+    assert plan.depth_counts == (0,)
+    assert plan.depth_denominators[0].tolist() == [math.inf]
+
+
+def on_runs(samples, rng, *, num_ranks: int, num_microbatches: int) -> list[list]:
+    """The samples on random runs of ranks: every rank's micro-batches."""
+    found: list[list] = [[] for _ in range(num_ranks)]
+    runs = []
+    for _ in range(num_microbatches):
+        size = rng.choice([1, 2, num_ranks])
+        runs.append([ContextRanks(first, size) for first in range(0, num_ranks, size)])
+    places = [(k, run) for k, own in enumerate(runs) for run in own]
+    dealt = {place: [] for place in places}
+    for sample in samples:
+        dealt[rng.choice(places)].append(sample)
+    for (_, run), part in dealt.items():
+        for rank in run:
+            found[rank].append(pack(part, qkv_format="thd", cp_ranks=run))
+    return found
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("aggregation", MODES)
+def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denominator(aggregation, seed, with_ids):
+    rng = random.Random(seed)
+    samples = random_step(rng)
+    if not with_ids:
+        if aggregation == "prompt_mean":
+            return
+        samples = [dataclasses.replace(sample, rollout_id=None, prompt_id=None) for sample in samples]
+    rule = PlanRule(aggregation=aggregation, divisor=divisor_of(aggregation), depths=1)
+    ranks = on_runs(samples, rng, num_ranks=4, num_microbatches=3)
+
+    def work(rank: int):
+        group = threads.subgroup(lambda r: 0, 4, rank)
+        return plan_from_table(local_table_of(ranks[rank], rule, group), rule, error=None, group=group)
+
+    whole = plan_from_table(local_table_of([pack(samples, qkv_format="thd")], rule, None), rule, error=None, group=None)
+    expected = {id(sample): value for sample, value in zip(samples, whole.denominators.tolist(), strict=True)}
+    for found, batches in zip(threads.run(4, work), ranks, strict=True):
+        held = [sample for batch in batches for sample in batch.samples]
+        assert found.denominators.tolist() == [expected[id(sample)] for sample in held]
+        assert len(found.depth_denominators[0]) == len(held)
+        for total in (
+            "num_samples",
+            "num_rollouts",
+            "num_prompts",
+            "num_tokens",
+            "num_response_tokens",
+            "depth_counts",
+        ):
+            assert getattr(found, total) == getattr(whole, total), total
+        assert found.facts.response_length == whole.facts.response_length
+        assert found.facts.rewards.tolist() == whole.facts.rewards.tolist()
+
+
+@pytest.mark.parametrize("mistake", ["another sample", "alone", "another place"])
+def test_a_micro_batch_that_its_ranks_have_otherwise_is_named_on_every_rank(mistake):
+    rule, both = PlanRule(aggregation="token_mean"), ContextRanks(0, 2)
+    one, two = (make_sample(prompt_length=1, mask=[1, 1], rng=random.Random(i)) for i in range(2))
+    right = [pack([one], qkv_format="thd", cp_ranks=both), pack([two], qkv_format="thd", cp_ranks=both)]
+    wrong = {
+        "another sample": [right[0], pack([one], qkv_format="thd", cp_ranks=both)],
+        "alone": [right[0], pack([two], qkv_format="thd", cp_ranks=ContextRanks(1, 1))],
+        "another place": right[::-1],
+    }[mistake]
+
+    def work(rank: int) -> str:
+        group = threads.subgroup(lambda r: 0, 3, rank)
+        own = [pack([], qkv_format="thd", cp_ranks=ContextRanks(2, 1))] * 2
+        table = local_table_of([right, wrong, own][rank], rule, group)
+        with pytest.raises(StepPlanError) as caught:
+            plan_from_table(table, rule, error=None, group=group)
+        return str(caught.value)
+
+    message = "micro-batch 0 of rank " if mistake == "another place" else "micro-batch 1 of rank "
+    found = threads.run(3, work)
+    assert len(set(found)) == 1
+    assert message in found[0]

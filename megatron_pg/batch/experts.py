@@ -1,0 +1,41 @@
+"""The engine's experts of the positions that one rank's routers see: sliced by the index that slices the tokens."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from megatron_pg.batch.slicing import LocalBatch
+
+
+def local_experts(local: LocalBatch, *, num_experts: int, layers: int, topk: int, tp_rank: int, tp_size: int) -> Tensor:
+    """The experts of every layer for this rank's positions, in the order in which its routers see them.
+
+    Positions of which an engine has none (the last token of a sample, padding) get distinct experts in turn, so that
+    dispatchers find `topk` for every position and no expert is crowded; they have no part in the loss.
+
+    Args:
+        local: this rank's slice of a micro-batch, whose samples all have `routed_experts`.
+        num_experts: of a layer.
+        layers: of the samples' records, layers without experts included.
+        topk: experts of a position.
+        tp_rank: rank in the tensor-parallel group, where the sequence is cut over it (sequence parallelism); else 0.
+        tp_size: size of that group, or 1.
+
+    Returns:
+        [layers, W/C · B / tp_size, topk] int32, on the CPU.
+    """
+    whole = local.whole
+    samples, positions = (
+        rows[:, local.row_index].t().reshape(-1).chunk(tp_size)[tp_rank]
+        for rows in (whole.sample_index, whole.position_ids)
+    )
+    records = [sample.routed_experts for sample in whole.samples]
+    every = torch.cat([torch.zeros(0, layers, topk, dtype=torch.int32), *records])
+    lengths = torch.tensor([*map(len, records), 0])  # an index of -1, padding, takes the last: no token
+    starts = torch.tensor([0, *itertools.accumulate(map(len, records))])
+    is_known = positions < lengths[samples]
+    turns = torch.arange(len(positions) * topk, dtype=torch.int32).remainder(num_experts).view(-1, 1, topk)
+    found = turns.repeat(1, layers, 1)
+    found[is_known] = every[starts[samples[is_known]] + positions[is_known]]
+    return found.transpose(0, 1).contiguous()

@@ -1,0 +1,58 @@
+"""Cross-entropy of some rows of (vocabulary-parallel) logits, and whether greedy decoding would have chosen the target."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_pg.kernels.checks import check_for_triton, check_layout, may_be_overwritten
+from megatron_pg.kernels.logprobs import check_logits, logprobs_of
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+TIE = 1e-5  # nats between the target and the likeliest token that rounding may make
+
+
+class CrossEntropy(NamedTuple):
+    """Of n rows."""
+
+    losses: Tensor  # [n] -log p of the target, nats, differentiable
+    is_likeliest: Tensor  # [n] bool: no token is likelier than the target
+
+    @classmethod
+    def of(cls, logprobs: Tensor, totals: Tensor) -> "CrossEntropy":
+        """From log-probabilities, and the totals S = sum e^(z/tau - max): the likeliest token has log-probability -log S."""
+        return cls(-logprobs, logprobs.detach() + totals.log() > -TIE)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, rows: Tensor, vocabulary: Vocabulary, *, impl: str = "triton"
+) -> CrossEntropy:
+    """Cross-entropy of some rows.
+
+        ce_t = -log softmax(z / tau)[target_t]
+
+    Args:
+        logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary. The Triton kernels may write the gradient over
+            them, where nothing else has saved them.
+        targets: [T] int64 global token ids, equal on every tensor-parallel rank; one outside the vocabulary gives NaN.
+        rows: [n] int64, increasing: the wanted rows, equal on every tensor-parallel rank.
+        vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group, every rank of which must call.
+        impl: "triton" or "torch".
+
+    Raises:
+        ValueError: shapes or dtypes cannot be.
+    """
+    check_logits(logits, targets)
+    if impl == "torch":
+        chosen = vocabulary.hide_padding(logits.index_select(0, rows))
+        logprobs, _, totals = logprobs_of(chosen, targets.index_select(0, rows), vocabulary)
+        return CrossEntropy.of(logprobs, totals)
+    from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy  # torch alone must not need Triton
+
+    inplace = may_be_overwritten(logits)
+    check_for_triton(logits)
+    check_layout(logits, inplace)
+    mask = torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_fill_(0, rows, True)
+    with torch.cuda.device_of(logits):
+        logprobs, _, totals = logprobs_and_entropy(logits, targets.contiguous(), mask, vocabulary, inplace=inplace)
+    return CrossEntropy.of(logprobs.index_select(0, rows), totals.index_select(0, rows))

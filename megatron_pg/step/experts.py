@@ -1,0 +1,145 @@
+"""What a mixture of experts asks of the step: its own losses at their scale in every release, and the engine's routing.
+
+The router adds its losses to the gradient by itself. Under the per-token contract it multiplies them by the positions that
+it sees, because Megatron divides by Q, the positions of the step. Up to 0.18 these are the positions of one tensor- and
+context-parallel rank, and of one row in `seq_aux_loss`. Its losses are linear in their coefficients, which it reads at
+every call, also when a layer is recomputed; so the coefficients are multiplied while the step runs, and only then:
+evaluation, logs, arguments and checkpoints keep the user's.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
+from megatron_pg.step.errors import ContractError
+
+
+class RoutingReplay(Protocol):
+    """How the user's model takes the engine's experts in the place of its router's choice (R3, arXiv:2510.11370).
+
+    `examples/routing_replay.py` is one for Megatron's own `RouterReplay`.
+    """
+
+    def forward(self, model: nn.Module, experts: Tensor) -> AbstractContextManager[None]:
+        """Entered around one forward of one chunk.
+
+        Args:
+            model: the chunk, as the schedule has it: wrapped.
+            experts: [layers, positions, topk] int32 on the model's device, for the positions that this rank's routers
+                see, in their order. Layers are the engine's: those of the whole model, from 0. Layers that are
+                recomputed in the backward must be given the same again; the backwards of a chunk come in the order of
+                its forwards.
+        """
+
+    def end(self) -> None:
+        """Called when the step has run or broken off: nothing of it is needed any more."""
+
+
+_COEFFICIENTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
+
+def needs_router_scale(config: Any) -> bool:
+    """Whether this release leaves the router's losses too small under the contract of the config."""
+    has_router = bool(getattr(config, "num_moe_experts", None))
+    return has_router and config.calculate_per_token_loss and core_version() < SCALES_ROUTER_LOSSES
+
+
+def check_rows(batches: Sequence[PackedBatch], config: Any) -> None:
+    """Refuse micro-batches of a step that would need a coefficient each: layers are recomputed when another one has run.
+
+    Raises:
+        ContractError: seq_aux_loss, which a release divides once too often by the rows, with unequal numbers of rows.
+    """
+    rows = sorted({len(batch.tokens) for batch in batches})
+    if len(rows) > 1 and needs_router_scale(config) and "seq_aux_loss" in config.moe_router_load_balancing_type:
+        raise ContractError(
+            f"micro-batches of {rows[0]} and of {rows[-1]} rows in one step: this megatron-core (before 0.19) divides seq_aux_loss by the "
+            "rows once too often, which one coefficient cannot undo for both. Pack all with the same rows, or into packed rows (thd); or "
+            "take aux_loss, or megatron-core 0.19"
+        )
+
+
+@contextmanager
+def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int) -> Iterator[None]:
+    """The coefficients of the router's losses as this release needs them, while the step runs.
+
+    Args:
+        chunks: the model's, wrapped or not; each config is changed once, however many modules share it.
+        rows: B of the step's micro-batches.
+        ranks: TP · C, among which a position has one rank.
+    """
+    configs = {
+        id(config): config for chunk in chunks for module in chunk.modules() if (config := _router_config(module))
+    }
+    before = [(config, {name: getattr(config, name) for name in _COEFFICIENTS}) for config in configs.values()]
+    try:
+        for config, own in before:
+            vars(config).update(scaled(config.moe_router_load_balancing_type, *own.values(), rows=rows, ranks=ranks))
+        yield
+    finally:
+        for config, own in before:
+            vars(config).update(own)
+
+
+def _router_config(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    return config if config is not None and needs_router_scale(config) else None
+
+
+def scaled(kinds: Any, aux: Any, z: float | None, *, rows: int, ranks: int) -> dict[str, Any]:
+    """The coefficients that make up for what the router leaves out, by their names in the config.
+
+    Args:
+        kinds: name of the balancing loss, or names.
+        aux: its coefficient, or one for each name.
+        z: coefficient of the z-loss.
+        rows: as in `router_losses_to_scale`.
+        ranks: likewise.
+    """
+
+    def one(kind: str, coefficient: float) -> float:
+        return coefficient * ranks * (rows if kind == "seq_aux_loss" else 1)
+
+    found = (
+        [one(kind, each) for kind, each in zip(kinds, aux, strict=True)] if isinstance(kinds, list) else one(kinds, aux)
+    )
+    return dict(zip(_COEFFICIENTS, (found, None if z is None else z * ranks), strict=True))
+
+
+def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingReplay | None) -> None:
+    """Refuse what cannot be replayed as it stands.
+
+    Raises:
+        ContractError: a sample without experts, with experts that the model does not have, or that nobody would replay.
+    """
+    samples = [sample for batch in batches for sample in batch.samples]
+    if replay is None:
+        if given := [sample for sample in samples if sample.routed_experts is not None]:
+            raise ContractError(
+                f"sample {given[0].sample_id} has routed_experts and nothing replays them, so the router would choose anew; give "
+                "routing_replay (docs/megatron.md), or leave the field out"
+            )
+        return
+    if not config.num_moe_experts or getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ContractError(
+            "routing_replay needs a model with experts whose forwards run one at a time: num_moe_experts is "
+            f"{config.num_moe_experts}, overlap_moe_expert_parallel_comm {getattr(config, 'overlap_moe_expert_parallel_comm', False)}; "
+            "change it, or leave the replay out"
+        )
+    for sample in samples:
+        if sample.routed_experts is None:
+            raise ContractError(
+                f"sample {sample.sample_id} has no routed_experts, which routing_replay needs of every sample; have the rollout engine "
+                "return them"
+            )
+        shape, most = tuple(sample.routed_experts.shape[1:]), int(sample.routed_experts.max())
+        if shape != (config.num_layers, config.moe_router_topk) or most >= config.num_moe_experts:
+            raise ContractError(
+                f"routed_experts of sample {sample.sample_id} are of {shape[0]} layers with {shape[1]} experts up to number {most}, and the "
+                f"model has {config.num_layers} layers with {config.moe_router_topk} of {config.num_moe_experts} experts, so they are "
+                "another model's; sample with the one that is trained"
+            )

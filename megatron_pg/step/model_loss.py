@@ -1,0 +1,154 @@
+"""The loss inside the model, where logits are not gathered over tensor-parallel ranks and hidden states are still at hand.
+
+Megatron's models end in `compute_language_model_loss(labels, logits)`. On an instance it is replaced by the policy-gradient loss, which
+returns S as a plain 0-d tensor: schedules and wrappers look into tensors only. What else is found of a micro-batch waits here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import LocalBatch
+from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
+from megatron_pg.step.contract import Contract
+from megatron_pg.step.errors import ContractError
+from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
+from megatron_pg.step.mtp import DepthLoss, depth_head_loss, depth_loss, totals_of
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.settings import LossSettings
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """The forward in progress."""
+
+    local: LocalBatch
+    depths: list[DepthLoss] = field(default_factory=list)  # of multi-token prediction, whose calls come first
+
+
+class ModelLoss:
+    """Puts the loss into models, and keeps what it finds of each micro-batch of a step.
+
+    Args:
+        settings: the loss settings.
+    """
+
+    def __init__(self, settings: LossSettings):
+        self._settings = settings
+        self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
+        self._plan: StepPlan | None = None  # of the step in progress
+        self._contract: Contract | None = None
+        self._tp_group: ProcessGroup | None = None  # None: one rank
+        self._mtp_factor = 0.0  # λ
+        self._forward: _Forward | None = None
+        self._expected: dict[int, LocalBatch] = {}  # of forwards that run in pieces, by the id of their labels
+        self.is_attached = False
+        self.found: dict[LocalBatch, Diagnostics] = {}  # of the step's forwards, in their order
+
+    def attach(self, model: Any) -> None:
+        """See `PolicyGradientStep.attach`."""
+        if not callable(getattr(model, "compute_language_model_loss", None)):
+            raise ContractError(
+                f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss, so the loss has no place in "
+                "it; return a megatron.core GPTModel or HybridModel, not yet wrapped"
+            )
+        self.is_attached = True
+        if self._settings.float32_logits or self._settings.head_mode:  # a sampler's logits have the loss's precision
+            self._float32_layer = model.output_layer
+            compute_in_float32(model.output_layer, backward=self._settings.head_backward)
+        deferred = None
+        if self._settings.head_mode:
+            deferred = DeferredHead(model.output_layer, lambda: self._forward is not None)
+        _keep_the_embeddings_gradient(model)
+        language_model_loss = model.compute_language_model_loss
+
+        def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
+            if self._forward is None:
+                return language_model_loss(labels, logits)
+            if labels is not self._forward.local.inputs.labels:  # multi-token prediction brings its own
+                return self._of_depth(labels, logits, deferred)
+            return self._of_policy(logits, deferred)
+
+        model.compute_language_model_loss = compute_language_model_loss
+        if postprocess := getattr(model, "_postprocess", None):
+
+            def _postprocess(*positional: object, **keywords: object) -> Tensor:
+                local = self._expected.pop(id(keywords.get("labels")), None)
+                with nullcontext() if local is None else self.of(local):
+                    return postprocess(*positional, **keywords)
+
+            model._postprocess = _postprocess
+
+    def check_layer(self) -> None:
+        """Find out before the step whether the float32 head can stand for the output layer."""
+        if self._float32_layer is not None:
+            check_layer(self._float32_layer)
+
+    def begin(self, plan: StepPlan, contract: Contract, config: Any, tp_group: ProcessGroup) -> None:
+        """A step begins."""
+        self._tp_group = tp_group if tp_group.size() > 1 else None
+        self._plan, self._contract, self.found, self._expected = plan, contract, {}, {}
+        self._mtp_factor = config.mtp_loss_scaling_factor if self._settings.mtp_depths else 0.0
+
+    @contextmanager
+    def of(self, local: LocalBatch) -> Iterator[None]:
+        """The model's forward is over this micro-batch."""
+        self._forward = _Forward(local)
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def expect(self, local: LocalBatch) -> None:
+        """A schedule will end the model's forward over this micro-batch, in `_postprocess`, when it comes to it."""
+        self._expected[id(local.inputs.labels)] = local
+
+    def _of_policy(self, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
+        local, depths = self._forward.local, self._forward.depths
+        if len(depths) != len(local.depths):
+            raise ContractError(
+                f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, so their losses "
+                "would be lost; this megatron-core orders them otherwise than the releases of docs/megatron.md"
+            )
+        scale, totals = self._contract.grad_scale, totals_of(depths, self._plan)
+        if deferred:
+            call = deferred.take()
+            total, found = microbatch_head_loss(call, local, self._settings, grad_scale=scale, totals=totals)
+        else:
+            rows, group = _rows(logits), self._tp_group
+            total, found = microbatch_loss(rows, local, self._settings, group, grad_scale=scale, totals=totals)
+        self.found[local] = found
+        return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total
+
+    def _of_depth(self, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
+        """[b, s] cross-entropies for Megatron's own log; detached, so that Megatron trains nothing by them."""
+        known, done = self._forward.local.depths, self._forward.depths
+        if len(done) == len(known):
+            raise ContractError(
+                f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one would have no weight; call "
+                "validate_args after mtp_num_layers is final"
+            )
+        depth = known[len(done)]
+        if deferred:
+            done.append(depth_head_loss(deferred.take(), depth, self._settings))
+        else:
+            done.append(depth_loss(_rows(logits), depth, self._settings, self._tp_group))
+        return done[-1].losses.view(labels.t().shape).t()
+
+
+def _keep_the_embeddings_gradient(model: Any) -> None:
+    """Tell Megatron's hook that a stage's tied weight has two gradients, where that stage has embedding and output layer in it.
+
+    Megatron says so for one pipeline stage only; multi-token prediction brings the embedding to the last of several.
+    """
+    if getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
+        model.shared_embedding_or_output_weight().zero_out_wgrad = True
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """[s·b, V / tp]: a view."""
+    return logits.reshape(-1, logits.shape[-1])

@@ -1,0 +1,38 @@
+"""A mistake in the source fails a test: mistakes chosen without a look at the tests, and those that once slipped through."""
+
+import ast
+import re
+
+import pytest
+import source_mutants
+from source_mutants import BROKEN, MUTANTS, REPOSITORY
+
+
+@pytest.mark.parametrize("path", sorted({mutant.path for mutant in MUTANTS}))
+def test_every_mutant_changes_one_place_of_a_program(path):
+    text = (REPOSITORY / "megatron_pg" / path).read_text(encoding="utf-8")
+    for mutant in MUTANTS:
+        if mutant.path == path:
+            assert text.count(mutant.old) == 1, (
+                f"{mutant.what}: its text occurs {text.count(mutant.old)} times in {path}"
+            )
+            assert ast.dump(ast.parse(text.replace(mutant.old, mutant.new))) != ast.dump(ast.parse(text)), mutant.what
+
+
+def test_every_mutant_names_a_test_that_there_is():
+    assert len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        file, _, name = mutant.test.partition("::")
+        text = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {re.escape(name.partition('[')[0])}\(", text, re.MULTILINE), mutant.test
+
+
+@pytest.mark.proof("Mutants of the source killed by the default tier")
+def test_every_mutant_is_noticed_by_its_test(tmp_path, full, evidence):
+    if not full:
+        pytest.skip("a test for each of them is run by `make prove`")
+    found = source_mutants.noticed(tmp_path)
+    assert found.pop("") == []  # the tests hold without a mistake
+    assert [what for what, errors in found.items() if not errors] == []
+    assert {what: errors for what, errors in found.items() if BROKEN.intersection(errors)} == {}
+    evidence(cases=len(found))

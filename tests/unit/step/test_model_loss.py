@@ -1,0 +1,89 @@
+"""The loss inside a model that is a stand-in: what is folded into S, and which micro-batch it is of."""
+
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import simulation
+import torch
+from samples import make_sample
+
+from megatron_pg.batch import LocalBatch, pack, slice_batch
+from megatron_pg.metrics import Reduction
+from megatron_pg.step.contract import Contract
+from megatron_pg.step.model_loss import ModelLoss
+
+FACTOR, VOCABULARY = 0.25, 12
+ALONE = SimpleNamespace(size=lambda: 1)
+
+
+class Model:
+    """Makes its predictions before its own logits, as Megatron's do, from given tables [depths + 1, T, V]."""
+
+    def __init__(self, tables: dict[int, torch.Tensor]):
+        self._tables = tables
+
+    def compute_language_model_loss(self, labels, logits):
+        raise AssertionError("Megatron's own loss was called")
+
+    def _postprocess(self, *, labels):
+        *depths, own = self._tables[id(labels)]
+        self.returned = [self.compute_language_model_loss(labels.clone(), table[:, None]) for table in depths]
+        return self.compute_language_model_loss(labels, own[:, None])
+
+
+def microbatch(rng: random.Random, depths: int) -> LocalBatch:
+    batch = pack([make_sample(prompt_length=3, mask=[1, 0, 1, 1], rng=rng)], qkv_format="thd")
+    weights = [torch.full((4,), 0.5 * (depth + 1), dtype=torch.float64) for depth in range(depths)]
+    return slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1, depth_weights=weights)
+
+
+def prepared(depths: int) -> tuple[ModelLoss, Model, list[LocalBatch], dict[int, torch.Tensor]]:
+    rng = random.Random(1)
+    locals_ = [microbatch(rng, depths) for _ in range(2)]
+    shape = depths + 1, locals_[0].num_positions, VOCABULARY
+    tables = {id(local.inputs.labels): torch.randn(shape, dtype=torch.float64, requires_grad=True) for local in locals_}
+    settings = simulation.settings("sample_mean", per_token=False)
+    metrics = Reduction("basic", {"clip", "mtp"} if depths else {"clip"})
+    loss = ModelLoss(dataclasses.replace(settings, mtp_depths=depths, metrics=metrics))
+    model = Model(tables)
+    loss.attach(model)
+    contract = Contract(per_token=False, num_microbatches=2, data_parallel_size=1, context_parallel_size=1)
+    plan = SimpleNamespace(depth_counts=(6,) * depths)
+    loss.begin(plan, contract, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE)
+    return loss, model, locals_, tables
+
+
+def test_predictions_are_folded_in_with_their_factor_and_megatron_gets_values_only():
+    """Against log_softmax; a depth predicts labels[p] at p - depth."""
+    loss, model, (local, _), tables = prepared(2)
+    with loss.of(local):
+        total = model._postprocess(labels=local.inputs.labels)
+    table, policy = tables[id(local.inputs.labels)], loss.found[local].policy
+    expected, sums = policy.clone(), []
+    for depth in (1, 2):
+        logprobs = table[depth - 1].log_softmax(-1)
+        rows = [p for p in local.trained.tolist() if p >= depth]
+        sums.append(-sum(logprobs[p - depth, local.inputs.labels[0, p]] for p in rows) * 0.5 * depth)
+        found = model.returned[depth - 1]
+        assert not found.requires_grad
+        assert found.shape == local.inputs.labels.shape
+        assert found[0].nonzero()[:, 0].tolist() == [p - depth for p in rows]
+    expected = expected + FACTOR * sum(sums)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    by_depth = torch.autograd.grad(total, table)[0][:2]
+    torch.testing.assert_close(by_depth, torch.autograd.grad(FACTOR * sum(sums), table)[0][:2], rtol=1e-12, atol=1e-15)
+
+
+def test_a_forward_that_runs_later_ends_in_the_loss_of_its_own_micro_batch():
+    """A schedule plan comes to the end of the first forward when the second has begun."""
+    loss, model, locals_, tables = prepared(0)
+    for local in locals_:
+        loss.expect(local)
+    totals = [model._postprocess(labels=local.inputs.labels) for local in reversed(locals_)][::-1]
+    assert list(loss.found) == locals_[::-1]
+    for total, local in zip(totals, locals_, strict=True):
+        with loss.of(local):
+            again = model._postprocess(labels=local.inputs.labels)
+        assert torch.equal(total, again)
+        assert torch.autograd.grad(total, tables[id(local.inputs.labels)])[0].any()
