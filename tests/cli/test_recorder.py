@@ -272,9 +272,9 @@ HOSTILE = ["a", "\n", "; ", "/", "(exec ", "exec /", "then ", "/python1", "~/pyt
 
 
 def test_a_long_script_is_searched_in_the_time_of_its_length():
-    begin = time.process_time()
+    begin = time.thread_time()
     for text in HOSTILE:
         for end in ("", "x", "\n"):
             recorder._launchers(text * (100_000 // len(text)) + end)
             recorder._replaces_itself(text * (100_000 // len(text)) + end)
-    assert time.process_time() - begin < 5.0  # a search for each letter takes minutes
+    assert time.thread_time() - begin < 5.0  # a search for each letter takes minutes

@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_named_without_its_control_characters(tmp_
 def test_a_field_that_is_given_twice_among_many_is_found_at_once():
     names = [*map(str, range(100_000)), "99999"]
     line = "{" + ", ".join(f'"{name}": 0' for name in names) + "}\n"
-    begin = time.process_time()
+    begin = time.thread_time()
     with pytest.raises(RolloutFileError, match="duplicate field '99999'"):
         parse_line(line.encode(), "here")
-    assert time.process_time() - begin < 5.0  # a count for each name takes minutes
+    assert time.thread_time() - begin < 5.0  # a count for each name takes minutes
