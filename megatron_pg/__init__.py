@@ -1,7 +1,7 @@
 """Exactly normalised policy-gradient losses for Megatron-LM.
 
 Names are imported when they are first used: reading flags needs neither torch nor Megatron, and only
-`PolicyGradientStep`, `StepLog` and `megatron_pg.pretrain` need Megatron.
+`PolicyGradientStep` and `megatron_pg.pretrain` need Megatron.
 """
 
 from importlib import import_module
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_pg.batch import cut_steps as cut_steps
     from megatron_pg.batch import read_steps as read_steps
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
-    from megatron_pg.pretrain import StepLog as StepLog
     from megatron_pg.rollouts.advantages import Advantages as Advantages
     from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.errors import StepPlanError as StepPlanError
     from megatron_pg.step.experts import RoutingReplay as RoutingReplay
     from megatron_pg.step.forward_step import PolicyGradientStep as PolicyGradientStep
+    from megatron_pg.step.log import StepLog as StepLog
     from megatron_pg.step.plan import StepPlan as StepPlan
     from megatron_pg.step.plan import plan_step as plan_step
     from megatron_pg.step.settings import LossSettings as LossSettings
@@ -46,7 +46,6 @@ __version__ = "0.2.0"
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
     "batch": "ContextRanks PackedBatch cut_microbatches cut_over_ranks cut_steps pack read_steps",
-    "pretrain": "StepLog",
     "rollouts.advantages": "Advantages group_advantages",
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError",
@@ -56,6 +55,7 @@ _NAMES = {
     "step.errors": "StepPlanError",
     "step.experts": "RoutingReplay",
     "step.forward_step": "PolicyGradientStep",
+    "step.log": "StepLog",
     "step.plan": "StepPlan plan_step",
     "step.settings": "LossSettings",
 }

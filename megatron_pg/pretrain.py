@@ -15,9 +15,8 @@ import signal
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -40,25 +39,17 @@ from megatron_pg.args import (
     rank_snapshot,
     validate_args,
 )
-from megatron_pg.flags.banner import banner, describe
+from megatron_pg.flags.banner import banner, describe, in_force
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.metrics.file import MetricsFile
-from megatron_pg.metrics.reporting import (
-    ADDED_BYTES,
-    GROUP,
-    CallbackError,
-    added_values,
-    console_line,
-    nonfinite_entries,
-    red_flag_line,
-)
-from megatron_pg.metrics.table import red_flags
+from megatron_pg.metrics.reporting import ADDED_BYTES, GROUP, CallbackError, added_values
 from megatron_pg.step.collectives import all_gather_rows, broadcast_text, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, lost_peer_named, message_of
 from megatron_pg.step.experts import RoutingReplay
-from megatron_pg.step.forward_step import PolicyGradientStep, StepReport
-from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.findings import StepReport
+from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.log import Console, StepLog, step_record
 from megatron_pg.step.settings import LossSettings
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
@@ -67,32 +58,6 @@ _SHOWN = "megatron_pg: an error has been shown"  # a key of the process group's 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended: 128 and the signal's number
 _ON_EVERY_RANK = (ArgumentError, CallbackError, StepPlanError, NonFiniteLossError)
 _ARGUMENT_BYTES = 8192  # of the arguments as JSON, or of an error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLog:
-    """One finished optimizer step, equal on every rank."""
-
-    iteration: int
-    report: StepReport
-    learning_rate: float | None
-    grad_norm: float | None
-    skipped: bool  # the optimizer skipped it (fp16 loss scale)
-    objective: dict[str, str]  # the rows of the startup's banner
-
-
-def step_record(log: StepLog) -> dict[str, Any]:
-    """The step as one flat record, under the names of docs/metrics.md, without times: equal runs give equal records."""
-    record = {
-        "iteration": log.iteration,
-        **log.report.metrics,
-        "grad_norm": log.grad_norm,
-        "learning_rate": log.learning_rate,
-        "skipped": log.skipped,
-        "objective": log.objective,
-    }
-    entries = nonfinite_entries(log.report.nonfinite)
-    return record | ({"nonfinite": entries} if entries else {})
 
 
 def chain_args_providers(*providers: Callable | None) -> Callable[[ArgumentParser], ArgumentParser]:
@@ -257,8 +222,7 @@ class _Session:
         self._on_step = on_step
         self._has_additions = False  # rank 0 has an on_step
         self._objective: dict[str, str] = {}
-        self._flagged: set[str] = set()  # metrics whose red flag was said
-        self._say = say
+        self._say, self._console = say, Console(say)
         self._metrics_file = metrics_file
         self._writer: MetricsFile | None = None
         self._report: StepReport | None = None
@@ -274,7 +238,7 @@ class _Session:
         if self.step is None:
             self.step = _start(get_args(), self._keep, self._say, self._open_files, self._in_step)
             self._save = get_args().save
-            self._objective = dict(describe(_in_force(get_args(), self.step.settings)))
+            self._objective = dict(describe(in_force(get_args(), self.step.settings.impl)))
         model, error = None, None
         try:
             model = provider(*positional, **keywords)
@@ -487,9 +451,7 @@ class _Session:
             objective=self._objective,
         )
         if not self._last_iteration and torch.distributed.get_rank() == 0:
-            self._say(_units_line(log.report.plan))
-            for field, names in self.step.settings.metrics.lacking(self._report.metrics).items():
-                self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
+            self._console.begin(log.report, self.step.settings.metrics)
         if not self._last_iteration:
             self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
         self._last_iteration = log.iteration
@@ -499,7 +461,9 @@ class _Session:
         if self._writer:
             self._writer.write(record | added)
         if torch.distributed.get_rank() == 0:
-            self._print(record | added, own=[*self.step.settings.terms.objective.reported, *added])
+            is_shown = log.iteration % get_args().log_interval == 0
+            own = [*self.step.settings.terms.objective.reported, *added]
+            self._console.step(record | added, own, is_shown=is_shown)
 
     def _additions(self, log: StepLog, record: Mapping[str, Any]) -> dict[str, float]:
         """What rank 0's callback adds to the step, or its mistake, on every rank: the writers are on two of them."""
@@ -516,27 +480,6 @@ class _Session:
         if "error" in answer:
             raise CallbackError(answer["error"])
         return answer["values"]
-
-    def _print(self, record: Mapping[str, Any], own: Sequence[str]) -> None:
-        """The console line, and once for every metric what its red flag means."""
-        if record["iteration"] % get_args().log_interval == 0:
-            self._say(console_line(record["iteration"], record, own))
-        for name, limit in red_flags(record).items():
-            if name not in self._flagged:
-                self._say(red_flag_line(name, record[name], limit))
-            self._flagged.add(name)
-
-
-def _units_line(plan: StepPlan) -> str:
-    """What the first step counted, beside which a wrong id is seen."""
-    prompts = "no prompt ids" if plan.num_prompts is None else f"{plan.num_prompts} prompts"
-    counts = f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"
-    return f"first step: {counts}"
-
-
-def _in_force(args: Namespace, settings: LossSettings) -> Namespace:
-    """The arguments with the kernel in force instead of the flag's default."""
-    return Namespace(**vars(args) | {"pg_kernel": settings.impl})
 
 
 def _start(
@@ -560,7 +503,7 @@ def _start(
         error = failure
     _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
-        say(banner(_in_force(args, settings)))
+        say(banner(in_force(args, settings.impl)))
     if args.pg_dry_run or asked == "1":
         if torch.distributed.get_rank() == 0:
             say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")

@@ -3,7 +3,7 @@
 from megatron_pg.batch.context_ranks import ContextRanks
 from megatron_pg.batch.experts import local_experts
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.batch.pack import PackedBatch, pack
+from megatron_pg.batch.pack import PackedBatch, pack, pack_row
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.slicing import LocalBatch, ModelInputs, slice_batch
 from megatron_pg.batch.steps import check_boundaries, cut_microbatches, cut_over_ranks, cut_steps, read_steps
@@ -21,6 +21,7 @@ __all__ = [
     "cut_steps",
     "local_experts",
     "pack",
+    "pack_row",
     "read_steps",
     "slice_batch",
 ]

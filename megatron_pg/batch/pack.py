@@ -149,6 +149,27 @@ def pack(
     raise ValueError(f"qkv_format={qkv_format!r} is neither thd nor bshd, so the layout is unknown. Use one of them.")
 
 
+def pack_row(samples: Sequence[Sample], padded_lengths: Sequence[int]) -> PackedBatch:
+    """Lay samples out in a packed row as another trainer has laid them out.
+
+    Args:
+        samples: one behind the other.
+        padded_lengths: positions that each of them takes; further ones are padding, which is cut over context-parallel ranks
+            by itself.
+
+    Raises:
+        ValueError: a length is missing, or shorter than its sample.
+    """
+    lengths = [len(sample.tokens) for sample in samples]
+    if len(lengths) > len(padded_lengths) or any(n > w for n, w in zip(lengths, padded_lengths, strict=False)):
+        raise ValueError(
+            f"padded_lengths={list(padded_lengths)} for samples of {lengths} tokens, so one would be cut off. Give each sample its length "
+            "in the row, padding included."
+        )
+    starts = [0, *itertools.accumulate(padded_lengths)]
+    return _lay_out("thd", samples, (1, starts[-1]), starts, tuple(padded_lengths))
+
+
 def _pack_thd(samples: Sequence[Sample], cp_size: int, width: int | None, multiple_of: int) -> PackedBatch:
     lengths = [padded_length(len(sample.tokens), cp_size) for sample in samples]
     unit = math.lcm(multiple_of, 2 * cp_size if cp_size > 1 else 1)

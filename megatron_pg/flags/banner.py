@@ -30,9 +30,18 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
+def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:
+    """The arguments with the kernel in force instead of the flag's default."""
+    return argparse.Namespace(**vars(args) | {"pg_kernel": impl})
+
+
 def banner(args: argparse.Namespace) -> str:
     """The rows of `describe` as text for the log."""
-    rows = describe(args)
+    return banner_of(describe(args))
+
+
+def banner_of(rows: list[tuple[str, str]]) -> str:
+    """Rows as text for the log."""
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {text}" for name, text in rows]
     return "\n".join(["── megatron_pg: effective policy-gradient objective ──", *lines])

@@ -11,7 +11,7 @@ Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.trainin
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import LocalBatch, PackedBatch, local_experts, slice_batch
+from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.step.checks import (
     agree,
     always_averages,
@@ -34,11 +34,10 @@ from megatron_pg.step.checks import (
     source_of,
     take,
 )
-from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.contract import Contract
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
-from megatron_pg.step.errors import ContractError, NonFiniteLossError, StepPlanError, lost_peer_named
+from megatron_pg.step.errors import ContractError, StepPlanError, lost_peer_named
 from megatron_pg.step.experts import (
     RoutingReplay,
     check_experts,
@@ -46,21 +45,12 @@ from megatron_pg.step.experts import (
     needs_router_scale,
     router_losses_to_scale,
 )
+from megatron_pg.step.findings import StepReport, gather_found, report_of
+from megatron_pg.step.microbatches import count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
-from megatron_pg.step.plan import LocalTable, PlanRule, StepPlan, check_count, local_table_of, plan_from_table
+from megatron_pg.step.plan import LocalTable, PlanRule, StepPlan, check_count, plan_from_table
 from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.weights import TokenFactors, depth_weights, token_factors, token_weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one step's forward-backward found, equal on every rank."""
-
-    plan: StepPlan
-    metrics: dict[str, float]  # by name, in the order of docs/metrics.md; one without a contribution is absent
-    nonfinite: dict[str, list[int]]  # metric: the ranks whose contribution is NaN or inf
-    forward_only: bool  # an evaluation step
-    documents: StepDocuments | None = None  # what the step took; None without --docs-per-step
+from megatron_pg.step.weights import TokenFactors
 
 
 class PolicyGradientStep:
@@ -199,14 +189,8 @@ class PolicyGradientStep:
         ):
             losses = forward_backward_func(**arguments)
         rows = found[0] if found else self._gather_and_check()
-        metrics = self.settings.metrics
-        report = StepReport(
-            plan=plan,
-            metrics=metrics.finish(metrics.combine(rows).tolist(), plan) | (asdict(documents) if documents else {}),
-            nonfinite=metrics.nonfinite(rows.tolist()),
-            forward_only=bool(arguments.get("forward_only")),
-            documents=documents,
-        )
+        forward_only = bool(arguments.get("forward_only"))
+        report = report_of(plan, self.settings.metrics, rows, forward_only=forward_only, documents=documents)
         self._on_report(report)
         return losses
 
@@ -250,14 +234,14 @@ class PolicyGradientStep:
                 check_packing(batches, chunks)
                 check_rows(batches, chunks[0].config)
                 check_experts(batches, chunks[0].config, self._replay)
-                factors = [token_factors(batch, self.settings) for batch in batches]
-                kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
-                table = local_table_of(batches, self.settings.plan_rule, self._counting_group, kept)
+                table, factors = count(batches, self.settings, self._counting_group)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
         undivided = () if documents is None else self._units
         plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)
-        return plan, self._slice(plan, batches, factors, next(chunks[0].parameters()).device), documents
+        device = next(chunks[0].parameters()).device
+        local = slice_step(batches, plan, factors, self.settings, group_of=self._context_group, device=device)
+        return plan, local, documents
 
     def _exchange(
         self, table: LocalTable | None, rule: PlanRule, error: Exception | None, batches: Sequence[PackedBatch]
@@ -332,80 +316,20 @@ class PolicyGradientStep:
             averages=always_averages(model),
         )
 
-    def _slice(
-        self, plan: StepPlan, batches: Sequence[PackedBatch], factors: Sequence[TokenFactors], device: torch.device
-    ) -> list[LocalBatch]:
-        local, first = [], 0
-        for batch, own in zip(batches, factors, strict=True):
-            group = self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
-            sliced = slice_batch(
-                batch,
-                token_weights(batch, plan, first, factors=own, settings=self.settings),
-                cp_rank=group.rank(),
-                cp_size=group.size(),
-                device=device,
-                sequences=self.settings.terms.reads_sequences,
-                cp_group=group if group.size() > 1 else None,
-                depth_weights=depth_weights(batch, plan, first),
-            )
-            local.append(sliced)
-            first += len(batch.samples)
-        return local
+    def _context_group(self, batch: PackedBatch) -> ProcessGroup:
+        return self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
 
     def _gather_and_check(self) -> Tensor:
-        """The step's one all-gather and one host read: checks, and [world, width] partial results of the metrics."""
-        device = device_of(None)
-        rows = all_gather_rows(torch.cat([self._check_values(device), self._partial_result(device)]))
-        checks = rows[:, :4].tolist()
-        self._raise_nonfinite(checks)
-        returned = sum(row[3] for row in checks)
+        """[world, width] partial results of the metrics, after the checks."""
+        found, reports = self._loss.found, _reports()
+        counted = sum(self._contract.local_count(local.num_positions) for local in found) if reports else 0
+        rows, returned = gather_found(found, self.settings.metrics, reports=reports, returned=counted)
         if self.settings.per_token and returned != self._contract.count:
             raise ContractError(
-                f"returned counts sum to {returned:.0f}, not to {self._contract.count}, so Megatron would divide by the "
+                f"returned counts sum to {returned}, not to {self._contract.count}, so Megatron would divide by the "
                 "wrong number; do not wrap or replace the forward step's loss function"
             )
-        return rows[:, 4:]
-
-    def _check_values(self, device: torch.device) -> Tensor:
-        """[4]: trained tokens whose loss is not finite, code of the first one, further losses that are not, returned counts."""
-        if not self._loss.found:
-            return torch.tensor([0.0, torch.inf, 0.0, 0.0], dtype=torch.float64, device=device)
-        found = torch.stack([one.nonfinite for one in self._loss.found.values()])  # [K, 3]
-        microbatch = torch.arange(len(found), dtype=torch.float64, device=device)
-        counted = (
-            sum(self._contract.local_count(local.num_positions) for local in self._loss.found) if _reports() else 0
-        )
-        returned = torch.full((), float(counted), dtype=torch.float64, device=device)
-        # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
-        return torch.stack(
-            [found[:, 0].sum(), (found[:, 1] + microbatch * 2.0**32).amin(), found[:, 2].sum(), returned]
-        )
-
-    def _partial_result(self, device: torch.device) -> Tensor:
-        metrics = self.settings.metrics
-        if not self._loss.found or not _reports():
-            return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
-        return metrics.combine(torch.stack([one.partial for one in self._loss.found.values()]))
-
-    def _raise_nonfinite(self, checks: list[list[float]]) -> None:
-        bad = [rank for rank, (count, _, _, _) in enumerate(checks) if count > 0]
-        further = [rank for rank, (_, _, count, _) in enumerate(checks) if count > 0]
-        if not bad and further:
-            raise NonFiniteLossError(
-                f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy's own is finite, "
-                "so the step means nothing and the optimizer has not moved. Look at the weights of the mtp layers."
-            )
-        if not bad:
-            return
-        where = ""
-        if torch.distributed.get_rank() == bad[0]:
-            microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
-            where = list(self._loss.found)[microbatch].locate(flat)
-        where = broadcast_text(where, bad[0])
-        raise NonFiniteLossError(
-            f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
-            "so the step means nothing and the optimizer has not moved. Look at that sample's logits and log-probabilities."
-        )
+        return rows
 
 
 def _router_losses_to_scale(chunks: list[Any], local: Sequence[LocalBatch]) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch on this rank, from logits or by the fused head, with its diagnostics; no host sync."""
+"""The loss of one micro-batch on this rank, from logits, by the fused head or from log-probabilities, with its diagnostics; no host sync."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -81,6 +81,20 @@ def microbatch_head_loss(
         entropy=settings.metrics.needs_entropy,
     )
     return _with_diagnostics(found, local, settings, totals)
+
+
+def microbatch_logprobs_loss(
+    logprobs: Tensor, entropy: Tensor | None, local: LocalBatch, settings: LossSettings
+) -> tuple[Tensor, Diagnostics]:
+    """The same from log-probabilities that the caller has made.
+
+    Args:
+        logprobs: [T] nats, differentiable, at the settings' temperature.
+        entropy: [T] nats; differentiable where it is in the loss, None where nothing reads it.
+        local: this rank's slice of the micro-batch.
+        settings: the loss settings.
+    """
+    return _with_diagnostics(PolicyLoss(settings.terms, local.fields)(logprobs, entropy), local, settings, NONE)
 
 
 def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:

@@ -1,7 +1,6 @@
 """Values of ranks and micro-batches come together, in one collective."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import simulation
@@ -10,9 +9,9 @@ from compare import scalar_error
 from samples import make_sample
 from simulation import Layout
 
-import megatron_pg.step.forward_step
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.metrics import Reduction
+from megatron_pg.step import findings
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
@@ -49,11 +48,8 @@ def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
     """Counted where the step makes them; the number of metrics changes the length, not the count."""
     calls = []
     count = lambda values: calls.append(len(values)) or values[None]  # noqa: E731
-    monkeypatch.setattr(megatron_pg.step.forward_step, "all_gather_rows", count)
-    monkeypatch.setattr(megatron_pg.step.forward_step, "device_of", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(findings, "all_gather_rows", count)
+    monkeypatch.setattr(findings, "device_of", lambda group: torch.device("cpu"))
     for level in LEVELS:
-        step = megatron_pg.step.forward_step.PolicyGradientStep(
-            SimpleNamespace(metrics=Reduction(level), per_token=False)
-        )
-        step._gather_and_check()
+        findings.gather_found({}, Reduction(level), reports=True)
     assert calls == [4 + Reduction(level).width for level in LEVELS]

@@ -13,9 +13,10 @@ from samples import make_sample, random_step
 
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import pack, slice_batch
+from megatron_pg.metrics import Reduction
 from megatron_pg.step import forward_step
-from megatron_pg.step.contract import Contract
 from megatron_pg.step.errors import ContractError, NonFiniteLossError
+from megatron_pg.step.findings import gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.settings import LossSettings
@@ -90,20 +91,19 @@ def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled)
 
 
 @pytest.mark.parametrize(("microbatch", "row"), [(0, 1), (0, 2), (1, 1), (2, 2)])
-def test_a_loss_that_is_not_finite_is_named_by_the_first_of_its_samples(monkeypatch, microbatch, row):
+def test_a_loss_that_is_not_finite_is_named_by_the_first_of_its_samples(microbatch, row):
     """Micro-batches from that one on have such a token at their first position, which comes before it in its own."""
-    monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
-    step = PolicyGradientStep(types.SimpleNamespace())
-    step._contract = Contract(per_token=False, num_microbatches=3, data_parallel_size=1, context_parallel_size=1)
+    results = {}
     for k in range(3):
         sample = make_sample(prompt_length=1, mask=[1, 1, 1], rng=random.Random(k), sample_id=f"of micro-batch {k}")
         batch = pack([sample], qkv_format="thd")
         local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
         found = [0.0, math.inf, 0.0] if k < microbatch else [1.0, float(row if k == microbatch else 0), 0.0]
-        step._loss.found[local] = Diagnostics(None, torch.zeros(0), torch.tensor(found, dtype=torch.float64))
+        partial = torch.zeros(Reduction("none").width, dtype=torch.float64)
+        results[local] = Diagnostics(None, partial, torch.tensor(found, dtype=torch.float64))
 
     def work(rank: int) -> None:
-        step._raise_nonfinite([step._check_values(torch.device("cpu")).tolist()])
+        gather_found(results, Reduction("none"), reports=True)
 
     with pytest.raises(NonFiniteLossError, match=rf"sample of micro-batch {microbatch} .* response token {row} "):
         threads.run(1, work)

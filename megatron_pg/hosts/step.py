@@ -1,0 +1,136 @@
+"""One optimizer step in a host's loop: planned before its forwards, checked and measured before its optimizer moves.
+
+The host decides which samples make a micro-batch, and lays them out; it multiplies what the loss function returns. What
+comes from here is S, the sum of w·ℓ over this rank's tokens of a micro-batch, whose denominators count the whole step.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import LocalBatch, pack, pack_row, slice_batch
+from megatron_pg.lm_head.output_layer import HeadCall
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.errors import lost_peer_named
+from megatron_pg.step.findings import StepReport, gather_found, report_of
+from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
+from megatron_pg.step.microbatches import count
+from megatron_pg.step.plan import StepPlan, plan_from_table
+from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.weights import token_weights
+
+
+class HostStep:
+    """A planned step.
+
+    Args:
+        settings: the loss settings, the same on every rank.
+        samples: [S] this rank's of the whole step, the same on tensor- and context-parallel peers.
+        plan: the step's plan; None on pipeline stages without the loss, which have no samples.
+        fields: [sum of R] each, what the step adds to the samples' own fields.
+        context: context-parallel group over which rows are cut; None: this rank has whole samples.
+    """
+
+    def __init__(
+        self,
+        settings: LossSettings,
+        samples: Sequence[Sample] = (),
+        plan: StepPlan | None = None,
+        fields: dict[str, Tensor | None] | None = None,
+        context: ProcessGroup | None = None,
+    ):
+        lengths = [sample.response_length for sample in samples]
+        self._settings, self._samples, self.plan = settings, samples, plan
+        self._context = context if context is not None and context.size() > 1 else None
+        self._fields = {name: values.split(lengths) for name, values in (fields or {}).items() if values is not None}
+        self._found: dict[LocalBatch, Diagnostics] = {}
+
+    @classmethod
+    def planned(
+        cls,
+        settings: LossSettings,
+        samples_of: Callable[[], Sequence[Sample]],
+        *,
+        data: ProcessGroup,
+        context: ProcessGroup | None = None,
+    ) -> "HostStep":
+        """Plan a step, by one exchange over the data-parallel group, every rank of which must call.
+
+        Args:
+            settings: the loss settings.
+            samples_of: makes this rank's samples; its error is raised on every rank.
+            data: the data-parallel group, without context-parallel ranks.
+            context: as above.
+
+        Raises:
+            StepPlanError: on every rank.
+            LostPeerError: on the ranks that survive one that was killed, failed or hangs.
+        """
+        table, error = None, None
+        try:
+            whole = pack(samples_of(), qkv_format="thd")
+            table, factors = count([whole], settings, data)
+        except Exception as failure:  # travels to the other ranks, so that all of them stop
+            error = failure
+        with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
+            plan = plan_from_table(table, settings.plan_rule, error=error, group=data)
+        fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
+        return cls(settings, whole.samples, plan, fields, context)
+
+    def slice(
+        self, members: Sequence[int], padded_lengths: Sequence[int], device: torch.device | str = "cpu"
+    ) -> LocalBatch:
+        """This rank's part of a micro-batch.
+
+        Args:
+            members: its samples, by their places among the step's.
+            padded_lengths: positions of the whole row that each takes, and what further padding there is.
+            device: where the loss is computed.
+        """
+        batch = pack_row([self._samples[i] for i in members], padded_lengths)
+        none = torch.zeros(0, dtype=torch.float64)
+        return slice_batch(
+            batch,
+            {name: torch.cat([none, *(parts[i] for i in members)]) for name, parts in self._fields.items()},
+            cp_rank=self._context.rank() if self._context else 0,
+            cp_size=self._context.size() if self._context else 1,
+            device=device,
+            sequences=self._settings.terms.reads_sequences,
+            cp_group=self._context,
+        )
+
+    def loss(self, local: LocalBatch, logits: Tensor, tp_group: ProcessGroup | None, grad_scale: float) -> Tensor:
+        """S from logits [T, V / tp], which the Triton kernels may overwrite; with terms of whole sequences every
+        context-parallel rank must call.
+
+        `grad_scale`: the gradient that the host's backward will bring to S, but for a loss scale.
+        """
+        tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+        total, self._found[local] = microbatch_loss(logits, local, self._settings, tp_group, grad_scale=grad_scale)
+        return total
+
+    def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:
+        """S from what the output layer was called with, by the fused head."""
+        total, self._found[local] = microbatch_head_loss(call, local, self._settings, grad_scale=grad_scale)
+        return total
+
+    def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
+        """S from log-probabilities [T] that the host has made."""
+        total, self._found[local] = microbatch_logprobs_loss(logprobs, entropy, local, self._settings)
+        return total
+
+    def finish(self, *, reports: bool) -> StepReport | None:
+        """Check the losses and combine the metrics, by one all-gather over all ranks, every one of which must call before the
+        optimizer moves; None on stages without the loss.
+
+        `reports`: whether this rank's sums count, because no other rank holds copies that do.
+
+        Raises:
+            NonFiniteLossError: on every rank.
+        """
+        with lost_peer_named(lambda: "behind its forwards, before the optimizer moved"):
+            rows, _ = gather_found(self._found, self._settings.metrics, reports=reports)
+        self._found = {}
+        return None if self.plan is None else report_of(self.plan, self._settings.metrics, rows)

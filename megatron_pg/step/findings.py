@@ -1,0 +1,107 @@
+"""What the losses of a step found, exchanged once: checks, and the step's exact metrics."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.batch import LocalBatch
+from megatron_pg.metrics import Reduction
+from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
+from megatron_pg.step.documents import StepDocuments
+from megatron_pg.step.errors import NonFiniteLossError
+from megatron_pg.step.loss import Diagnostics
+from megatron_pg.step.plan import StepPlan
+
+Found = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
+_CHECKS = 4  # values before the metrics in what is gathered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step's forward-backward found, equal on every rank."""
+
+    plan: StepPlan
+    metrics: dict[str, float]  # by name, in the order of docs/metrics.md; one without a contribution is absent
+    nonfinite: dict[str, list[int]]  # metric: the ranks whose contribution is NaN or inf
+    forward_only: bool = False  # an evaluation step
+    documents: StepDocuments | None = None  # what the step took; None without --docs-per-step
+
+
+def report_of(
+    plan: StepPlan,
+    metrics: Reduction,
+    rows: Tensor,
+    *,
+    forward_only: bool = False,
+    documents: StepDocuments | None = None,
+) -> StepReport:
+    """The report from every rank's partial results."""
+    values = metrics.finish(metrics.combine(rows).tolist(), plan)
+    return StepReport(
+        plan=plan,
+        metrics=values | (asdict(documents) if documents else {}),
+        nonfinite=metrics.nonfinite(rows.tolist()),
+        forward_only=forward_only,
+        documents=documents,
+    )
+
+
+def gather_found(found: Found, metrics: Reduction, *, reports: bool, returned: int = 0) -> tuple[Tensor, int]:
+    """[world, width] partial results of the metrics, and the sum of the returned counts: one all-gather, one host read.
+
+    Every rank of the default group must call, before the optimizer moves.
+
+    Args:
+        found: this rank's findings; empty on pipeline stages without the loss.
+        metrics: the metrics.
+        reports: whether this rank's sums count: others hold copies.
+        returned: what this rank returned as counts to Megatron.
+
+    Raises:
+        NonFiniteLossError: on every rank, for a loss of any of them.
+    """
+    device = device_of(None)
+    rows = all_gather_rows(torch.cat([_checks(found, returned, device), _partial(found, metrics, reports, device)]))
+    checks = rows[:, :_CHECKS].tolist()
+    _raise_nonfinite(checks, found)
+    return rows[:, _CHECKS:], round(sum(row[3] for row in checks))
+
+
+def _checks(found: Found, returned: int, device: torch.device) -> Tensor:
+    """[4]: trained tokens whose loss is not finite, code of the first one, further losses that are not, returned counts."""
+    counted = torch.full((), float(returned), dtype=torch.float64, device=device)
+    if not found:
+        return torch.tensor([0.0, torch.inf, 0.0, float(returned)], dtype=torch.float64, device=device)
+    bad = torch.stack([one.nonfinite for one in found.values()])  # [K, 3]
+    microbatch = torch.arange(len(bad), dtype=torch.float64, device=device)
+    # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
+    return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum(), counted])
+
+
+def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.device) -> Tensor:
+    if not found or not reports:
+        return torch.tensor(metrics.identity(), dtype=torch.float64, device=device)
+    return metrics.combine(torch.stack([one.partial for one in found.values()]))
+
+
+def _raise_nonfinite(checks: list[list[float]], found: Found) -> None:
+    bad = [rank for rank, (count, _, _, _) in enumerate(checks) if count > 0]
+    further = [rank for rank, (_, _, count, _) in enumerate(checks) if count > 0]
+    if not bad and further:
+        raise NonFiniteLossError(
+            f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy's own is finite, "
+            "so the step means nothing and the optimizer has not moved. Look at the weights of the mtp layers."
+        )
+    if not bad:
+        return
+    where = ""
+    if torch.distributed.get_rank() == bad[0]:
+        microbatch, flat = divmod(int(checks[bad[0]][1]), 2**32)
+        where = list(found)[microbatch].locate(flat)
+    where = broadcast_text(where, bad[0])
+    raise NonFiniteLossError(
+        f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
+        "so the step means nothing and the optimizer has not moved. Look at that sample's logits and log-probabilities."
+    )

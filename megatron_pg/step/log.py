@@ -1,0 +1,70 @@
+"""A finished step as a record for files and as lines for people."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pg.metrics import Reduction
+from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
+from megatron_pg.metrics.table import red_flags
+from megatron_pg.step.findings import StepReport
+from megatron_pg.step.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """One finished optimizer step, equal on every rank."""
+
+    iteration: int
+    report: StepReport
+    learning_rate: float | None
+    grad_norm: float | None
+    skipped: bool  # the optimizer skipped it (fp16 loss scale)
+    objective: dict[str, str]  # the rows of the startup's banner
+
+
+def step_record(log: StepLog) -> dict[str, Any]:
+    """The step as one flat record, under the names of docs/metrics.md, without times: equal runs give equal records."""
+    record = {
+        "iteration": log.iteration,
+        **log.report.metrics,
+        "grad_norm": log.grad_norm,
+        "learning_rate": log.learning_rate,
+        "skipped": log.skipped,
+        "objective": log.objective,
+    }
+    entries = nonfinite_entries(log.report.nonfinite)
+    return record | ({"nonfinite": entries} if entries else {})
+
+
+class Console:
+    """What one rank says of the steps.
+
+    Args:
+        say: where the lines go.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._flagged: set[str] = set()  # metrics whose red flag was said
+
+    def begin(self, report: StepReport, metrics: Reduction) -> None:
+        """What the first step counted, beside which a wrong id is seen, and which metrics are absent."""
+        self._say(f"first step: {units_of(report.plan)}")
+        for field, names in metrics.lacking(report.metrics).items():
+            self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
+
+    def step(self, record: Mapping[str, Any], own: Collection[str] = (), *, is_shown: bool = True) -> None:
+        """The console line, and once for every metric what its red flag means; `own` are further names to show."""
+        if is_shown:
+            self._say(console_line(record["iteration"], record, own))
+        for name, limit in red_flags(record).items():
+            if name not in self._flagged:
+                self._say(red_flag_line(name, record[name], limit))
+            self._flagged.add(name)
+
+
+def units_of(plan: StepPlan) -> str:
+    """What a step counted."""
+    prompts = "no prompt ids" if plan.num_prompts is None else f"{plan.num_prompts} prompts"
+    return f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"
