@@ -19,6 +19,7 @@ _OF_THE_LOOP = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples"),
 }
+_PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host's contract and layout are its own
 
 
@@ -79,6 +80,9 @@ def check(
     args = argparse.Namespace(**ours)
     violations += [("E70", message) for message in (*refused, *_refused_of_ours(args))]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _OF_THE_LOOP}
+    per_token = bool(facts.pop(_PER_TOKEN, False))
+    if ours["loss_aggregation"] is None:
+        facts[_PER_TOKEN] = per_token
     args = argparse.Namespace(**facts | ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgumentNotice)  # about Megatron's per-token flag, which stays the host's
@@ -88,6 +92,10 @@ def check(
             violations += error.violations
     if violations:
         raise ArgumentError(violations)
+    if per_token and not facts.get(_PER_TOKEN):
+        text = f"--calculate-per-token-loss says how {host} and Megatron divide, not the aggregation"
+        rows = [*rows, ("per-token flag", text)]
+    args.calculate_per_token_loss = per_token or vars(args).get(_PER_TOKEN, False)
     return Checked(args, rows)
 
 
