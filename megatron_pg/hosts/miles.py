@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_pg.declarations.declaration import load
 from megatron_pg.hosts.rollout_host import Declaration, RolloutHost
+from megatron_pg.hosts.startup import attribute
 
 _ITERATORS = "miles.backends.megatron_utils.actor:get_data_iterator"
 _REFUSED = {
@@ -59,7 +59,7 @@ def init(args: argparse.Namespace) -> None:
     HOST.init(args)
     import miles.backends.megatron_utils.actor as actor
 
-    theirs = load(_ITERATORS)
+    theirs = attribute(_ITERATORS)
 
     def get_data_iterator(args: argparse.Namespace, model: Sequence[Any], rollout_data: dict[str, Any]) -> Any:
         _taken["data"] = rollout_data

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.declarations.declaration import load
 from megatron_pg.hosts import rollout_flags
-from megatron_pg.hosts.startup import Checked, add_host_arguments, check, check_signature, start
+from megatron_pg.hosts.startup import Checked, add_host_arguments, attribute, check, check_signature, start
 
 _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
@@ -71,7 +70,7 @@ class RolloutHost:
         """
         found, declared = self.checked(args), self._declared
         for path, parameters in declared.signatures.items():
-            check_signature(declared.version, path, load(path), parameters)
+            check_signature(declared.version, path, parameters)
         from megatron_pg.hosts.log import HostLog
         from megatron_pg.hosts.rollout_trainer import CONTRACT, RolloutTrainer, is_writer
 
@@ -112,16 +111,16 @@ class RolloutHost:
     def users_hook(self, args: argparse.Namespace, name: str, *values: object) -> None:
         """Call the function that the user has set for a hook, if there is one."""
         if path := vars(args)[_USERS].get(name):
-            load(":".join(path.rsplit(".", 1)))(*values)
+            attribute(":".join(path.rsplit(".", 1)))(*values)
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""
         name = self._declared.name
         if not words:
             sys.exit(f"usage: python3 -m megatron_pg.{name} train.py [flags of {name} and of megatron_pg]")
+        check_signature(self._declared.version, f"{name}.utils.arguments:parse_args", ["add_custom_arguments"])
         arguments: Any = import_module(f"{name}.utils.arguments")
         theirs = arguments.parse_args
-        check_signature(self._declared.version, f"{name}.utils.arguments:parse_args", theirs, ["add_custom_arguments"])
 
         def parse_args(add_custom_arguments: Callable | None = None) -> argparse.Namespace:
             args = theirs(add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments))
@@ -135,11 +134,9 @@ class RolloutHost:
         runpy.run_path(words[0], run_name="__main__")
 
     def _to_host(self, args: argparse.Namespace) -> Callable[[Mapping[str, float], int], None]:
-        theirs = load(self._declared.log)
-
         def log(metrics: Mapping[str, float], iteration: int) -> None:
             named = {f"train/pg/{name}": value for name, value in metrics.items()}
-            theirs(args, named | {"train/step": iteration}, step_key="train/step")
+            attribute(self._declared.log)(args, named | {"train/step": iteration}, step_key="train/step")
 
         return log
 

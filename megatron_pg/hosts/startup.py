@@ -4,8 +4,9 @@ import argparse
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
@@ -145,22 +146,31 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
     return refused
 
 
-def check_signature(host: str, where: str, function: Callable, parameters: Sequence[str]) -> None:
-    """Refuse a host whose hook has other parameters than the adapter was written for.
+def attribute(path: str) -> Any:
+    """What a host has at `module:name` now: another plugin may have replaced it."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
+    """Refuse a host whose function has other parameters than the adapter was written for.
 
     Args:
-        host: its name and the version that the adapter was run with.
-        where: the function, as one finds it.
-        function: the function.
+        version: the host and the version that the adapter was run with.
+        path: the function, `module:name`.
         parameters: the names that it must have first.
 
     Raises:
-        ArgumentError: they differ.
+        ArgumentError: they differ, or there is no such function.
     """
-    found = [*inspect.signature(function).parameters]
+    try:
+        found = [*inspect.signature(attribute(path)).parameters]
+    except (ImportError, AttributeError) as error:
+        message = f"{path} is not there ({error}), on which the loss relies as in {version}; use that version, or a megatron_pg that knows yours"
+        raise ArgumentError([("E70", message)]) from error
     if found[: len(parameters)] != [*parameters]:
         message = (
-            f"{where} takes ({', '.join(found)}), not ({', '.join(parameters)}) as in {host}, so the loss would be called wrongly; use "
-            "that version, or a megatron_pg that knows yours"
+            f"{path} takes ({', '.join(found)}), not ({', '.join(parameters)}) as in {version}, so the loss would be called wrongly; use that "
+            "version, or a megatron_pg that knows yours"
         )
         raise ArgumentError([("E70", message)])

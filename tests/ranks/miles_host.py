@@ -9,25 +9,17 @@ import importlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import host_cases as hosts
-import slime_host
+import rollout_hosts
 import their_trainers
 from host_cases import Case
-from megatron.core import parallel_state
+from megatron.core.fusions import fused_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
-
-OFF = ("use_rollout_indexer_replay", "debug_disable_optimizer", "empty_unused_memory", "use_fault_tolerance")
-
-
-def arguments(case: Case, **more: object) -> Namespace:
-    args = slime_host.arguments(case, custom_megatron_init_path="megatron_pg.miles.init")
-    for name, value in (dict.fromkeys(OFF, False) | more).items():
-        setattr(args, name, value)
-    return args
 
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
@@ -80,22 +72,11 @@ def _log_probs(data: dict, found: Sequence[Sample], prefix: str) -> dict[str, li
     return {f"{prefix}log_probs": [slice_log_prob_with_cp(*each, "thd", None) for each in whole]}
 
 
-def error_of(case: Case) -> float:
-    """Largest over the rollout's steps, of every gradient."""
-    found = hosts.samples(fan_out=case.fan_out)
-    gradients, _ = train(case, found, arguments(case))
-    steps = hosts.steps_of(found, case)
-    assert len(gradients) == len(steps)
-    pairs = zip(gradients, steps, strict=True)
-    return max(hosts.error(mine, hosts.expected(step, case)[0]) for mine, step in pairs)
-
-
 def figures() -> dict[str, object]:
-    """Errors by layout and case."""
     their_trainers.load({"MILES": os.environ["MILES"]})
-    result: dict[str, object] = {}
-    for layout, (context, tensor) in hosts.LAYOUTS.items():
-        parallel_state.initialize_model_parallel(context_parallel_size=context, tensor_model_parallel_size=tensor)
-        result[layout] = {case.name: error_of(case) for case in hosts.cases("FULL" in os.environ)}
-        parallel_state.destroy_model_parallel()
-    return result
+
+    def unfused(logits: Tensor, tokens: Tensor, group: object) -> Tensor:  # Megatron's fused one rounds its backward
+        return vocab_parallel_cross_entropy(logits, tokens)
+
+    with patch.object(fused_cross_entropy, "fused_vocab_parallel_cross_entropy", unfused):
+        return rollout_hosts.figures(train, "miles")
