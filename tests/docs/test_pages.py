@@ -19,6 +19,7 @@ import zigzag
 
 from megatron_pg import add_arguments, validate_args
 from megatron_pg.flags.banner import banner
+from megatron_pg.hosts.startup import add_host_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
