@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.batch import LocalBatch, Sequences, TokenFields
-from megatron_pg.cp_utils import zigzag_index
-from megatron_pg.declarations.declaration import load
+from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.hosts import nemo_flags
 from megatron_pg.hosts.nemo_rows import COLUMN, SUM
 from megatron_pg.hosts.startup import Checked, check, check_signature
@@ -36,19 +35,14 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> Checked:
     """
     theirs = cfg.model_dump()
     if missing := nemo_flags.missing(theirs):
-        raise ArgumentError(
-            [
-                (
-                    "E70",
-                    f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that knows yours",
-                )
-            ]
+        message = (
+            f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that knows yours"
         )
-    ours = nemo_flags.given(theirs)
+        raise ArgumentError([("E70", message)])
     found = check(
         "NeMo-RL",
-        ours,
-        megatron={"calculate_per_token_loss": "loss_aggregation" not in ours and theirs["token_level_loss"]},
+        nemo_flags.given(theirs),
+        megatron={},
         taken_over=[*nemo_flags.taken_over(theirs)],
         refused=[*nemo_flags.refused(theirs), *refused],
     )
@@ -78,7 +72,8 @@ class PolicyGradientLossFn:
     @functools.cached_property
     def settings(self) -> LossSettings:
         """For a worker."""
-        check_signatures(_IN_THE_WORKER)
+        for path, parameters in _IN_THE_WORKER.items():
+            check_signature(VERSION, path, parameters)
         return LossSettings.from_args(self.args)
 
     def __call__(
@@ -104,7 +99,7 @@ class PolicyGradientLossFn:
         tensor = parallel_state.get_tensor_model_parallel_group()
         fields = self._fields(logits, data, context)
         total, found = microbatch_loss(
-            logits.reshape(-1, logits.shape[-1]),
+            _rows(logits),
             cast(LocalBatch, Namespace(fields=fields)),  # which is all that is read
             self.settings,
             tensor if tensor.size() > 1 else None,
@@ -124,8 +119,10 @@ class PolicyGradientLossFn:
                 "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script by python -m "
                 "megatron_pg.nemo_rl"
             )
-        width, device = logits.shape[1] * context.size(), logits.device
-        index = zigzag_index([width], cp_rank=context.rank(), cp_size=context.size()).to(device, non_blocking=True)
+        width = logits.shape[1] * context.size()
+        index = None
+        if context.size() > 1:
+            index = zigzag_index([width], cp_rank=context.rank(), cp_size=context.size()).to(logits.device)
 
         def rows(values: Tensor) -> Tensor:
             moved = torch.nn.functional.pad(values[:, 1:], (0, width))[:, :width]
@@ -141,9 +138,31 @@ class PolicyGradientLossFn:
         fields = {name: rows(values) for name, values in known.items()}
         fields |= {"targets": rows(data["input_ids"]), "mask": mask, "sample_weights": mask / counts[:, None].double()}
         return TokenFields(
-            **{name: values[:, index].reshape(-1) for name, values in fields.items()},
-            sequences=_sequences(counts, len(index), context) if self.settings.terms.reads_sequences else None,
+            **{name: (v if index is None else v[:, index]).reshape(-1) for name, v in fields.items()},
+            sequences=_sequences(counts, logits.shape[1], context) if self.settings.terms.reads_sequences else None,
         )
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """[T, V / tp], over which the kernels may write the gradient."""
+    base = logits._base
+    is_part = base is not None and base.numel() > logits.numel()
+    return (_Part.apply(logits) if is_part else logits).reshape(-1, logits.shape[-1])
+
+
+class _Part(torch.autograd.Function):
+    """A sequence of a packed row, as a tensor of its own: what is written over it is no change of its neighbours.
+
+    Views of one tensor share its version, so autograd would refuse the backward of the next sequence.
+    """
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.data
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 def _sequences(counts: Tensor, length: int, context: ProcessGroup) -> Sequences:
@@ -156,11 +175,3 @@ def _sequences(counts: Tensor, length: int, context: ProcessGroup) -> Sequences:
         counts=counts.double(),
         group=context if context.size() > 1 else None,
     )
-
-
-def check_signatures(expected: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a NeMo-RL whose names, `module:name`, have other parameters."""
-    for path, parameters in expected.items():
-        module, _, names = path.partition(":")
-        function = functools.reduce(getattr, names.split(".")[1:], load(f"{module}:{names.split('.')[0]}"))
-        check_signature(VERSION, path, function, parameters)

@@ -5,6 +5,7 @@ the class of the loss, `setup`, before which everything is checked, and `Policy.
 """
 
 import functools
+import inspect
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 
 from megatron_pg.flags.banner import banner_of, describe
 from megatron_pg.hosts import nemo_flags, nemo_rows
-from megatron_pg.hosts.nemo_loss import PolicyGradientLossFn, check_signatures, checked
+from megatron_pg.hosts.nemo_loss import VERSION, PolicyGradientLossFn, checked
+from megatron_pg.hosts.startup import check_signature
 
 _SIGNATURES = {
     "nemo_rl.algorithms.grpo:setup": ("master_config",),
@@ -35,7 +37,8 @@ def install() -> None:
     import nemo_rl.algorithms.grpo as grpo
     from nemo_rl.models.policy.lm_policy import Policy
 
-    check_signatures(_SIGNATURES)
+    for path, parameters in _SIGNATURES.items():
+        check_signature(VERSION, path, parameters)
     grpo.setup, grpo.ClippedPGLossFn = _checked_before(grpo.setup), PolicyGradientLossFn
     Policy.train = _planned(Policy.train)
 
@@ -56,14 +59,17 @@ def _checked_before(setup: Callable) -> Callable:
 def _planned(train: Callable) -> Callable:
     """`Policy.train` for rows with the weights of their steps."""
 
+    signature = inspect.signature(train)
+
     @functools.wraps(train)
-    def planned_train(self: Any, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, *rest: Any, **named: Any) -> Any:  # fmt: skip
+    def planned_train(self: Any, data: Any, loss_fn: Any, *rest: Any, **named: Any) -> Any:
         if not isinstance(loss_fn, PolicyGradientLossFn):
-            return train(self, data, loss_fn, eval_mode, gbs, *rest, **named)
-        rows_per_step = gbs or self.cfg["train_global_batch_size"]
+            return train(self, data, loss_fn, *rest, **named)
+        given = signature.bind(self, data, loss_fn, *rest, **named).arguments
+        rows_per_step = given.get("gbs") or self.cfg["train_global_batch_size"]
         plans = nemo_rows.plan_steps(data, loss_fn.planning, rows_per_step)
         try:
-            results = train(self, data, loss_fn, eval_mode, gbs, *rest, **named)
+            results = train(self, data, loss_fn, *rest, **named)
         finally:
             for name in [name for name in data if name.startswith(nemo_rows.COLUMN)]:
                 del data[name]

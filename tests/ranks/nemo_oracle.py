@@ -153,10 +153,11 @@ def oracle(parameters: Sequence[Tensor], rows: Sequence[Row], case: Case) -> Fou
         if case.kl:
             reference = row.values["reference_policy_logprobs"]
             penalty = penalty + sum(case.kl(logprobs[t] - reference[t]) / u for t in row.trained)
-        _add(sums, row, {t: float(logprobs[t]) for t in row.trained}, factors)
+        _add(sums, row, {t: float(logprobs[t].detach()) for t in row.trained}, factors)
     total = policy + BETA * penalty
     return Found(
-        list(torch.autograd.grad(total, (embedding, head))), _metrics(sums, rows, float(policy), float(penalty))
+        list(torch.autograd.grad(total, (embedding, head))),
+        _metrics(sums, rows, float(policy.detach()), float(penalty.detach())),
     )
 
 
