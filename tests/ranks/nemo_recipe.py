@@ -214,13 +214,41 @@ def beside_each_other(*, packed: bool) -> dict[str, float]:
     return found
 
 
+def first_step() -> dict[str, list[float]]:
+    """Loss and gradient norm of the first step under NeMo-RL's defaults, theirs and ours."""
+    found = {}
+    for name, module in {"theirs": "nemo_rl.algorithms.loss", "ours": "megatron_pg.nemo_rl"}.items():
+        loss_class = getattr(
+            importlib.import_module(module), "ClippedPGLossFn" if name == "theirs" else "PolicyGradientLossFn"
+        )
+        gradients, logged = train(
+            loss_class(options(reference_policy_kl_penalty=0.01, ratio_clip_max=LOW)), packed=False
+        )
+        norm = torch.cat([gradient.flatten() for gradient in gradients[0]]).double().norm()
+        found[name] = [logged["loss"], float(norm)]
+    return found
+
+
+def by_triton() -> float:
+    """Through the interpreter: the gradient is written over the logits, which packed sequences share."""
+    given = {"loss_aggregation": "prompt_mean", "pg_kernel": "triton"}
+    theirs, fields = LOSSES["gspo"]
+    loss_fn = importlib.import_module("megatron_pg.nemo_rl").PolicyGradientLossFn(options(megatron_pg=given, **theirs))
+    return error_of(train(loss_fn, packed=True)[0], expected(Case("prompt_mean", **fields)))
+
+
 def figures() -> dict[str, object]:
     """Errors by layout."""
+    os.environ["TRITON_INTERPRET"] = "1"
     nemo_trainer.load(os.environ["NEMO_RL"])
     importlib.import_module("megatron_pg.nemo_rl").install()
     result: dict[str, object] = {}
     for layout, (cp_size, tp_size, packed) in LAYOUTS.items():
         parallel_state.initialize_model_parallel(tp_size, context_parallel_size=cp_size)
+        if packed:
+            result[f"Triton, {layout}"] = by_triton()
+        elif "first step" not in result:
+            result["first step"] = first_step()
         result[f"theirs, {layout}"] = theirs(packed=packed)
         result[f"ours against theirs, {layout}"] = beside_each_other(packed=packed)
         for steps in (1, 2):
@@ -228,5 +256,4 @@ def figures() -> dict[str, object]:
             result[f"ours, {layout}, steps {steps}"] = errors
             result[f"metrics, {layout}, steps {steps}"] = of_metrics
         parallel_state.destroy_model_parallel()
-    torch.distributed.barrier()
     return result
