@@ -178,5 +178,11 @@ def refused_of_policy(config: Any) -> Iterator[str]:
             f"policy.generation.top_k={generation.get('top_k')}, top_p={generation.get('top_p')} cut off logits before log-probabilities are "
             "taken, and this loss reads whole ones; use null and 1.0"
         )
+    size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
+    if given(config.loss_fn.model_dump()).get("loss_aggregation") == "prompt_mean" and size % group:
+        yield (
+            f"--loss-aggregation prompt_mean with policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}: a step "
+            "would hold part of a prompt's samples; use a multiple"
+        )
     if (getattr(config, "data_plane", None) or {}).get("enabled"):
         yield "data_plane.enabled=true takes rows past Policy.train, where this loss plans the step; set it to false"

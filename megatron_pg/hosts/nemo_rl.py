@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_pg.args import ArgumentError
 from megatron_pg.flags.banner import banner_of, describe
 from megatron_pg.hosts import nemo_flags, nemo_rows
 from megatron_pg.hosts.nemo_loss import VERSION, PolicyGradientLossFn, checked
@@ -39,8 +40,22 @@ def install() -> None:
 
     for path, parameters in _SIGNATURES.items():
         check_signature(VERSION, path, parameters)
+    grpo.ClippedPGLossFn.__init__ = _not_theirs
     grpo.setup, grpo.ClippedPGLossFn = _checked_before(grpo.setup), PolicyGradientLossFn
     Policy.train = _planned(Policy.train)
+
+
+def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
+    """Where NeMo-RL has other trainers, which import the class by themselves."""
+    raise ArgumentError(
+        [
+            (
+                "E70",
+                "this script makes NeMo-RL's own ClippedPGLossFn, so it would train without megatron_pg's loss; run one that calls "
+                "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py",
+            )
+        ]
+    )
 
 
 def _checked_before(setup: Callable) -> Callable:

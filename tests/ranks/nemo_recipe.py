@@ -30,11 +30,12 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo, TIS": ({"use_cispo": True, "ratio_clip_max": CAP - 1, **TIS}, {"objective": "cispo", "tis": True}),
     "grpo, KL": ({"reference_policy_kl_penalty": BETA}, {"kl": nemo_oracle.k3}),
 }
-LAYOUTS = {  # context- and tensor-parallel size, and whether sequences are packed
-    "dp2, padded rows": (1, 1, False),
-    "dp2, packed": (1, 1, True),
-    "cp2, packed": (2, 1, True),
-    "tp2, packed": (1, 2, True),
+LAYOUTS = {  # context- and tensor-parallel size, and how rows make micro-batches
+    "dp2, padded rows": (1, 1, "padded"),
+    "dp2, dynamic batches": (1, 1, "dynamic"),
+    "dp2, packed": (1, 1, "packed"),
+    "cp2, packed": (2, 1, "packed"),
+    "tp2, packed": (1, 2, "packed"),
 }
 PLAIN = {"ratio_clip_min": LOW, "ratio_clip_max": HIGH, "reference_policy_kl_penalty": 0.0}
 UNCLAMPED = {"kl_input_clamp_value": None, "kl_output_clamp_value": None}
@@ -79,7 +80,7 @@ def options(**chosen: object) -> Any:
 
 
 def train(
-    loss_fn: Any, *, packed: bool, steps_of: int = ROWS, batch: dict[str, Tensor] | None = None
+    loss_fn: Any, *, rows: str, steps_of: int = ROWS, batch: dict[str, Tensor] | None = None
 ) -> tuple[list[list[Tensor]], dict[str, float]]:
     """Gradients of every step, and the metrics as NeMo-RL's driver would log them."""
     model = build()
@@ -88,7 +89,7 @@ def train(
         lambda: slime_recipe.gradients(model),
         nemo_oracle.batch() if batch is None else batch,
         loss_fn,
-        packed=packed,
+        rows=rows,
         steps_of=steps_of,
     )
     logged = {name: sum(values) for name, values in results["all_mb_metrics"].items() if name not in ("lr", "wd")}
@@ -116,7 +117,7 @@ def error_of(found: list[list[Tensor]], steps: list[Found]) -> float:
     return float(worst)
 
 
-def ours(*, packed: bool, steps_of: int) -> tuple[dict[str, float], float]:
+def ours(*, rows: str, steps_of: int) -> tuple[dict[str, float], float]:
     """Largest gradient errors by aggregation and objective, and the largest of a metric."""
     loss_class = importlib.import_module("megatron_pg.nemo_rl").PolicyGradientLossFn
     errors, worst = {}, 0.0
@@ -130,8 +131,8 @@ def ours(*, packed: bool, steps_of: int) -> tuple[dict[str, float], float]:
             kl_mode = "token_mean" if mode == "token_mean" else "sample_mean"
             steps = expected(Case(mode, kl_mode=kl_mode, **fields), steps_of)
             loss_fn = loss_class(options(megatron_pg=given, **theirs))
-            rows = nemo_oracle.with_holes(nemo_oracle.batch())
-            found, logged = train(loss_fn, packed=packed, steps_of=steps_of, batch=rows)
+            batch = nemo_oracle.with_holes(nemo_oracle.batch())
+            found, logged = train(loss_fn, rows=rows, steps_of=steps_of, batch=batch)
             errors[f"{mode}, {name}"] = error_of(found, steps)
             worst = max(worst, metrics_error(logged, steps, name))
     return errors, worst
@@ -166,7 +167,7 @@ def metrics_error(logged: dict[str, float], steps: list[Found], loss: str) -> fl
     return worst
 
 
-def theirs(*, packed: bool) -> dict[str, float]:
+def theirs(*, rows: str) -> dict[str, float]:
     """NeMo-RL's own loss, which shows that the harness is right."""
     loss_class = importlib.import_module("nemo_rl.algorithms.loss").ClippedPGLossFn
     cases = {
@@ -183,12 +184,12 @@ def theirs(*, packed: bool) -> dict[str, float]:
         ),
     }
     return {
-        name: error_of(train(loss_class(options(**given)), packed=packed)[0], expected(case))
+        name: error_of(train(loss_class(options(**given)), rows=rows)[0], expected(case))
         for name, (given, case) in cases.items()
     }
 
 
-def beside_each_other(*, packed: bool) -> dict[str, float]:
+def beside_each_other(*, rows: str) -> dict[str, float]:
     """Our gradient against theirs, with their options alone: nothing is below `megatron_pg`."""
     both = [
         importlib.import_module("nemo_rl.algorithms.loss").ClippedPGLossFn,
@@ -209,7 +210,7 @@ def beside_each_other(*, packed: bool) -> dict[str, float]:
     }
     found = {}
     for name, given in cases.items():
-        (expected_, _), (mine, _) = (train(loss_class(options(**given)), packed=packed) for loss_class in both)
+        (expected_, _), (mine, _) = (train(loss_class(options(**given)), rows=rows) for loss_class in both)
         found[name] = slime_recipe.error(mine[0], [gradient.double() for gradient in expected_[0]])
     return found
 
@@ -222,7 +223,7 @@ def first_step() -> dict[str, list[float]]:
             importlib.import_module(module), "ClippedPGLossFn" if name == "theirs" else "PolicyGradientLossFn"
         )
         gradients, logged = train(
-            loss_class(options(reference_policy_kl_penalty=0.01, ratio_clip_max=LOW)), packed=False
+            loss_class(options(reference_policy_kl_penalty=0.01, ratio_clip_max=LOW)), rows="padded"
         )
         norm = torch.cat([gradient.flatten() for gradient in gradients[0]]).double().norm()
         found[name] = [logged["loss"], float(norm)]
@@ -234,25 +235,28 @@ def by_triton() -> float:
     given = {"loss_aggregation": "prompt_mean", "pg_kernel": "triton"}
     theirs, fields = LOSSES["gspo"]
     loss_fn = importlib.import_module("megatron_pg.nemo_rl").PolicyGradientLossFn(options(megatron_pg=given, **theirs))
-    return error_of(train(loss_fn, packed=True)[0], expected(Case("prompt_mean", **fields)))
+    return error_of(train(loss_fn, rows="packed")[0], expected(Case("prompt_mean", **fields)))
 
 
 def figures() -> dict[str, object]:
     """Errors by layout."""
     os.environ["TRITON_INTERPRET"] = "1"
     nemo_trainer.load(os.environ["NEMO_RL"])
+    their_loss = importlib.import_module("nemo_rl.algorithms.loss").ClippedPGLossFn
+    make = their_loss.__init__
     importlib.import_module("megatron_pg.nemo_rl").install()
+    their_loss.__init__ = make  # to have both in one process
     result: dict[str, object] = {}
-    for layout, (cp_size, tp_size, packed) in LAYOUTS.items():
+    for layout, (cp_size, tp_size, rows) in LAYOUTS.items():
         parallel_state.initialize_model_parallel(tp_size, context_parallel_size=cp_size)
-        if packed:
+        if rows == "packed":
             result[f"Triton, {layout}"] = by_triton()
         elif "first step" not in result:
             result["first step"] = first_step()
-        result[f"theirs, {layout}"] = theirs(packed=packed)
-        result[f"ours against theirs, {layout}"] = beside_each_other(packed=packed)
+        result[f"theirs, {layout}"] = theirs(rows=rows)
+        result[f"ours against theirs, {layout}"] = beside_each_other(rows=rows)
         for steps in (1, 2):
-            errors, of_metrics = ours(packed=packed, steps_of=ROWS // steps)
+            errors, of_metrics = ours(rows=rows, steps_of=ROWS // steps)
             result[f"ours, {layout}, steps {steps}"] = errors
             result[f"metrics, {layout}, steps {steps}"] = of_metrics
         parallel_state.destroy_model_parallel()

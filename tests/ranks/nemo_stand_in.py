@@ -46,7 +46,9 @@ class Options(SimpleNamespace):
 
 
 def master_config(loss_fn: Options, **policy: object) -> SimpleNamespace:
-    return SimpleNamespace(loss_fn=loss_fn, data_plane=None, policy={"megatron_cfg": {"enabled": True}} | policy)
+    known = {"megatron_cfg": {"enabled": True}, "train_global_batch_size": 16}
+    grpo = SimpleNamespace(num_generations_per_prompt=4)
+    return SimpleNamespace(loss_fn=loss_fn, data_plane=None, grpo=grpo, policy=known | policy)
 
 
 class LossType(enum.Enum):
@@ -61,7 +63,7 @@ class LossInputType(enum.Enum):
 
 class ClippedPGLossFn:
     def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False) -> None:
-        self.cfg = cfg
+        raise AssertionError("its signature is all that is asked for")
 
 
 class LossPostProcessor:
@@ -150,7 +152,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make them importable as `nemo_rl`, in a process of one rank, until the test ends."""
     names = {
         "algorithms": {},
-        "algorithms.grpo": {"setup": setup, "ClippedPGLossFn": ClippedPGLossFn},
+        "algorithms.grpo": {"setup": setup, "ClippedPGLossFn": type("ClippedPGLossFn", (ClippedPGLossFn,), {})},
         "algorithms.utils": {"calculate_kl": calculate_kl},
         "algorithms.loss": {},
         "algorithms.loss.interfaces": {"LossType": LossType, "LossInputType": LossInputType},

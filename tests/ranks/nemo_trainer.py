@@ -150,7 +150,7 @@ class Workers:
         return [found for is_copy, found in ranks if not is_copy]
 
 
-def config(*, packed: bool, steps_of: int, rows: int) -> dict[str, Any]:
+def config(*, rows: str, steps_of: int) -> dict[str, Any]:
     """What their code reads of their policy's configuration."""
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -160,11 +160,15 @@ def config(*, packed: bool, steps_of: int, rows: int) -> dict[str, Any]:
     return {
         "model_name": "toy",
         "train_global_batch_size": steps_of,
-        "train_micro_batch_size": rows,
+        "train_micro_batch_size": 2,
         "make_sequence_length_divisible_by": 4,
         "max_total_sequence_length": 64,
-        "dynamic_batching": {"enabled": False},
-        "sequence_packing": {"enabled": packed, "train_mb_tokens": 36, "algorithm": "modified_first_fit_decreasing"},
+        "dynamic_batching": {"enabled": rows == "dynamic", "train_mb_tokens": 36},
+        "sequence_packing": {
+            "enabled": rows == "packed",
+            "train_mb_tokens": 36,
+            "algorithm": "modified_first_fit_decreasing",
+        },
         "megatron_cfg": {"enabled": True, "sequence_parallel": False, "empty_unused_memory_level": 0, **sizes},
         "draft": {"enabled": False},
     }
@@ -206,9 +210,8 @@ def train(
     batch: Mapping[str, Tensor],
     loss_fn: Any,
     *,
-    packed: bool,
+    rows: str,
     steps_of: int,
-    rows: int = 2,
 ) -> tuple[list[list[Tensor]], dict[str, Any]]:
     """Gradients of every optimizer step, and what `Policy.train` returned to the driver.
 
@@ -217,27 +220,26 @@ def train(
         gradients: the model's, after finalize.
         batch: the driver's rows.
         loss_fn: theirs or ours.
-        packed: their sequence packing.
+        rows: how they make micro-batches: "padded" (two each), "dynamic" (as many as tokens allow) or "packed".
         steps_of: rows of an optimizer step.
-        rows: of a padded micro-batch.
     """
-    cfg = config(packed=packed, steps_of=steps_of, rows=rows)
+    cfg = config(rows=rows, steps_of=steps_of)
     module = importlib.import_module("nemo_rl.models.policy.lm_policy")
     rows_of = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     optimizer = Optimizer(gradients)
     policy = module.Policy.__new__(module.Policy)
+    lengths = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
     packing = {
         "algorithm": cfg["sequence_packing"]["algorithm"],
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
         "sequence_length_pad_multiple": cfg["make_sequence_length_divisible_by"],
     }
     vars(policy).update(
         cfg=cfg,
         sharding_annotations=SimpleNamespace(get_axis_size=lambda axis: parallel_state.get_data_parallel_world_size()),
-        use_dynamic_batches=False,
-        use_sequence_packing=packed,
-        sequence_packing_args=packing,
+        use_dynamic_batches=rows == "dynamic",
+        dynamic_batching_args=lengths | {"sequence_length_round": 4},
+        use_sequence_packing=rows == "packed",
+        sequence_packing_args=lengths | packing,
         flops_tracker=None,
         debug_payload_metrics=False,
         worker_group=Workers(worker_of(model, optimizer, cfg)),
