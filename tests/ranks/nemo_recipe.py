@@ -129,12 +129,13 @@ def ours(*, rows: str, steps_of: int) -> tuple[dict[str, float], float]:
             if "kl" in fields:
                 given["pg_kl_estimator"] = "k3"
             kl_mode = "token_mean" if mode == "token_mean" else "sample_mean"
-            steps = expected(Case(mode, kl_mode=kl_mode, **fields), steps_of)
+            case = Case(mode, kl_mode=kl_mode, **fields)
+            steps = expected(case, steps_of)
             loss_fn = loss_class(options(megatron_pg=given, **theirs))
             batch = nemo_oracle.with_holes(nemo_oracle.batch())
             found, logged = train(loss_fn, rows=rows, steps_of=steps_of, batch=batch)
             errors[f"{mode}, {name}"] = error_of(found, steps)
-            worst = max(worst, metrics_error(logged, steps, name))
+            worst = max(worst, metrics_error(logged, steps, case))
     return errors, worst
 
 
@@ -151,20 +152,15 @@ HOST = (
 MEANS = ("new_logprobs", "old_logprobs", "ratio_new_old", "mean_abs_log_ratio", "kl_new_old", "advantage")
 
 
-def metrics_error(logged: dict[str, float], steps: list[Found], loss: str) -> float:
-    """The largest relative error; a mean over documents of several steps is over all of them."""
+def metrics_error(logged: dict[str, float], steps: list[Found], case: Case) -> float:
+    """The largest relative error; sums are means over the steps, and means over documents are over those of all steps."""
     names = {name: name for name in HOST} | {"pg/pg_loss": "pg_loss", "pg/num_tokens": "num_tokens"}
-    if "KL" in loss:
+    if case.kl:
         names["pg/kl_loss"] = "kl_loss"
-    if len(steps) == 1:
-        of_loss = ("correction_factor",) if "TIS" in loss else ()
-        names |= {f"pg/{name}": name for name in (*MEANS, *of_loss)}
-    worst = 0.0
-    for name, known in names.items():
-        values = [step.metrics[known] for step in steps]
-        value = sum(values) / len(steps)
-        worst = max(worst, abs(logged[name] - value) / max(abs(value), 1e-3))
-    return worst
+    pairs = [(logged[name], sum(step.metrics[known] for step in steps) / len(steps)) for name, known in names.items()]
+    call = expected(case)[0].metrics
+    pairs += [(logged[f"pg/{name}"], call[name]) for name in (*MEANS, *(("correction_factor",) if case.tis else ()))]
+    return max(abs(found - value) / max(abs(value), 1e-3) for found, value in pairs)
 
 
 def theirs(*, rows: str) -> dict[str, float]:
