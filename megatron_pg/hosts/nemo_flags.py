@@ -5,6 +5,7 @@ over, and an option of ours that says something else is an error.
 """
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
@@ -44,6 +45,9 @@ _POLICY = (  # places in the configuration of the policy that must be off, and w
     ("sequence_packing.fuse_loss", "it takes a loss of log-probabilities only"),
     ("draft.enabled", "its loss reads the logits over which this loss writes their gradient"),
 )
+
+
+options_of = attrgetter("loss_fn")  # of their whole configuration
 
 
 def missing(theirs: Mapping[str, Any]) -> list[str]:
@@ -179,7 +183,7 @@ def refused_of_policy(config: Any) -> Iterator[str]:
             "taken, and this loss reads whole ones; use null and 1.0"
         )
     size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
-    if given(config.loss_fn.model_dump()).get("loss_aggregation") == "prompt_mean" and size % group:
+    if given(options_of(config).model_dump()).get("loss_aggregation") == "prompt_mean" and size % group:
         yield (
             f"--loss-aggregation prompt_mean with policy.train_global_batch_size={size} and grpo.num_generations_per_prompt={group}: a step "
             "would hold part of a prompt's samples; use a multiple"

@@ -56,10 +56,9 @@ class PolicyGradientLossFn:
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
 
         self.args = checked(cfg).args
-        self.kl_type = cfg.reference_policy_kl_type  # of NeMo-RL's metrics
-        self.input_type = LossInputType.LOGIT
-        is_per_token = self.args.loss_aggregation == "token_mean"
-        self.loss_type = LossType.TOKEN_LEVEL if is_per_token else LossType.SEQUENCE_LEVEL
+        self.estimator: str = cfg.reference_policy_kl_type  # of NeMo-RL's metrics
+        level = LossType.TOKEN_LEVEL if self.args.loss_aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
+        vars(self).update({"input_type": LossInputType.LOGIT, "loss_type": level})  # what NeMo-RL asks its losses for
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("settings", "planning")}

@@ -63,7 +63,7 @@ def _checked_before(setup: Callable) -> Callable:
 
     @functools.wraps(setup)
     def checked_setup(master_config: Any, *rest: Any, **named: Any) -> Any:
-        args, rows = checked(master_config.loss_fn, [*nemo_flags.refused_of_policy(master_config)])
+        args, rows = checked(nemo_flags.options_of(master_config), [*nemo_flags.refused_of_policy(master_config)])
         known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
         sys.stdout.write(banner_of([*known, *rows]) + "\n")
         return setup(master_config, *rest, **named)
@@ -77,20 +77,21 @@ def _planned(train: Callable) -> Callable:
     signature = inspect.signature(train)
 
     @functools.wraps(train)
-    def planned_train(self: Any, data: Any, loss_fn: Any, *rest: Any, **named: Any) -> Any:
-        if not isinstance(loss_fn, PolicyGradientLossFn):
-            return train(self, data, loss_fn, *rest, **named)
-        given = signature.bind(self, data, loss_fn, *rest, **named).arguments
+    def planned_train(self: Any, *rest: Any, **named: Any) -> Any:
+        given = signature.bind(self, *rest, **named).arguments
+        data, loss = given["data"], given["loss_fn"]
+        if not isinstance(loss, PolicyGradientLossFn):
+            return train(self, *rest, **named)
         rows_per_step = given.get("gbs") or self.cfg["train_global_batch_size"]
-        plans = nemo_rows.plan_steps(data, loss_fn.planning, rows_per_step)
+        plans = nemo_rows.plan_steps(data, loss.planning, rows_per_step)
         try:
-            results = train(self, data, loss_fn, *rest, **named)
+            results = train(self, *rest, **named)
         finally:
             for name in [name for name in data if name.startswith(nemo_rows.COLUMN)]:
                 del data[name]
         metrics = results["all_mb_metrics"]
-        nemo_rows.exact(metrics, loss_fn.planning, plans)
-        metrics |= nemo_rows.mismatch(data, rows_per_step, loss_fn.kl_type)
+        nemo_rows.exact(metrics, loss.planning, plans)
+        metrics |= nemo_rows.mismatch(data, rows_per_step, loss.estimator)
         return results
 
     return planned_train

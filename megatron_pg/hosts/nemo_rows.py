@@ -80,7 +80,7 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
         yield _Place(row, start, length, sample)
 
 
-def mismatch(data: Mapping[str, Any], rows_per_step: int, kl_type: str) -> dict[str, list[float]]:
+def mismatch(data: Mapping[str, Any], rows_per_step: int, estimator: str) -> dict[str, list[float]]:
     """NeMo-RL's metrics of trainer and rollout engine, which need no model: means over the trained tokens of each step."""
     from nemo_rl.algorithms.utils import calculate_kl
 
@@ -89,8 +89,8 @@ def mismatch(data: Mapping[str, Any], rows_per_step: int, kl_type: str) -> dict[
     mixture = torch.logaddexp(old, rollout) - torch.full_like(old, 2.0).log()
     found = {
         "token_mult_prob_error": (rollout - old).abs().exp(),
-        "gen_kl_error": calculate_kl(rollout, old, kl_type, None, None),
-        "policy_kl_error": calculate_kl(old, rollout, kl_type, None, None),
+        "gen_kl_error": calculate_kl(rollout, old, estimator, None, None),
+        "policy_kl_error": calculate_kl(old, rollout, estimator, None, None),
         "js_divergence_error": 0.5 * sum((x - mixture).exp() - (x - mixture) - 1 for x in (old, rollout)),
         "sampling_importance_ratio": (old - rollout).exp(),
     }
