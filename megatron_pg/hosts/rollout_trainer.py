@@ -178,11 +178,11 @@ class RolloutTrainer:
         filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
         local = step.slice(members, [*lengths, *([filling] if filling else [])], logits.device)
         call = self.head.take()
-        upstream = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
+        grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
         if call is not None:
-            return scale * step.head_loss(local, call, upstream)
+            return scale * step.head_loss(local, call, grad_scale)
         group = parallel_state.get_tensor_model_parallel_group()
-        return scale * step.loss(local, logits.flatten(0, 1), group, upstream)
+        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale)
 
     def begin_step(self, number: int, iteration: int, model: Sequence[Any], optimizer: Any) -> None:
         """Before the forwards of an optimizer step of the rollout: head, checks before gradients are reduced, and the log."""
