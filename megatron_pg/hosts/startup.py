@@ -1,6 +1,7 @@
 """From a host's options to the loss settings: defaults, rules, what of the host's own flags is ours now, and the banner."""
 
 import argparse
+import functools
 import inspect
 import sys
 import warnings
@@ -150,9 +151,9 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
 
 
 def attribute(path: str) -> Any:
-    """What a host has at `module:name` now: another plugin may have replaced it."""
+    """What a host has at `module:name` (or `module:Class.name`) now: another plugin may have replaced it."""
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    return functools.reduce(getattr, name.split("."), import_module(module))
 
 
 def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
