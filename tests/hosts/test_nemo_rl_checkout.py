@@ -1,30 +1,25 @@
 """NeMo-RL itself, unmodified, on two ranks: its driver, its sharding and packing, its worker's train, with our loss in its place.
 
-NEMO_RL names a checkout of commit 7ea279ab; without it these tests are skipped.
+NEMO_RL, or a folder of HOSTS, is a checkout of commit 7ea279ab; without it these tests are skipped.
 """
 
-import json
-import os
-import sys
-
+import host_runs
 import launches
 import pytest
-from processes import ROOT, environment, run
+from host_runs import LIMIT
 
-LIMIT = 1e-6  # of gradients and metrics in float32 against float64
 PACKED = ("dp2, packed", "cp2, packed", "tp2, packed")
 LAYOUTS = ("dp2, padded rows", "dp2, dynamic batches", *PACKED)
-pytestmark = pytest.mark.skipif("NEMO_RL" not in os.environ, reason="NEMO_RL names no checkout of NeMo-RL")
+CHECKOUT = host_runs.checkout("NEMO_RL")
+pytestmark = pytest.mark.skipif(
+    CHECKOUT is None, reason="needs a checkout of NeMo-RL: make prove HOSTS=FOLDER, or NEMO_RL"
+)
 
 
 @launches.launch
 def found(folder, full):
     """Figures of `nemo_recipe`."""
-    if "NEMO_RL" not in os.environ:
-        return None
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run([*runner, str(ROOT / "tests" / "ranks" / "recipe_ranks.py"), str(folder), "nemo_recipe"], environment())
-    return json.loads((folder / "nemo_recipe.json").read_text(encoding="utf-8"))
+    return CHECKOUT and host_runs.figures(folder, "nemo_recipe", full=full, NEMO_RL=CHECKOUT)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -34,10 +29,12 @@ def test_their_own_loss_is_what_its_formulas_say(found, layout):
     assert max(errors.values()) < LIMIT
 
 
+@pytest.mark.proof("Hosts: NeMo-RL's own code, from rows to gradients on 2 real ranks, equals plain loops")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_gradients_and_metrics_are_those_of_plain_loops(found, layout, steps):
+def test_gradients_and_metrics_are_those_of_plain_loops(found, layout, steps, evidence):
     errors = found[f"ours, {layout}, steps {steps}"]
+    evidence(cases=len(errors), worst=max(errors.values()))
     assert len(errors) == 16  # aggregations and objectives
     assert max(errors.values()) < LIMIT
     assert found[f"metrics, {layout}, steps {steps}"] < 2 * LIMIT
