@@ -4,9 +4,9 @@ import argparse
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
 from megatron_pg.declarations.declaration import did_you_mean
@@ -47,17 +47,22 @@ def defaults() -> dict[str, Any]:
     return vars(add_host_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
-def start(
+class Checked(NamedTuple):
+    """Arguments that may be used, and what of them is the host's."""
+
+    args: argparse.Namespace
+    rows: list[tuple[str, str]]  # of the banner
+
+
+def check(
     host: str,
     given: Mapping[str, Any],
     *,
     megatron: Mapping[str, Any],
-    taken_over: Sequence[TakenOver] = (),
-    refused: Sequence[str] = (),
-    contract: str,
-    says: bool = True,
-) -> tuple[LossSettings, dict[str, str]]:
-    """The settings in force, and the rows of the banner, which this process prints if it `says`.
+    taken_over: Iterable[TakenOver] = (),
+    refused: Iterable[str] = (),
+) -> Checked:
+    """Our arguments, defaults and the host's filled in, against every rule. Needs no GPU and no rank.
 
     Args:
         host: its name.
@@ -65,57 +70,59 @@ def start(
         megatron: Megatron's arguments or configuration, as far as the host has them.
         taken_over: the host's flags that stand for ours where ours are not given.
         refused: messages about flags of the host that cannot go with this loss.
-        contract: how the host treats what the loss returns.
-        says: whether this process prints the banner.
 
     Raises:
         ArgumentError: with every violation at once.
     """
-    args, rows = _arguments(host, given, taken_over)
-    violations = [("E70", message) for message in (*refused, *_refused_of_ours(args))]
+    known = defaults()
+    ours, rows, violations = _merged(host, given, known, taken_over)
+    args = argparse.Namespace(**ours)
+    violations += [("E70", message) for message in (*refused, *_refused_of_ours(args))]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _OF_THE_LOOP}
-    args = argparse.Namespace(**facts | vars(args))
+    args = argparse.Namespace(**facts | ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgumentNotice)  # about Megatron's per-token flag, which stays the host's
         try:
             validate_args(args)
         except ArgumentError as error:
-            raise ArgumentError([*violations, *error.violations]) from None
+            violations += error.violations
     if violations:
         raise ArgumentError(violations)
+    return Checked(args, rows)
+
+
+def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
+    """The settings in force, and the rows of the banner, which this process prints if it `says`.
+
+    `contract` is how the host treats what the loss returns.
+    """
+    args = checked.args
     settings = LossSettings.from_args(args)
-    known = [row for row in describe(in_force(args, settings.impl)) if row[0] not in _ROWS_OF_MEGATRON]
-    rows = [*known, (host, contract), *rows]
+    rows = [row for row in describe(in_force(args, settings.impl)) if row[0] not in _ROWS_OF_MEGATRON]
+    rows += [(host, contract), *checked.rows]
     if says:
         sys.stdout.write(banner_of(rows) + "\n")
         sys.stdout.flush()
     return settings, dict(rows)
 
 
-def _arguments(
-    host: str, given: Mapping[str, Any], taken_over: Sequence[TakenOver]
-) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    """Ours before the host's before defaults, and the banner's row about the host's."""
-    known, violations = defaults(), []
-    for name in given.keys() - known.keys():
-        hint = did_you_mean(name, known, {})
-        violations.append(("E70", f"{name} is no argument of megatron_pg{hint}"))
-    ours, rows = known | dict(given), []
+def _merged(
+    host: str, given: Mapping[str, Any], known: Mapping[str, Any], taken_over: Iterable[TakenOver]
+) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
+    """Ours before the host's before defaults; the banner's row about the host's; violations."""
+    ours, rows = dict(known), []
+    violations = [
+        ("E70", f"{name} is no argument of megatron_pg{did_you_mean(name, known, {})}") for name in given.keys() - known
+    ]
+    ours |= {name: value for name, value in given.items() if name in known}
     for flag in taken_over:
-        flag_of_ours = "--" + flag.attribute.replace("_", "-")
-        is_given = ours.get(flag.attribute) != known[flag.attribute]
-        if is_given and ours[flag.attribute] != flag.value:
-            violations.append(
-                (
-                    "E70",
-                    f"{flag.theirs} of {host} and {flag_of_ours} {ours[flag.attribute]} say different things of one loss; remove one",
-                )
-            )
+        flag_of_ours, value = "--" + flag.attribute.replace("_", "-"), ours[flag.attribute]
+        if value not in (known[flag.attribute], flag.value):
+            message = f"{flag.theirs} of {host}, {flag.value}, and {flag_of_ours} {value} say different things of one loss; remove one"
+            violations.append(("E70", message))
         ours[flag.attribute] = flag.value
-        rows.append(f"{flag.theirs} = {flag_of_ours} {flag.value}")
-    if violations:
-        raise ArgumentError(violations)
-    return argparse.Namespace(**ours), [("taken over", "; ".join(rows))] if rows else []
+        rows.append(f"{flag.theirs} is {flag_of_ours} {flag.value}")
+    return ours, [("taken over", "; ".join(rows))] if rows else [], violations
 
 
 def _refused_of_ours(args: argparse.Namespace) -> list[str]:

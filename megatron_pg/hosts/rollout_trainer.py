@@ -1,0 +1,245 @@
+"""What slime and miles share: a rollout whose data are cut into optimizer steps and micro-batches before they are trained.
+
+Both give a loss function the samples of one micro-batch and multiply what it returns by K/N·D·C (with --calculate-per-token-loss
+by C), K micro-batches, N rollouts, D·C ranks; then Megatron divides by K·D·C (by C·T̃). So N·S (T̃·S) comes back to S, where T̃
+counts a fully masked sample as one token, as they do.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.cp_utils import padded_length, response_index
+from megatron_pg.hosts.head import HostHead
+from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.step import HostStep
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.collectives import all_gather_rows
+from megatron_pg.step.findings import StepReport
+from megatron_pg.step.settings import LossSettings
+
+# Fields of a sample by their names there; lists of this context-parallel rank's parts of the responses.
+_PARTS = {"advantages": "advantages", "ref_logprobs": "ref_log_probs", "rollout_logprobs": "rollout_log_probs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A data-parallel rank's part of a rollout, as the host ships it."""
+
+    data: Mapping[str, Any]
+    rollouts_per_step: Sequence[int]  # N of each optimizer step
+    old_logprobs: str  # where the log-probabilities of the sampling policy are
+    rewards: Sequence[float] | None  # before normalisation
+    samples_per_prompt: int  # neighbours in the sampling order
+    row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
+
+    def samples(self, context: ProcessGroup) -> list[Sample]:
+        """Its samples, whole; every rank of the context-parallel group must call."""
+        data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
+        known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
+        if missing := {"old_logprobs", "advantages"} - known.keys():
+            raise ValueError(
+                f"the rollout data have no {' and no '.join(sorted(parts[name] for name in missing))}, so there is no loss. Let the trainer "
+                "compute them (--compute-advantages-and-returns)."
+            )
+        whole = self._whole(known, context)
+        truncated = data.get("truncated")
+        masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
+        rows = torch.cat([*data["tokens"]]).cpu().split([len(tokens) for tokens in data["tokens"]])
+        return [
+            Sample.build(
+                tokens=tokens,
+                response_length=response,
+                loss_mask=mask,
+                advantage=whole["advantages"][i],
+                sample_id=str(index),
+                rollout_id=int(data["rollout_ids"][i]),
+                prompt_id=int(index) // self.samples_per_prompt,
+                reward=None if self.rewards is None else float(self.rewards[i]),
+                truncated=None if truncated is None else bool(truncated[i]),
+                **{name: values[i] for name, values in whole.items() if name != "advantages"},
+            )
+            for i, (tokens, response, mask, index) in enumerate(
+                zip(rows, data["response_lengths"], masks, data["sample_indices"], strict=True)
+            )
+        ]
+
+    def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, list[Tensor]]:
+        """Whole responses from every context-parallel rank's parts: one collective, one host read."""
+        totals, responses = self.data["total_lengths"], [int(n) for n in self.data["response_lengths"]]
+        rows = torch.stack([torch.cat([*values]).double() for values in parts.values()])
+        if group.size() > 1:
+            layout = "thd" if self.row_width is None else "bshd"
+            starts, rank, size = torch.tensor([0, *responses]).cumsum(0).tolist(), group.rank(), group.size()
+            index = [
+                start + response_index(int(total), n, layout, self.row_width, cp_rank=rank, cp_size=size)
+                for start, total, n in zip(starts, totals, responses, strict=False)
+            ]
+            whole = rows.new_zeros(len(rows), sum(responses))
+            whole[:, torch.cat(index).to(rows.device)] = rows
+            torch.distributed.all_reduce(whole, group=group)  # every position has one owner, the rest add 0
+            rows = whole
+        return {name: list(row.split(responses)) for name, row in zip(parts, rows.cpu(), strict=True)}
+
+    def steps(self) -> Iterator[list[list[int]]]:
+        """The micro-batches of each optimizer step, as places of samples in the data."""
+        indices = self.data["micro_batch_indices"]
+        start = 0
+        for count in self.data["num_microbatches"]:
+            yield [[int(i) for i in members] for members in indices[start : start + count]]
+            start += count
+
+
+class _Work(NamedTuple):
+    """A micro-batch of a planned step."""
+
+    step: HostStep
+    members: list[int]  # by their places among the step's samples
+    scale: float  # of S in what the host is given
+    row_width: int | None
+
+
+class RolloutTrainer:
+    """The loss in the loop of one of them.
+
+    Args:
+        settings: the loss settings.
+        log: on the rank that writes the steps; None elsewhere.
+        per_token: the host's --calculate-per-token-loss.
+    """
+
+    def __init__(self, settings: LossSettings, log: HostLog | None, *, per_token: bool):
+        self._settings, self._log, self._per_token = settings, log, per_token
+        self.head = HostHead(settings)
+        self._steps: list[HostStep] = []
+        self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host hands on
+        self._iteration, self._current = 0, HostStep(settings)
+        self._report: StepReport | None = None
+        self._rollout: Rollout | None = None  # whose tokens must live as long as their ids are used
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the rollout."""
+        return len(self._steps)
+
+    def plan(self, rollout: Rollout) -> None:
+        """Plan every optimizer step of a rollout; every rank must call.
+
+        Raises:
+            StepPlanError: on every rank of the data-parallel group.
+        """
+        self._steps, self._work, self._rollout = [], {}, rollout
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            self._steps = [HostStep(self._settings) for _ in rollout.rollouts_per_step]
+            return
+        data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
+        samples, error = [], None
+        try:
+            samples = rollout.samples(context)
+        except ValueError as failure:
+            error = failure
+        for microbatches, count in zip(rollout.steps(), rollout.rollouts_per_step, strict=True):
+            mine = [i for members in microbatches for i in members]
+            of_step = _samples_or_error(samples, mine, error)
+            step = HostStep.planned(self._settings, of_step, data=data, context=context)
+            scale = float(count) if not self._per_token else _counted_tokens(of_step(), data)
+            self._steps.append(step)
+            first = 0
+            for members in microbatches:
+                places = list(range(first, first + len(members)))
+                self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
+                first += len(members)
+
+    def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
+        """What the host is given for a micro-batch: N·S, with the per-token flag T̃·S.
+
+        Args:
+            tokens: whole tokens of its samples, the tensors that the rollout has.
+            logits: [b, s, V / tp], the model's output.
+        """
+        step, members, scale, width = self._work[id(tokens[0])]
+        size = parallel_state.get_context_parallel_world_size()
+        lengths = [padded_length(len(each), size) if width is None else width for each in tokens]
+        filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
+        local = step.slice(members, [*lengths, *([filling] if filling else [])], logits.device)
+        call = self.head.take()
+        upstream = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
+        if call is not None:
+            return scale * step.head_loss(local, call, upstream)
+        group = parallel_state.get_tensor_model_parallel_group()
+        return scale * step.loss(local, logits.flatten(0, 1), group, upstream)
+
+    def begin_step(self, number: int, iteration: int, model: Sequence[Any], optimizer: Any) -> None:
+        """Before the forwards of an optimizer step of the rollout: head, checks before gradients are reduced, and the log."""
+        self._current, self._iteration = self._steps[number], iteration
+        self.head.install(model)
+        config = get_model_config(model[0])
+        if not isinstance(config.finalize_model_grads_func, _Around):
+            config.finalize_model_grads_func = _Around(config.finalize_model_grads_func, before=self._check)
+        if self._log is not None and not isinstance(optimizer.step, _Around):
+            optimizer.step = _Around(optimizer.step, behind=lambda result: self._write(optimizer, result))
+
+    def _check(self) -> None:
+        self._report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+
+    def _write(self, optimizer: Any, result: tuple) -> None:
+        is_done, grad_norm, _ = result
+        groups = optimizer.param_groups
+        self._log.write(
+            self._iteration,
+            self._report,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            learning_rate=float(groups[0]["lr"]) if groups else None,
+            skipped=not is_done,
+        )
+
+
+class _Around:
+    """A function with something before or behind it; one that it is already around is known by its type."""
+
+    def __init__(
+        self,
+        function: Callable,
+        *,
+        before: Callable[[], None] = lambda: None,
+        behind: Callable[[Any], None] = lambda result: None,
+    ):
+        self._function, self._before, self._behind = function, before, behind
+
+    def __call__(self, *positional: object, **keywords: object) -> Any:
+        self._before()
+        result = self._function(*positional, **keywords)
+        self._behind(result)
+        return result
+
+
+def is_writer() -> bool:
+    """Whether this rank writes the steps: the first of the last pipeline stage."""
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+def _samples_or_error(
+    samples: Sequence[Sample], mine: Sequence[int], error: Exception | None
+) -> Callable[[], list[Sample]]:
+    def of_step() -> list[Sample]:
+        if error is not None:
+            raise error
+        return [samples[i] for i in mine]
+
+    return of_step
+
+
+def _counted_tokens(samples: Sequence[Sample], group: ProcessGroup) -> float:
+    """T̃: trained tokens of the step, at least one of each sample."""
+    mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in samples)])
+    return float(all_gather_rows(mine, group).sum())
