@@ -116,8 +116,8 @@ def config(*, per_token: bool) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,
-        num_attention_heads=1,
-        num_query_groups=1,
+        num_attention_heads=2,
+        num_query_groups=2,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         sequence_parallel=sizes["tensor_model_parallel_size"] > 1,
@@ -183,14 +183,17 @@ def actor_config(verl: SimpleNamespace, *, options: dict | None = None, **change
         context_parallel_size=sizes[1],
         use_dynamic_bsz=True,
         max_token_len_per_gpu=24,
+        infer_max_token_len_per_gpu=24,
         use_distributed_optimizer=False,
         **engine,
     )
     return verl.config.McoreActorConfig(rollout_n=2, use_dynamic_bsz=True, megatron=megatron, **changes)
 
 
-def worker(verl: SimpleNamespace, actor: Any, *, per_token: bool = False, fused: bool = False) -> Any:
-    """Their TrainingWorker with the engine of their registry."""
+def worker(
+    verl: SimpleNamespace, actor: Any, *, per_token: bool = False, fused: bool = False, engine: type | None = None
+) -> Any:
+    """Their TrainingWorker with the engine of their registry, or a given one."""
     name = SimpleNamespace(enable=False, enable_train=False)
     model_config = {
         "model_type": "language_model",
@@ -202,7 +205,7 @@ def worker(verl: SimpleNamespace, actor: Any, *, per_token: bool = False, fused:
         "get_processor": lambda: None,
     }
     actor.engine.use_fused_kernels, actor.engine.use_remove_padding = fused, True
-    cls = verl.registry.EngineRegistry.get_engine_cls("language_model", "megatron")
+    cls = engine or verl.registry.EngineRegistry.get_engine_cls("language_model", "megatron")
 
     class Engine(cls):
         """Builds the toy in place of a model from the hub."""
