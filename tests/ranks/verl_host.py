@@ -130,7 +130,7 @@ def config(*, per_token: bool) -> TransformerConfig:
 def parameters() -> tuple[Tensor, Tensor]:
     """[V, H] float32 each: embedding and head."""
     generator = torch.Generator().manual_seed(3)
-    return tuple(torch.randn(VOCABULARY, WIDTH, generator=generator) for _ in range(2))
+    return tuple(torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.6 for _ in range(2))
 
 
 def mine(whole: Tensor) -> Tensor:
@@ -260,8 +260,8 @@ def stack(values: Sequence[Any]) -> Any:
     return NonTensorStack.from_list([NonTensorData(value) for value in values])
 
 
-def batch_of(verl: SimpleNamespace, samples: Sequence[Sample], *, mini_batch_size: int, global_batch_size: int) -> Any:
-    """A rank's part of a batch, as verl's trainer sends it."""
+def batch_of(verl: SimpleNamespace, samples: Sequence[Sample], actor: Any, *, mini_batch_size: int) -> Any:
+    """A rank's part of a batch, as verl's trainer sends it to its actor."""
     from tensordict import TensorDict
 
     tokens = [sample.tokens for sample in samples]
@@ -286,10 +286,10 @@ def batch_of(verl: SimpleNamespace, samples: Sequence[Sample], *, mini_batch_siz
     verl.tensordicts.assign_non_tensor(
         data,
         temperature=1.0,
-        calculate_entropy=False,
+        calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
         distillation_use_topk=False,
         distillation_only=False,
-        global_batch_size=global_batch_size,
+        global_batch_size=mini_batch_size,
         mini_batch_size=mini_batch_size,
         epochs=1,
         seed=42,

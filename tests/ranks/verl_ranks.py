@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_pg.rollouts.sample import Sample
 
 LAYOUTS = {"dp2": {}, "cp2": {"context_parallel_size": 2}, "tp2": {"tensor_model_parallel_size": 2}}
-LENGTHS = [2, 7, 3, 9, 5, 4, 8, 2, 6, 4, 6, 3]  # of the responses
+LENGTHS = [3, 7, 3, 9, 5, 4, 8, 2, 6, 4, 6, 4]  # of the responses
 MASKED = 5  # this sample trains no token
 EPS = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -197,10 +197,12 @@ def train(verl: SimpleNamespace, worker: Any, samples: Sequence[Sample], steps: 
     ranks = parallel_state.get_data_parallel_world_size()
     own = samples[parallel_state.get_data_parallel_rank() :: ranks]
     size = len(samples) // steps
-    output = worker.train_mini_batch(
-        host.batch_of(verl, own, mini_batch_size=size, global_batch_size=size)
-    )
+    output = worker.train_mini_batch(host.batch_of(verl, own, actor_of(worker), mini_batch_size=size))
     return {} if output is None else verl.metrics.reduce_metrics(verl.tensordicts.get(output, "metrics"))
+
+
+def actor_of(worker: Any) -> Any:
+    return worker.loss_fn.keywords["config"]
 
 
 def case(
@@ -263,7 +265,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "seq-mean-token-sum-norm, clip-higher": {
         **{"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64, "clip_ratio_high": 0.28},
     },
-    "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05, "calculate_entropy": True},
+    "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05},
 }
 
 
@@ -320,23 +322,24 @@ def filled(verl: SimpleNamespace) -> float:
 
 
 def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
-    """Largest error of the log-probabilities and entropies that verl's pass before training makes."""
+    """Largest relative error of the log-probabilities and entropies that verl's pass before training makes."""
     worker = host.worker(verl, host.actor_config(verl, options={}), fused=fused)
     samples = batch()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
-    data = host.batch_of(verl, samples, mini_batch_size=12, global_batch_size=12)
+    data = host.batch_of(verl, samples, actor_of(worker), mini_batch_size=12)
     verl.tensordicts.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, temperature=temperature)
     output = worker.infer_batch(data)
     if output is None:
         return worst_of(0.0)
     embedding, head = embedding_and_head()
     worst = 0.0
-    found = output["log_probs"].unbind(), output["entropy"].unbind()
-    for sample, logprobs, entropies in zip(samples, *found, strict=True):
+    rows = output["log_probs"].unbind(), output["entropy"].unbind()
+    for sample, logprobs, entropies in zip(samples, *rows, strict=True):
         tokens = sample.tokens.tolist()
         for k in range(len(tokens) - 1):
             row = oracle.log_softmax((head @ embedding[tokens[k]]).tolist(), temperature)
             entropy = -math.fsum(math.exp(x) * x for x in row)
-            worst = max(worst, abs(float(logprobs[k]) - row[tokens[k + 1]]), abs(float(entropies[k]) - entropy))
+            pairs = (float(logprobs[k]), row[tokens[k + 1]]), (float(entropies[k]), entropy)
+            worst = max(worst, *(abs(found - wanted) / max(abs(wanted), 1.0) for found, wanted in pairs))
     return worst_of(worst)
 
 
@@ -345,12 +348,8 @@ def refusals(verl: SimpleNamespace) -> dict[str, str]:
 
     def of(change=lambda data, worker: None, steps: int = 1, **options: Any) -> str:
         worker = host.worker(verl, host.actor_config(verl, options=options))
-        data = host.batch_of(
-            verl,
-            batch()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()],
-            mini_batch_size=12 // steps,
-            global_batch_size=12 // steps,
-        )
+        own = batch()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+        data = host.batch_of(verl, own, actor_of(worker), mini_batch_size=12 // steps)
         change(data, worker)
         try:
             worker.train_mini_batch(data)
