@@ -2,9 +2,12 @@
 
 import sys
 
-from megatron_pg.hosts.slime import before_log_prob, before_train_step, init, loss, main, plan
+from megatron_pg.hosts.slime import HOST, plan
 
-__all__ = ["before_log_prob", "before_train_step", "init", "loss", "main", "plan"]
+__all__ = ["before_log_prob", "before_train_step", "init", "loss", "plan"]
+
+init, loss = HOST.init, HOST.loss
+before_train_step, before_log_prob = HOST.before_train_step, HOST.before_log_prob
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    HOST.main(sys.argv[1:])

@@ -34,6 +34,7 @@ ARROWS = {
     "pretrain": {"args", "flags", "metrics", "step"},
     "hosts": {"args", "batch", "declarations", "flags", "lm_head", "metrics", "rollouts", "step"},
     "slime": {"hosts"},
+    "miles": {"hosts"},
     "__init__": {"args", "batch", "rollouts", "step", "contract"},  # lazily, and for type checkers
     "__main__": {"cli"},
 }

@@ -24,6 +24,7 @@ from megatron_pg.step.collectives import all_gather_rows
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.settings import LossSettings
 
+CONTRACT = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
 # Fields of a sample by their names there; lists of this context-parallel rank's parts of the responses.
 _PARTS = {"advantages": "advantages", "ref_logprobs": "ref_log_probs", "rollout_logprobs": "rollout_log_probs"}
 

@@ -4,8 +4,9 @@ import argparse
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
@@ -19,6 +20,7 @@ _OF_THE_LOOP = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples"),
 }
+_PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host's contract and layout are its own
 
 
@@ -79,6 +81,9 @@ def check(
     args = argparse.Namespace(**ours)
     violations += [("E70", message) for message in (*refused, *_refused_of_ours(args))]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _OF_THE_LOOP}
+    per_token = bool(facts.pop(_PER_TOKEN, False))
+    if ours["loss_aggregation"] is None:
+        facts[_PER_TOKEN] = per_token
     args = argparse.Namespace(**facts | ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgumentNotice)  # about Megatron's per-token flag, which stays the host's
@@ -88,6 +93,10 @@ def check(
             violations += error.violations
     if violations:
         raise ArgumentError(violations)
+    if per_token and not facts.get(_PER_TOKEN):
+        text = f"--calculate-per-token-loss says how {host} and Megatron divide, not the aggregation"
+        rows = [*rows, ("per-token flag", text)]
+    args.calculate_per_token_loss = per_token or vars(args).get(_PER_TOKEN, False)
     return Checked(args, rows)
 
 
@@ -137,22 +146,31 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
     return refused
 
 
-def check_signature(host: str, where: str, function: Callable, parameters: Sequence[str]) -> None:
-    """Refuse a host whose hook has other parameters than the adapter was written for.
+def attribute(path: str) -> Any:
+    """What a host has at `module:name` now: another plugin may have replaced it."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
+    """Refuse a host whose function has other parameters than the adapter was written for.
 
     Args:
-        host: its name and the version that the adapter was run with.
-        where: the function, as one finds it.
-        function: the function.
+        version: the host and the version that the adapter was run with.
+        path: the function, `module:name`.
         parameters: the names that it must have first.
 
     Raises:
-        ArgumentError: they differ.
+        ArgumentError: they differ, or there is no such function.
     """
-    found = [*inspect.signature(function).parameters]
+    try:
+        found = [*inspect.signature(attribute(path)).parameters]
+    except (ImportError, AttributeError) as error:
+        message = f"{path} is not there ({error}), on which the loss relies as in {version}; use that version, or a megatron_pg that knows yours"
+        raise ArgumentError([("E70", message)]) from error
     if found[: len(parameters)] != [*parameters]:
         message = (
-            f"{where} takes ({', '.join(found)}), not ({', '.join(parameters)}) as in {host}, so the loss would be called wrongly; use "
-            "that version, or a megatron_pg that knows yours"
+            f"{path} takes ({', '.join(found)}), not ({', '.join(parameters)}) as in {version}, so the loss would be called wrongly; use that "
+            "version, or a megatron_pg that knows yours"
         )
         raise ArgumentError([("E70", message)])

@@ -22,7 +22,10 @@ from torch import Tensor
 from megatron_pg.rollouts.sample import Sample
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
-PACKAGES = ("huggingface_hub", "psutil", "ray", "sglang", "torch_memory_saver", "tqdm", "transformers")
+PACKAGES = (
+    *("huggingface_hub", "megatron.bridge", "mooncake", "polars", "psutil", "ray", "sglang", "tokenizers"),
+    *("torch_memory_saver", "tqdm", "transformers"),
+)
 STORE = {"remote": lambda decorated: decorated, "get": lambda value: value, "put": lambda value, **options: value}
 OFF = (
     *("rewards_normalization", "normalize_advantages", "balance_data", "balance_by_flops", "allgather_cp"),

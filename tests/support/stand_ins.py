@@ -13,7 +13,8 @@ class _Finder:
         self.packages, self.real = packages, real
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.packages else None
+        is_ours = any(f"{name}.".startswith(f"{package}.") for package in self.packages)
+        return ModuleSpec(name, self, is_package=True) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         USED.add(spec.name.partition(".")[0])
@@ -32,5 +33,5 @@ class _Finder:
 
 
 def install(*packages: str, **real: dict[str, object]) -> None:
-    """Make the packages importable where they are not; whatever they hold is a mock, but for `real`, by package."""
+    """Make the packages (or packages in packages) importable where they are not; whatever they hold is a mock, but for `real`, by package."""
     sys.meta_path.append(_Finder(packages, real))

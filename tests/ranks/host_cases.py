@@ -1,0 +1,260 @@
+"""What the tests of hosts share: a model, samples, settings and the gradients and metrics that they should have.
+
+The gradients come from the oracle of the objectives, plain loops over documents, through a model of an embedding and a head
+by hand.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import objective_oracle as oracle
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.transformer import MegatronModule, TransformerConfig
+from torch import Tensor
+
+from megatron_pg.rollouts.sample import Sample
+
+VOCABULARY, WIDTH = 14, 6
+LENGTHS = [1, 7, 2, 9, 5, 3, 8, 1, 6, 4, 6, 2]  # of the responses
+PROMPT = 4  # samples of a prompt
+LAYOUTS = {"dp2": (1, 1), "cp2": (2, 1), "tp2": (1, 2)}  # context- and tensor-parallel sizes
+AGGREGATIONS = {
+    "sample_mean": {"loss_aggregation": "sample_mean"},
+    "prompt_mean": {"loss_aggregation": "prompt_mean"},
+    "token_mean": {"loss_aggregation": "token_mean"},
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 4096.0},
+}
+HEADS = {"logits": {}, "forward": {"pg_fused_head": "forward"}, "recompute": {"pg_fused_head": "recompute"}}
+_CLIP = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
+OBJECTIVES = {
+    "grpo": (_CLIP, {}),
+    "gspo": ({"pg_objective": "gspo", **_CLIP}, {"objective": "gspo"}),
+    "cispo, tis": (
+        {"pg_objective": "cispo", "pg_cispo_cap": 1.3, "pg_correction": "tis", "pg_correction_high": 1.1},
+        {"objective": "cispo", "cispo_cap": 1.3, "eps_low": 1.0, "correction": "tis", "correction_high": 1.1},
+    ),
+    "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One step's or several steps' gradients under one loss."""
+
+    aggregation: str = "sample_mean"
+    objective: str = "grpo"
+    head: str = "logits"
+    per_token: bool = False
+    rollouts_per_step: int = 12
+    fan_out: bool = False  # two samples a rollout
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """Our arguments."""
+        return AGGREGATIONS[self.aggregation] | OBJECTIVES[self.objective][0] | HEADS[self.head]
+
+    @property
+    def settings(self) -> oracle.Settings:
+        """The oracle's."""
+        clip = {"eps_low": 0.2, "eps_high": 0.28} | OBJECTIVES[self.objective][1]
+        divisor = AGGREGATIONS[self.aggregation].get("loss_aggregation_divisor")
+        per_token = self.per_token or self.aggregation == "token_mean"
+        return oracle.Settings(aggregation=self.aggregation, divisor=divisor, per_token=per_token, **clip)
+
+    @property
+    def name(self) -> str:
+        """For figures."""
+        steps = 12 // (2 if self.fan_out else 1) // self.rollouts_per_step
+        flag, fan = ("on" if self.per_token else "off"), ("2" if self.fan_out else "1")
+        return f"{self.aggregation}, {self.objective}, {self.head}, flag {flag}, {steps} steps, {fan} a rollout"
+
+
+def cases(full: bool) -> Iterator[Case]:
+    """Every combination, or one in which every value occurs with every other kind's, as far as a handful has room."""
+    steps = [(12, False), (4, False), (6, True), (2, True)]
+    if not full:
+        kinds = list(itertools.product(AGGREGATIONS, OBJECTIVES))
+        for i, (aggregation, objective) in enumerate(kinds):
+            count, fan_out = steps[(i + i // 4) % 4]
+            head = "recompute" if objective == "gspo" and i % 2 else list(HEADS)[(i + i // 4) % 3]
+            head = "logits" if objective == "gspo" and head == "forward" else head
+            yield Case(
+                aggregation=aggregation,
+                objective=objective,
+                head=head,
+                per_token=i % 3 == 0,
+                rollouts_per_step=count,
+                fan_out=fan_out,
+            )
+        return
+    for aggregation, objective, head in itertools.product(AGGREGATIONS, OBJECTIVES, HEADS):
+        if head == "forward" and objective == "gspo":
+            continue
+        for per_token, (count, fan_out) in itertools.product((False, True), steps):
+            yield Case(
+                aggregation=aggregation,
+                objective=objective,
+                head=head,
+                per_token=per_token,
+                rollouts_per_step=count,
+                fan_out=fan_out,
+            )
+
+
+def samples(*, fan_out: bool = False) -> list[Sample]:
+    """A rollout, its masks with holes, one sample fully masked; old, rollout's and reference's log-probabilities differ."""
+    rng, found = random.Random(5), []
+    for i, length in enumerate(LENGTHS):
+        mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
+        reward = rng.uniform(-1.0, 1.0)
+        old = [rng.uniform(-4.0, -1.0) for _ in mask]
+        near = lambda: [min(x + rng.uniform(-0.4, 0.4), 0.0) for x in old]  # noqa: B023, E731
+        found.append(
+            Sample.build(
+                tokens=[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5) + length)],
+                response_length=length,
+                loss_mask=[0] * length if i == 6 else mask,
+                old_logprobs=old,
+                rollout_logprobs=near(),
+                ref_logprobs=near(),
+                advantage=reward,
+                reward=reward,
+                rollout_id=i // 2 if fan_out else i,
+                prompt_id=i // PROMPT,
+                sample_id=str(i),
+            )
+        )
+    return found
+
+
+# --- the model ---
+
+
+class Toy(MegatronModule):
+    """Logits of the next token from the token alone, so that context parallelism needs no attention."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config)
+        embedding, head = parameters()
+        self.embedding = torch.nn.Parameter(embedding.float())
+        self.output_layer = tensor_parallel.ColumnParallelLinear(
+            WIDTH, VOCABULARY, config=config, init_method=lambda w: w, bias=False, gather_output=False
+        )
+        rank, size = (f() for f in (parallel_state.get_tensor_model_parallel_rank, _tp_size))
+        self.output_layer.weight.data.copy_(head.chunk(size)[rank])
+        self.model_type, self.post_process, self.pre_process = ModelType.encoder_or_decoder, True, True
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, **rest):
+        logits, _ = self.output_layer(self.embedding[input_ids].transpose(0, 1).contiguous())
+        return logits.transpose(0, 1).contiguous().float()
+
+    def set_input_tensor(self, tensor):
+        pass
+
+
+def parameters() -> tuple[Tensor, Tensor]:
+    """Embedding and head, whole, in float64 with float32's values."""
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(VOCABULARY, WIDTH, generator=generator).double() for _ in range(2))
+
+
+def model(*, per_token: bool, wrap: Callable = DistributedDataParallel) -> DistributedDataParallel:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        calculate_per_token_loss=per_token,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=_tp_size(),
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    return wrap(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), Toy(config))
+
+
+def gradients(model: DistributedDataParallel) -> list[Tensor]:
+    """Of embedding and head, whole, after finalize."""
+    embedding, head = (parameter.main_grad.clone() for parameter in model.module.parameters())
+    parts = [torch.empty_like(head) for _ in range(_tp_size())]
+    torch.distributed.all_gather(parts, head, group=parallel_state.get_tensor_model_parallel_group())
+    return [embedding, torch.cat(parts)]
+
+
+def _tp_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
+# --- what should come out ---
+
+
+def expected(found: Sequence[Sample], case: Case) -> tuple[list[Tensor], float]:
+    """Gradients of embedding and head, and pg_loss, of one optimizer step over these samples."""
+    embedding, head = (each.numpy() for each in parameters())
+    documents, inputs = [], []
+    for sample in found:
+        tokens, length = sample.tokens.numpy(), sample.response_length
+        before, targets = tokens[-length - 1 : -1], tokens[-length:]
+        inputs.append(before)
+        documents.append(
+            oracle.Document(
+                logits=embedding[before] @ head.T,
+                targets=targets,
+                mask=sample.loss_mask.numpy(),
+                old=sample.old_logprobs.numpy(),
+                advantages=sample.advantages.numpy(),
+                rollout=sample.rollout_logprobs.numpy(),
+                ref=sample.ref_logprobs.numpy(),
+                rollout_id=sample.rollout_id,
+                prompt_id=sample.prompt_id,
+            )
+        )
+    result = oracle.step(documents, case.settings)
+    of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
+    for before, slope in zip(inputs, result.gradients, strict=True):
+        np.add.at(of_embedding, before, slope @ head)
+        of_head += slope.T @ embedding[before]
+    return [torch.from_numpy(of_embedding), torch.from_numpy(of_head)], result.pg_loss
+
+
+def steps_of(found: Sequence[Sample], case: Case) -> list[list[Sample]]:
+    """The samples of each optimizer step: so many rollouts, in their order."""
+    ids = list(dict.fromkeys(sample.rollout_id for sample in found))
+    cuts = [set(ids[k : k + case.rollouts_per_step]) for k in range(0, len(ids), case.rollouts_per_step)]
+    return [[sample for sample in found if sample.rollout_id in cut] for cut in cuts]
+
+
+def error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Largest over the parameters of the largest difference over the largest entry."""
+    pairs = zip(found, wanted, strict=True)
+    return max(float((f.double() - w).abs().max() / w.abs().max()) for f, w in pairs)
+
+
+class Optimizer:
+    """Keeps the gradients of each step that it is asked for."""
+
+    param_groups = ()
+    chained_optimizers = ()
+
+    def __init__(self, model: DistributedDataParallel):
+        self._model = model
+        self.found: list[list[Tensor]] = []
+
+    def zero_grad(self) -> None:
+        pass
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def step(self) -> tuple[bool, float, int]:
+        self.found.append(gradients(self._model))
+        return True, 0.0, 0
+
+
+def scheduler() -> SimpleNamespace:
+    return SimpleNamespace(step=lambda increment=0: None, get_lr=lambda group: 0.0)

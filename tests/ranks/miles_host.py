@@ -1,0 +1,82 @@
+"""Our adapter in miles' own loop, from samples to gradients (`recipe_ranks`), where MILES names a checkout.
+
+Theirs: samples to training data, the schedule that cuts them, each rank's data, the iterators, the advantages, `train` with its
+steps, batches, loss function and schedule. Not theirs: the model, an optimizer that keeps the gradients, and the passes for old
+and reference log-probabilities, which give those of the samples.
+"""
+
+import importlib
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from unittest.mock import MagicMock, patch
+
+import host_cases as hosts
+import rollout_hosts
+import their_trainers
+from host_cases import Case
+from megatron.core.fusions import fused_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+from megatron_pg.rollouts.sample import Sample
+
+
+def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
+    """Gradients of every optimizer step of a rollout, and what miles' logger was given."""
+    from miles.backends.megatron_utils import actor, parallel
+    from miles.backends.megatron_utils import model as steps
+    from miles.backends.training_utils import data, loss
+    from miles.backends.training_utils.parallel import set_parallel_state
+    from miles.ray.rollout import train_data_conversion as conversion
+    from miles.utils import object_store
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
+    from miles.utils.misc import load_function
+    from miles.utils.tracking_utils import tracking
+    from miles.utils.types import Sample as Theirs
+
+    logged: list[dict] = []
+    tracking.log = lambda args, metrics, step_key: logged.append(dict(metrics))
+    actor.get_data_iterator = data.get_data_iterator
+    if args.custom_megatron_init_path:
+        load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
+    importlib.import_module("megatron.training.global_vars").set_args(args)
+    set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=GroupInfo(rank=0, size=1, group=None)))
+    object_store._INSTANCE = object_store.RayObjectStore()
+    theirs = their_trainers.as_theirs(Theirs, found)
+    for mine, sample in zip(theirs, found, strict=True):
+        mine.rollout_log_probs = sample.rollout_logprobs.tolist()
+        mine.index = sample.rollout_id
+    whole = conversion.convert_samples_to_train_data(args, theirs, {}, None, None)
+    whole["prompt"] = list(range(len(theirs)))  # the only field that travels with a sample unread: which one it is
+    references = conversion.split_train_data_by_dp(args, whole, their_trainers.parallel_config())
+    mine, _ = data.get_rollout_data(args, references)
+    model = hosts.model(per_token=case.per_token)
+    optimizer = hosts.Optimizer(model)
+    iterators, counts = actor.get_data_iterator(args, [model], mine)
+    for prefix in ("", "ref_") if args.use_kl_loss else ("",):
+        mine |= _log_probs(mine, found, prefix)
+    loss.compute_advantages_and_returns(args, mine)
+    rollouts = data.get_num_rollouts(args, mine, len(counts))
+    for number, (count, many) in enumerate(zip(counts, rollouts, strict=True)):
+        steps.train_one_step(args, 0, number, iterators, [model], optimizer, MagicMock(), count, many, None, 0)
+    return optimizer.found, logged
+
+
+def _log_probs(data: dict, found: Sequence[Sample], prefix: str) -> dict[str, list[Tensor]]:
+    from miles.backends.training_utils.cp_utils import slice_log_prob_with_cp
+
+    name = "ref_logprobs" if prefix == "ref_" else "old_logprobs"
+    rows = zip(data["prompt"], data["total_lengths"], data["response_lengths"], strict=True)
+    whole = [(getattr(found[int(i)], name).float(), int(total), int(response)) for i, total, response in rows]
+    return {f"{prefix}log_probs": [slice_log_prob_with_cp(*each, "thd", None) for each in whole]}
+
+
+def figures() -> dict[str, object]:
+    their_trainers.load({"MILES": os.environ["MILES"]})
+
+    def unfused(logits: Tensor, tokens: Tensor, group: object) -> Tensor:  # Megatron's fused one rounds its backward
+        return vocab_parallel_cross_entropy(logits, tokens)
+
+    with patch.object(fused_cross_entropy, "fused_vocab_parallel_cross_entropy", unfused):
+        return rollout_hosts.figures(train, "miles")

@@ -1,0 +1,109 @@
+"""What the proofs of slime and of miles share: their flags, and the figures of a train function that runs a rollout."""
+
+import argparse
+import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+import host_cases as hosts
+import their_trainers
+from host_cases import Case
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_pg.rollouts.sample import Sample
+
+Train = Callable[[Case, Sequence[Sample], Namespace], tuple[list[list[Tensor]], list[dict]]]
+OFF = (
+    *(
+        "use_rollout_routing_replay",
+        "keep_old_actor",
+        "use_critic",
+        "use_routing_replay",
+        "log_multi_turn",
+        "log_passrate",
+    ),
+    *("log_correct_samples", "overlap_grad_reduce", "overlap_param_gather", "align_param_gather", "align_grad_reduce"),
+    *(
+        "reset_optimizer_states",
+        "manual_gc",
+        "use_distributed_optimizer",
+        "use_wandb",
+        "use_tensorboard",
+        "offload_train",
+    ),
+    *("wandb_always_use_train_step", "use_rollout_entropy", "use_unbiased_kl", "use_rollout_logprobs", "use_kl_loss"),
+    *("use_rollout_indexer_replay", "debug_disable_optimizer", "empty_unused_memory", "use_fault_tolerance"),
+)
+ABSENT = (
+    *(
+        "save_debug_train_data",
+        "custom_megatron_init_path",
+        "rollout_data_postprocess_path",
+        "custom_loss_function_path",
+    ),
+    *("custom_megatron_before_train_step_hook_path", "custom_megatron_before_log_prob_hook_path"),
+    *("custom_tis_function_path", "save_debug_rollout_data", "ref_update_interval", "ci_save_grad_norm"),
+    *("ci_load_grad_norm", "dump_details", "num_experts", "pg_metrics_file"),
+)
+MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
+
+
+def arguments(host: str, case: Case, **more: object) -> Namespace:
+    """The host's, with ours among them as its parser would have put them there."""
+    args = their_trainers.arguments(None, case.per_token, case.rollouts_per_step)
+    known = dict.fromkeys(OFF, False) | dict.fromkeys(ABSENT) | case.flags
+    known |= {
+        "compute_advantages_and_returns": True,
+        "ci_disable_kl_checker": True,
+        "train_memory_margin_bytes": 0,
+        "n_samples_per_prompt": hosts.PROMPT // (2 if case.fan_out else 1),
+        "rollout_batch_size": len(hosts.LENGTHS) // hosts.PROMPT,
+        "eps_clip_high": 0.28,
+        "use_kl_loss": "pg_kl_coef" in case.flags,
+        "kl_loss_coef": case.flags.get("pg_kl_coef", 0.0),
+        "kl_loss_type": "k3",
+        "custom_megatron_init_path": f"megatron_pg.{host}.init",
+    }
+    if "pg_clip_eps_low" not in case.flags:  # an objective that reads none
+        known["eps_clip_high"] = args.eps_clip
+    return argparse.Namespace(**vars(args) | known | more)
+
+
+def errors(train: Train, host: str, case: Case) -> float:
+    """Largest over the rollout's steps, of every gradient."""
+    found = hosts.samples(fan_out=case.fan_out)
+    gradients, _ = train(case, found, arguments(host, case))
+    steps = hosts.steps_of(found, case)
+    assert len(gradients) == len(steps)
+    pairs = zip(gradients, steps, strict=True)
+    return max(hosts.error(mine, hosts.expected(step, case)[0]) for mine, step in pairs)
+
+
+def jump(train: Train, host: str) -> float:
+    """Between the host's own loss under its default and ours, of every gradient of three steps."""
+    case = Case(rollouts_per_step=4)
+    found = hosts.samples()
+    (ours, _), (theirs, _) = (
+        train(case, found, arguments(host, case, custom_megatron_init_path=path))
+        for path in (f"megatron_pg.{host}.init", None)
+    )
+    return max(hosts.error(mine, [each.double() for each in own]) for mine, own in zip(ours, theirs, strict=True))
+
+
+def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, object]:
+    """By layout: errors of every case, the jump from the host's own loss, and what its logger was given."""
+    result: dict[str, object] = {}
+    for layout, (context, tensor) in hosts.LAYOUTS.items():
+        parallel_state.initialize_model_parallel(context_parallel_size=context, tensor_model_parallel_size=tensor)
+        of_layout: dict[str, object] = {
+            "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
+        }
+        if has_own_loss:
+            of_layout["jump"] = jump(train, host)
+        more = arguments(host, MEASURED, pg_metrics="with_entropy")
+        logged = train(MEASURED, hosts.samples(), more)[1]
+        of_layout["metrics"] = [each for each in logged if "train/pg/pg_loss" in each]
+        result[layout] = of_layout
+        parallel_state.destroy_model_parallel()
+    return result

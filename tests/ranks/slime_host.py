@@ -1,0 +1,93 @@
+"""Our adapter in slime's own loop, from samples to gradients (`recipe_ranks`), where SLIME names a checkout.
+
+Theirs: samples to training data, the schedule that cuts them, each rank's data, the advantages, `train_actor` with its steps,
+batches, loss function and schedule. Not theirs: the model, an optimizer that keeps the gradients, and the passes for old and
+reference log-probabilities, which give those of the samples.
+"""
+
+import importlib
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import host_cases as hosts
+import rollout_hosts
+import their_trainers
+import torch
+from host_cases import Case
+from torch import Tensor
+
+from megatron_pg.rollouts.sample import Sample
+
+
+def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
+    """Gradients of every optimizer step of a rollout, and what slime's logger was given."""
+    from slime.backends.megatron_utils import actor
+    from slime.observability import logging_utils
+    from slime.observability.timer import Timer
+    from slime.ray.rollout import RolloutManager
+    from slime.utils import accelerator
+    from slime.utils.misc import load_function
+    from slime.utils.types import Sample as Theirs
+
+    logged: list[dict] = []
+    logging_utils.log = lambda args, metrics, step_key: logged.append(dict(metrics))
+    if args.custom_megatron_init_path:
+        load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
+    importlib.import_module("megatron.training.global_vars").set_args(args)
+    accelerator.device = accelerator.current_device = lambda index=None: torch.device("cpu")
+    manager = RolloutManager.__new__(RolloutManager)
+    manager.args, manager.train_parallel_config = args, their_trainers.parallel_config()
+    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    theirs = their_trainers.as_theirs(Theirs, found)
+    for mine, sample in zip(theirs, found, strict=True):
+        mine.rollout_log_probs = sample.rollout_logprobs.tolist()
+        mine.index = sample.rollout_id  # what a rollout's samples share
+    boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
+    model = hosts.model(per_token=case.per_token)
+    optimizer = hosts.Optimizer(model)
+    tags = {"ref"} if args.use_kl_loss else set()
+    me = SimpleNamespace(
+        args=args,
+        role="actor",
+        model=[model],
+        optimizer=optimizer,
+        opt_param_scheduler=hosts.scheduler(),
+        weights_backuper=SimpleNamespace(backup_tags=tags, backup=lambda tag: None),
+        _active_model_tag="actor",
+        _switch_model=lambda tag: None,
+        prof=MagicMock(),
+        weight_updater=MagicMock(),
+        rollout_data_postprocess=_path(load_function, args.rollout_data_postprocess_path),
+    )
+    mine = actor.MegatronTrainRayActor._get_rollout_data(SimpleNamespace(args=args), boxes)
+    me.compute_log_prob = lambda iterators, counts, store_prefix: _log_probs(mine, found, store_prefix)
+    Timer().start_time.pop("train_wait", None)
+    Timer().start("train_wait")
+    actor.train_metric_utils.log_perf_data = lambda *given, **named: None
+    actor.train_metric_utils.log_rollout_data = lambda *given, **named: None
+    actor.MegatronTrainRayActor.train_actor(me, 0, mine)
+    return optimizer.found, logged
+
+
+def _path(load_function, path: str | None):
+    return None if path is None else load_function(path)
+
+
+def _log_probs(data: dict, found: Sequence[Sample], prefix: str) -> dict[str, list[Tensor]]:
+    """In place of a forward: the samples' own, each this context-parallel rank's part."""
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    name = "ref_logprobs" if prefix == "ref_" else "old_logprobs"
+    values = []
+    for index, total, response in zip(data["partition"], data["total_lengths"], data["response_lengths"], strict=True):
+        whole = getattr(found[int(index)], name).float()
+        values.append(slice_log_prob_with_cp(whole, int(total), int(response)))
+    return {f"{prefix}log_probs": values}
+
+
+def figures() -> dict[str, object]:
+    their_trainers.load({"SLIME": os.environ["SLIME"]})
+    return rollout_hosts.figures(train, "slime")
