@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -147,9 +148,9 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
 
 
 def attribute(path: str) -> Any:
-    """What a host has at `module:name` now: another plugin may have replaced it."""
+    """What a host has at `module:name` now, or at `module:Class.name`: another plugin may have replaced it."""
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    return reduce(getattr, name.split("."), import_module(module))
 
 
 def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:

@@ -13,7 +13,11 @@ from megatron_pg.hosts.startup import Checked, TakenOver, check
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
 _USUAL = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # verl's defaults
 _NUMBERS = {"clip_ratio_low": "pg_clip_eps_low", "clip_ratio_high": "pg_clip_eps_high", "clip_ratio_c": "pg_dual_clip"}
-_AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sample_mean", "seq-mean-token-sum-norm": "constant"}
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sample_mean",
+    "seq-mean-token-sum-norm": "constant",
+}
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _NOT_RUN = "was not run with megatron_pg; switch it off"
 
@@ -35,7 +39,9 @@ def checked(engine: Any, model: Any, actor: Any | None) -> Checked:
         taken += _of_the_loss(actor, given)
         refused += _refused_of_the_loss(actor, given)
     facts = {name: value for name, value in vars(engine).items() if name != "dynamic_context_parallel"}
-    return check("verl", given, megatron=facts | dict(engine.override_transformer_config), taken_over=taken, refused=refused)
+    return check(
+        "verl", given, megatron=facts | dict(engine.override_transformer_config), taken_over=taken, refused=refused
+    )
 
 
 def _of_the_head(engine: Any) -> Iterator[TakenOver]:

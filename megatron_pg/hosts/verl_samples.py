@@ -31,8 +31,9 @@ def samples_of(data: Any) -> list[Sample | None]:
             "trainer.use_v1=True"
         )
     rows = {name: _rows(data[name]) for name in ("input_ids", *_RESPONSES) if name in data}
-    uids, sessions = _column(data, "uid"), _column(data, "session_id")
-    return [_sample(rows, i, uids and str(uids[i]), sessions and sessions[i]) for i in range(len(data))]
+    none = [None] * len(data)
+    uids, sessions = _column(data, "uid") or none, _column(data, "session_id") or none
+    return [_sample(rows, i, uid, session) for i, (uid, session) in enumerate(zip(uids, sessions, strict=True))]
 
 
 def _rows(nested: Tensor) -> Sequence[Tensor]:
@@ -44,9 +45,9 @@ def _column(data: Any, name: str) -> list | None:
     return data.get(name).tolist() if name in data else None
 
 
-def _sample(rows: dict[str, Sequence[Tensor]], i: int, uid: str | None, session: Any) -> Sample | None:
+def _sample(rows: dict[str, Sequence[Tensor]], i: int, uid: Any, session: Any) -> Sample | None:
     mask = rows["response_mask"][i]
-    if uid is not None and uid.startswith("pad") and not mask.any():
+    if str(uid).startswith("pad") and not mask.any():
         return None
     optional = {ours: rows[theirs][i] for theirs, ours in _OPTIONAL.items() if theirs in rows}
     return Sample.build(
@@ -55,7 +56,7 @@ def _sample(rows: dict[str, Sequence[Tensor]], i: int, uid: str | None, session:
         loss_mask=mask,
         old_logprobs=rows["old_log_probs"][i],
         advantage=rows["advantages"][i],
-        prompt_id=uid,
+        prompt_id=None if uid is None else str(uid),
         rollout_id=None if uid is None or session is None else f"{uid}/{session}",
         sample_id=f"{uid}/{session} (row {i})",
         reward=float(rows["rm_scores"][i].sum()) if "rm_scores" in rows else None,

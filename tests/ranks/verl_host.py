@@ -108,6 +108,9 @@ class Nothing(torch.nn.Module):
         return hidden_states, None
 
 
+SEQUENCE_PARALLEL = True  # under tensor parallelism, as verl has it by default
+
+
 def config(*, per_token: bool) -> TransformerConfig:
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -120,7 +123,7 @@ def config(*, per_token: bool) -> TransformerConfig:
         num_query_groups=2,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        sequence_parallel=sizes["tensor_model_parallel_size"] > 1,
+        sequence_parallel=SEQUENCE_PARALLEL and sizes["tensor_model_parallel_size"] > 1,
         calculate_per_token_loss=per_token,
         hidden_dropout=0.0,
         **sizes,
@@ -159,7 +162,7 @@ class Optimizer:
     """Keeps the gradients that it is asked to step with, one list per step."""
 
     def __init__(self, model: DistributedDataParallel):
-        self._model, self.found = model, []
+        self._model, self.found, self.param_groups = model, [], [{"lr": 0.5}]
         model.config.finalize_model_grads_func = finalize_model_grads
 
     def zero_grad(self) -> None:

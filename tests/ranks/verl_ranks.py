@@ -1,6 +1,6 @@
 """verl's worker with our engine on two real ranks: gradients of every step and metrics against plain loops in float64.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/ranks/verl_ranks.py OUT_DIR {fast,full}
+python -m torch.distributed.run --nproc-per-node 2 tests/ranks/verl_ranks.py OUT_DIR {fast,full}
 """
 
 import itertools
@@ -27,7 +27,12 @@ from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
-LAYOUTS = {"dp2": {}, "cp2": {"context_parallel_size": 2}, "tp2": {"tensor_model_parallel_size": 2}}
+LAYOUTS = {
+    "dp2": {},
+    "cp2": {"context_parallel_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2, whole sequences": {"tensor_model_parallel_size": 2},  # without sequence parallelism
+}
 LENGTHS = [3, 7, 3, 9, 5, 4, 8, 2, 6, 4, 6, 4]  # of the responses
 MASKED = 5  # this sample trains no token
 EPS = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
@@ -36,7 +41,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"pg_objective": "gspo", **EPS},
     "cispo, TIS": {"pg_objective": "cispo", "pg_cispo_cap": 1.3, "pg_correction": "tis", "pg_correction_high": 1.5},
     "KL and entropy": {
-        **{"pg_objective": "grpo", **EPS, "pg_kl_coef": 0.1, "pg_kl_estimator": "k3_weighted", "pg_entropy_coef": 0.05},
+        **{"pg_objective": "grpo", **EPS, "pg_kl_coef": 0.1, "pg_kl_estimator": "k3_weighted", "pg_entropy_coef": 0.05}
     },
 }
 AGGREGATIONS: dict[str, dict[str, Any]] = {
@@ -206,13 +211,7 @@ def actor_of(worker: Any) -> Any:
 
 
 def case(
-    verl: SimpleNamespace,
-    folder: Path,
-    objective: str,
-    aggregation: str,
-    fused: bool,
-    per_token: bool,
-    steps: int,
+    verl: SimpleNamespace, folder: Path, objective: str, aggregation: str, fused: bool, per_token: bool, steps: int
 ) -> dict[str, float]:
     options = OBJECTIVES[objective] | AGGREGATIONS[aggregation]
     path = folder / "metrics.jsonl"
@@ -263,7 +262,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "default": {},
     "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean"},
     "seq-mean-token-sum-norm, clip-higher": {
-        **{"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64, "clip_ratio_high": 0.28},
+        **{"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64, "clip_ratio_high": 0.28}
     },
     "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05},
 }
@@ -276,7 +275,9 @@ def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, ste
         worker = host.worker(verl, host.actor_config(verl, **flags), per_token=per_token, engine=engine)
         logged = train(verl, worker, batch(one_each=True), steps)
         found[name] = worker.engine.optimizer.found, logged
-    pairs = [pair for step in zip(found["ours"][0], found["theirs"][0], strict=True) for pair in zip(*step, strict=True)]
+    pairs = [
+        pair for step in zip(found["ours"][0], found["theirs"][0], strict=True) for pair in zip(*step, strict=True)
+    ]
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     losses = [logged.get("loss", 0.0) for _, logged in found.values()]
     return {"gradient": worst_of(worst), "loss": worst_of(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1.0))}
@@ -385,9 +386,12 @@ def main() -> None:
     found: dict[str, Any] = {}
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
+        host.SEQUENCE_PARALLEL = layout != "tp2, whole sequences"
         figures: dict[str, Any] = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full)}
         found[layout] = {"cases": figures, "filled": filled(verl), "floor": floor(verl)}
-        found[layout]["passes"] = [passes(verl, fused=fused, temperature=tau) for fused in (False, True) for tau in (1.0, 0.7)]
+        found[layout]["passes"] = [
+            passes(verl, fused=fused, temperature=tau) for fused in (False, True) for tau in (1.0, 0.7)
+        ]
         of_theirs = THEIRS if full else {"default": {}}
         kinds = [(False, 1), (False, 3), (True, 1), (True, 3)] if full else [(False, 3)]
         found[layout]["beside"] = {
