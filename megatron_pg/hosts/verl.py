@@ -4,7 +4,7 @@ verl imports that module in every worker before it reads the actor's configurati
 but the entry of its registry, and its actor's configuration is noted when it is made.
 """
 
-from importlib import metadata
+from importlib import import_module
 from typing import Any
 
 from megatron_pg.hosts.startup import attribute, check_signature
@@ -41,8 +41,9 @@ def install() -> None:
     Raises:
         ArgumentError: verl's functions are others than the adapter was written for.
     """
+    installed = getattr(import_module("verl"), "__version__", "an unknown version")
     for path, parameters in _SIGNATURES.items():
-        check_signature(f"{VERSION} (here is {metadata.version('verl')})", path, parameters)
+        check_signature(f"{VERSION} (here is {installed})", path, parameters)
     from megatron_pg.hosts.verl_engine import ACTORS, PolicyGradientEngine
 
     theirs, registry = attribute(_ENGINE), attribute("verl.workers.engine.base:EngineRegistry")

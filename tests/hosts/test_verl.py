@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -257,7 +256,7 @@ def test_a_changed_function_is_named_with_verls_version(monkeypatch):
         name = ".".join(path.split(".")[:n])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, path, module)
-    monkeypatch.setattr(metadata, "version", lambda name: "0.12.0")
+    sys.modules["verl"].__version__ = "0.12.0"
     expected = "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, optimizer_config"
     with pytest.raises(ArgumentError, match=re.escape(expected)) as refused:
         install()

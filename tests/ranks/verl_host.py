@@ -115,9 +115,14 @@ def config(*, per_token: bool) -> TransformerConfig:
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
     return TransformerConfig(
-        num_layers=1,
+        num_layers=sizes["pipeline_model_parallel_size"],
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=sizes["pipeline_model_parallel_size"] > 1,
+        batch_p2p_comm=False,
+        moe_token_dispatcher_type="alltoall",  # the default refuses rows of any length
         hidden_size=WIDTH,
         num_attention_heads=2,
         num_query_groups=2,
@@ -151,15 +156,16 @@ def build(*, per_token: bool) -> DistributedDataParallel:
         max_sequence_length=64,
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
-    weights = model.embedding.word_embeddings.weight, model.output_layer.weight
-    for weight, values in zip(weights, parameters(), strict=True):
-        weight.data.copy_(mine(values))
+    for name, weight in model.named_parameters():
+        weight.data.copy_(mine(parameters()[name.startswith("output_layer")]))
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 
 
 class Optimizer:
-    """Keeps the gradients that it is asked to step with, one list per step."""
+    """Keeps the gradients that it is asked to step with: for each step those of embedding (0) and head (1) that this rank has."""
 
     def __init__(self, model: DistributedDataParallel):
         self._model, self.found, self.param_groups = model, [], [{"lr": 0.5}]
@@ -169,7 +175,8 @@ class Optimizer:
         pass
 
     def step(self) -> tuple[bool, float, int]:
-        self.found.append([parameter.main_grad.clone() for parameter in self._model.module.parameters()])
+        named = self._model.module.named_parameters()
+        self.found.append({name.startswith("output_layer"): each.main_grad.clone() for name, each in named})
         return True, 0.0, 0
 
 
@@ -182,6 +189,7 @@ def actor_config(verl: SimpleNamespace, *, options: dict | None = None, **change
     engine |= changes.pop("engine", {})
     sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
     megatron = verl.config.McoreEngineConfig(
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_model_parallel_size=sizes[0],
         context_parallel_size=sizes[1],
         use_dynamic_bsz=True,

@@ -30,6 +30,7 @@ from megatron_pg.rollouts.sample import Sample
 LAYOUTS = {
     "dp2": {},
     "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2, whole sequences": {"tensor_model_parallel_size": 2},  # without sequence parallelism
 }
@@ -183,11 +184,10 @@ def metrics_expected(samples: Sequence[Sample], options: dict[str, Any], result:
 # --- one batch through verl ---
 
 
-def error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def error(found: dict[int, Tensor], wanted: Sequence[Tensor]) -> float:
     """Largest over parameters and ranks of the largest difference over the largest entry."""
-    pairs = list(zip(found, wanted, strict=True))
-    worst = max(float((f.double() - host.mine(e)).abs().max() / e.abs().max()) for f, e in pairs)
-    return worst_of(worst)
+    pairs = [(each, wanted[i]) for i, each in found.items()]
+    return worst_of(max(float((f.double() - host.mine(e)).abs().max() / e.abs().max()) for f, e in pairs))
 
 
 def worst_of(value: float) -> float:
@@ -275,9 +275,8 @@ def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, ste
         worker = host.worker(verl, host.actor_config(verl, **flags), per_token=per_token, engine=engine)
         logged = train(verl, worker, batch(one_each=True), steps)
         found[name] = worker.engine.optimizer.found, logged
-    pairs = [
-        pair for step in zip(found["ours"][0], found["theirs"][0], strict=True) for pair in zip(*step, strict=True)
-    ]
+    both = zip(found["ours"][0], found["theirs"][0], strict=True)
+    pairs = [(ours[i], theirs[i]) for ours, theirs in both for i in theirs]
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     losses = [logged.get("loss", 0.0) for _, logged in found.values()]
     return {"gradient": worst_of(worst), "loss": worst_of(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1.0))}
