@@ -16,6 +16,7 @@ _NUMBERS = {"clip_ratio_low": "pg_clip_eps_low", "clip_ratio_high": "pg_clip_eps
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sample_mean",
+    "seq-mean-token-sum": "constant",
     "seq-mean-token-sum-norm": "constant",
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -62,7 +63,9 @@ def _of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
     own = "loss_aggregation" in given or "custom_pg_loss_reducer_function_path" in given
     if mode is not None and (not own or actor.loss_agg_mode != "token-mean"):
         yield TakenOver(f"actor.loss_agg_mode {actor.loss_agg_mode}", "loss_aggregation", mode)
-        if mode == "constant" and actor.loss_scale_factor is not None:
+        if actor.loss_agg_mode == "seq-mean-token-sum":
+            yield TakenOver("its divisor", "loss_aggregation_divisor", 1.0)
+        elif mode == "constant" and actor.loss_scale_factor is not None:
             yield TakenOver("actor.loss_scale_factor", "loss_aggregation_divisor", float(actor.loss_scale_factor))
     if actor.use_kl_loss and actor.kl_loss_type in _ESTIMATORS:
         yield TakenOver("actor.kl_loss_coef", "pg_kl_coef", actor.kl_loss_coef)
@@ -110,7 +113,7 @@ def _refused_of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[str]:
     if mode != "vanilla":
         yield f"actor.policy_loss.loss_mode={mode} would have no effect beside our loss; leave it vanilla and set pg_objective"
     if actor.loss_agg_mode not in _AGGREGATIONS:
-        yield f"actor.loss_agg_mode={actor.loss_agg_mode} is no mean over the step; use {', '.join(_AGGREGATIONS)}, or set loss_aggregation"
+        yield f"actor.loss_agg_mode={actor.loss_agg_mode} is no mean over the step; use one of {', '.join(_AGGREGATIONS)}"
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield f"actor.loss_scale_factor={actor.loss_scale_factor} has no effect with loss_agg_mode={actor.loss_agg_mode}; remove it"
     for theirs, ours in _NUMBERS.items():

@@ -6,6 +6,7 @@ python -m torch.distributed.run --nproc-per-node 2 tests/ranks/verl_ranks.py OUT
 import itertools
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import cpu_megatron
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels on a CPU
 cpu_megatron.enable()
 
 import numpy as np
@@ -57,6 +59,9 @@ FAST = [  # of the cases: objective, aggregation, fused head, per-token flag, st
     ("cispo, TIS", "token_mean", False, True, 3),
     ("KL and entropy", "token_mean", True, True, 3),
     ("KL and entropy", "sample_mean", False, False, 1),
+]
+TRITON = [  # through the interpreter, which is slow
+    ("KL and entropy", "sample_mean", fused, False, 1, "triton") for fused in (False, True)
 ]
 
 
@@ -211,11 +216,18 @@ def actor_of(worker: Any) -> Any:
 
 
 def case(
-    verl: SimpleNamespace, folder: Path, objective: str, aggregation: str, fused: bool, per_token: bool, steps: int
+    verl: SimpleNamespace,
+    folder: Path,
+    objective: str,
+    aggregation: str,
+    fused: bool,
+    per_token: bool,
+    steps: int,
+    kernel: str = "torch",
 ) -> dict[str, float]:
     options = OBJECTIVES[objective] | AGGREGATIONS[aggregation]
     path = folder / "metrics.jsonl"
-    given = options | {"pg_metrics": "with_entropy", "pg_metrics_file": str(path)}
+    given = options | {"pg_metrics": "with_entropy", "pg_metrics_file": str(path), "pg_kernel": kernel}
     worker = host.worker(verl, host.actor_config(verl, options=given), per_token=per_token, fused=fused)
     samples = batch()
     logged = train(verl, worker, samples, steps)
@@ -250,10 +262,10 @@ def _over_steps(name: str, values: list[float]) -> float:
     return max(values) if "max" in name else min(values) if "min" in name else sum(values) / len(values)
 
 
-def cases(full: bool) -> list[tuple]:
+def cases(full: bool, layout: str) -> list[tuple]:
     every = itertools.product(OBJECTIVES, AGGREGATIONS, (False, True), (False, True), STEPS)
     whole = [each for each in every if not (each[1] == "prompt_mean" and each[4] > 1)]
-    return whole if full else FAST
+    return [*whole, *(TRITON if layout in ("dp2", "tp2") else [])] if full else FAST
 
 
 # --- verl's own loss beside ours ---
@@ -264,11 +276,12 @@ THEIRS: dict[str, dict[str, Any]] = {
     "seq-mean-token-sum-norm, clip-higher": {
         **{"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64, "clip_ratio_high": 0.28}
     },
+    "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
     "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05},
 }
 
 
-def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, steps: int) -> dict[str, float]:
+def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, steps: int) -> dict[str, Any]:
     """One configuration of verl in its own engine and in ours, without any option of ours."""
     found = {}
     for name, engine in (("theirs", verl.engine.MegatronEngineWithLMHead), ("ours", None)):
@@ -279,7 +292,8 @@ def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, ste
     pairs = [(ours[i], theirs[i]) for ours, theirs in both for i in theirs]
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     losses = [logged.get("loss", 0.0) for _, logged in found.values()]
-    return {"gradient": worst_of(worst), "loss": worst_of(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1.0))}
+    jump = worst_of(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1.0))
+    return {"gradient": worst_of(worst), "loss": jump, "losses": losses}  # of rank 0
 
 
 def floor(verl: SimpleNamespace) -> float:
@@ -386,11 +400,11 @@ def main() -> None:
     for layout, sizes in LAYOUTS.items():
         parallel_state.initialize_model_parallel(**sizes)
         host.SEQUENCE_PARALLEL = layout != "tp2, whole sequences"
-        figures: dict[str, Any] = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full)}
+        figures: dict[str, Any] = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full, layout)}
         found[layout] = {"cases": figures, "filled": filled(verl), "floor": floor(verl)}
-        found[layout]["passes"] = [
-            passes(verl, fused=fused, temperature=tau) for fused in (False, True) for tau in (1.0, 0.7)
-        ]
+        temperatures = (1.0, 0.7) if full else (0.7,)
+        pairs = itertools.product((False, True), temperatures)
+        found[layout]["passes"] = [passes(verl, fused=fused, temperature=tau) for fused, tau in pairs]
         of_theirs = THEIRS if full else {"default": {}}
         kinds = [(False, 1), (False, 3), (True, 1), (True, 3)] if full else [(False, 3)]
         found[layout]["beside"] = {
