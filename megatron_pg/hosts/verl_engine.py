@@ -71,8 +71,9 @@ class PolicyGradientEngine(_Theirs):
         """verl's; the steps go on where metrics.jsonl ends."""
         super().load_checkpoint(local_path, *rest, **more)
         if self._log is not None and self._metrics_file and Path(self._metrics_file).exists():
-            lines = Path(self._metrics_file).read_bytes().splitlines()
-            self._iteration = json.loads(lines[-1])["iteration"] if lines else 0
+            lines = Path(self._metrics_file).read_bytes().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith(b"\n")]  # a crash may have torn the last one
+            self._iteration = json.loads(whole[-1])["iteration"] if whole else 0
 
     def forward_backward_batch(self, data: Any, loss_function: Callable, forward_only: bool = False) -> dict:
         """verl's; a training step is planned before it, and checked and measured behind it."""

@@ -96,6 +96,11 @@ def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
     assert "ray" in on_ranks["absent"]
 
 
+@needs_verl
+def test_the_metrics_file_goes_on_behind_a_checkpoint(on_ranks):
+    assert on_ranks["resumed"] == [1, 2, 3, 4, 5, 6]
+
+
 # --- what the configuration says ---
 
 

@@ -357,6 +357,20 @@ def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
     return worst_of(worst)
 
 
+def resumed(verl: SimpleNamespace, folder: Path) -> list[int]:
+    """The steps in metrics.jsonl of a run, and of one that goes on from its checkpoint."""
+    path = folder / "resumed.jsonl"
+    for is_first in (True, False):
+        worker = host.worker(verl, host.actor_config(verl, options={"pg_metrics_file": str(path)}))
+        if not is_first:
+            worker.engine.load_checkpoint("global_step_1")
+        train(verl, worker, batch(), 3)
+        if worker.engine._log is not None:
+            worker.engine._log._file.close()
+        torch.distributed.barrier()
+    return [json.loads(line)["iteration"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def refusals(verl: SimpleNamespace) -> dict[str, str]:
     """What the first batch is refused for."""
 
@@ -414,7 +428,7 @@ def main() -> None:
             if not (per_token and layout == "cp2")  # see `floor`
         }
         if layout == "dp2":
-            found["refused"] = refusals(verl)
+            found["refused"], found["resumed"] = refusals(verl), resumed(verl, folder)
         parallel_state.destroy_model_parallel()
     found["absent"] = sorted(host.ABSENT)
     if torch.distributed.get_rank() == 0:
