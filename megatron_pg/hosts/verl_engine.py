@@ -7,22 +7,22 @@ context-parallel rank (only a rank's own part has a gradient), and takes D·S of
     flag on:   × R / D (verl), ÷ Σ counts (finalize): R, the tokens of the step, once the count is mended
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.flags.banner import banner_of
-from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.log import HostLog, last_iteration
 from megatron_pg.hosts.startup import attribute, start
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.hosts.verl_logprobs import Logprobs
@@ -70,10 +70,7 @@ class PolicyGradientEngine(_Theirs):
     def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
         """verl's; the steps go on where metrics.jsonl ends."""
         super().load_checkpoint(local_path, *rest, **more)
-        if self._log is not None and self._metrics_file and Path(self._metrics_file).exists():
-            lines = Path(self._metrics_file).read_bytes().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith(b"\n")]  # a crash may have torn the last one
-            self._iteration = json.loads(whole[-1])["iteration"] if whole else 0
+        self._iteration = last_iteration(self._metrics_file)
 
     def forward_backward_batch(self, data: Any, loss_function: Callable, forward_only: bool = False) -> dict:
         """verl's; a training step is planned before it, and checked and measured behind it."""
@@ -88,14 +85,30 @@ class PolicyGradientEngine(_Theirs):
         )
         data[_ROW] = torch.arange(len(data))
         try:
-            output = super().forward_backward_batch(data, None, forward_only)
-            self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs())
+            with self._checked_before_finalize():
+                output = super().forward_backward_batch(data, None, forward_only)
         finally:
             self._step = None
         if self.is_mp_src_rank_with_outputs():
             named = {f"pg/{name}": [value] for name, value in self._report.metrics.items()}
             output["metrics"] |= {"actor/pg_loss": named["pg/pg_loss"], **named}
         return output
+
+    @contextmanager
+    def _checked_before_finalize(self) -> Iterator[None]:
+        """Check before gradients are reduced, where Megatron's own NaN check would stop the one rank that sees it."""
+        config = get_model_config(self.module[0])
+        finalize = config.finalize_model_grads_func
+
+        def check_and_finalize(*positional: object, **keywords: object) -> None:
+            self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs())
+            finalize(*positional, **keywords)
+
+        config.finalize_model_grads_func = check_and_finalize
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = finalize
 
     def optimizer_step(self) -> Any:
         """verl's, and the step's line."""

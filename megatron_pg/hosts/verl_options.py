@@ -72,6 +72,8 @@ def _of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
         yield TakenOver(f"actor.kl_loss_type {actor.kl_loss_type}", "pg_kl_estimator", _ESTIMATORS[actor.kl_loss_type])
     if actor.entropy_coeff:
         yield TakenOver("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
+    if actor.calculate_entropy and "pg_metrics" not in given:
+        yield TakenOver("actor.calculate_entropy", "pg_metrics", "with_entropy")
     if (actor.use_kl_loss or actor.entropy_coeff) and "pg_aux_aggregation" not in given:
         yield TakenOver("actor.loss_agg_mode of KL and entropy", "pg_aux_aggregation", "policy")
 

@@ -97,6 +97,16 @@ def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
 
 
 @needs_verl
+def test_verls_own_configuration_is_read_as_its_trainer_composes_it(on_ranks):
+    assert on_ranks["configured"] == {
+        "aggregation": ["constant", 4096],
+        "objective": ["dual_clip", 0.28],
+        "correction": "tis",
+        "kl_coef": 0.001,
+    }
+
+
+@needs_verl
 def test_the_metrics_file_goes_on_behind_a_checkpoint(on_ranks):
     assert on_ranks["resumed"] == [1, 2, 3, 4, 5, 6]
 
@@ -114,6 +124,7 @@ def actor(**changes) -> SimpleNamespace:
         "loss_agg_mode": "token-mean",
         "loss_scale_factor": None,
         "entropy_coeff": 0,
+        "calculate_entropy": False,
         "use_kl_loss": False,
         "kl_loss_coef": 0.001,
         "kl_loss_type": "low_var_kl",
@@ -144,7 +155,8 @@ def test_without_options_the_loss_is_what_verls_actor_says():
     assert (args.pg_objective, args.pg_dual_clip, args.loss_aggregation) == ("dual_clip", 3.0, "token_mean")
     assert (args.pg_clip_eps_low, args.pg_clip_eps_high) == (0.2, 0.28)
     assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_entropy_coef) == (0.001, "k2", 0.01)
-    assert args.pg_aux_aggregation == "policy"
+    assert (args.pg_aux_aggregation, args.pg_metrics) == ("policy", "basic")
+    assert arguments(calculate_entropy=True).args.pg_metrics == "with_entropy"
     (row,) = rows
     assert "actor.clip_ratio_high is --pg-clip-eps-high 0.28" in row[1]
 

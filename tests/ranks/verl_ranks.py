@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -371,6 +372,31 @@ def resumed(verl: SimpleNamespace, folder: Path) -> list[int]:
     return [json.loads(line)["iteration"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def configured(verl: SimpleNamespace) -> dict[str, Any]:
+    """What our engine is told by the lines of docs/hosts/verl.md, composed by hydra from verl's own files."""
+    import hydra
+    import verl as package
+    from verl.utils.config import omega_conf_to_dataclass
+
+    page = Path(__file__).parents[2] / "docs" / "hosts" / "verl.md"
+    lines = re.findall(r"^    (\"?\+?actor_rollout_ref.*?)(?: \\\\)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    own = [line.strip('"') for line in lines]
+    theirs = ["actor.clip_ratio_high=0.28", "actor.use_kl_loss=True", "actor.kl_loss_type=mse"]
+    more = [f"actor_rollout_ref.{each}" for each in (*theirs, "actor.use_dynamic_bsz=True", "model.path=toy")]
+    folder = Path(package.__file__).parent / "trainer" / "config"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        whole = hydra.compose("ppo_megatron_trainer", overrides=[*own, *more])
+    actor = omega_conf_to_dataclass(whole.actor_rollout_ref.actor)
+    actor.engine.override_mcore_model_config["megatron_pg"]["pg_correction"] = "tis"
+    found = host.worker(verl, actor).engine._settings
+    return {
+        "aggregation": [found.aggregation, found.divisor],
+        "objective": [found.terms.objective.name, found.terms.objective.parameters.clip_eps_high],
+        "correction": found.correction.name,
+        "kl_coef": found.terms.kl_coef,
+    }
+
+
 def refusals(verl: SimpleNamespace) -> dict[str, str]:
     """What the first batch is refused for."""
 
@@ -428,6 +454,7 @@ def main() -> None:
             if not (per_token and layout == "cp2")  # see `floor`
         }
         if layout == "dp2":
+            found["configured"] = configured(verl)
             found["refused"], found["resumed"] = refusals(verl), resumed(verl, folder)
         parallel_state.destroy_model_parallel()
     found["absent"] = sorted(host.ABSENT)
