@@ -5,12 +5,14 @@
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
 # `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES
-# (0.18.2 and 0.19.2 need Python 3.12: make prove PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2").
+# (0.18.2 and 0.19.2 need Python 3.12: make prove PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), and in the loops of other
+# trainers whose checkouts are folders of HOSTS (slime, miles, nemo_rl).
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
 MEGATRON_CORE ?= 0.17.1
 RELEASES ?= 0.16.1
+HOSTS ?=
 ARGS ?=
 
 BIN := .venv/bin
@@ -29,7 +31,7 @@ test: .venv/ready $(VERL)
 	$(BIN)/python -m pytest -q $(ARGS)
 
 prove: .venv/ready $(VERL) $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
-	$(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
+	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
 
 papers: .venv/ready
 	@for name in $(PAPERS); do $(BIN)/python papers/$$name.py || exit 1; done

@@ -23,7 +23,8 @@ def on_config(config: MkDocsConfig) -> None:
     """The navigation: the sections of docs/index.md in their order, then the API and the root's pages."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     sections = {
-        part.partition("\n")[0]: re.findall(r"\]\((\w+\.md)\) \|$", part, re.M) for part in index.split("\n## ")
+        part.partition("\n")[0]: re.findall(r"\]\(((?:hosts/)?\w+\.md)\) \|$", part, re.M)
+        for part in index.split("\n## ")
     }
     config.nav = [
         "index.md",

@@ -2,12 +2,11 @@
 
 import sys
 
-from megatron_pg.hosts.slime import HOST, plan
+from megatron_pg.hosts.slime import HOST, init, plan
 
 __all__ = ["before_log_prob", "before_train_step", "init", "loss", "plan"]
 
-init, loss = HOST.init, HOST.loss
-before_train_step, before_log_prob = HOST.before_train_step, HOST.before_log_prob
+loss, before_train_step, before_log_prob = HOST.loss, HOST.before_train_step, HOST.before_log_prob
 
 if __name__ == "__main__":
     HOST.main(sys.argv[1:])

@@ -18,7 +18,9 @@ class TokenFields:
     """
 
     targets: Tensor  # int64, global ids; one outside the vocabulary at a trained token gives NaN
-    old_logprobs: Tensor  # nats, of the sampling policy
+    old_logprobs: (
+        Tensor | None
+    )  # nats, of the sampling policy; None: it is the model being trained, whose own are taken, detached
     advantages: Tensor
     weights: Tensor  # w of the aggregation, without any correction
     mask: Tensor  # bool, trained tokens

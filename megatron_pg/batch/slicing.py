@@ -58,7 +58,8 @@ class LocalBatch:
         sample = self.whole.samples[i]
         prompt_length = len(sample.tokens) - sample.response_length
         k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
-        given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in ("old_logprobs", "advantages"))
+        known = [name for name in ("old_logprobs", "advantages") if getattr(self.fields, name) is not None]
+        given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in known)
         return f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k} with {given}"
 
 

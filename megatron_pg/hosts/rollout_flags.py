@@ -36,8 +36,10 @@ def taken_over(args: argparse.Namespace) -> list[TakenOver]:
     objective = vars(args).get("pg_objective", "grpo")
     found = [TakenOver("--rollout-temperature", "pg_temperature", args.rollout_temperature)]
     if objective in _CLIPPED:
-        found.append(TakenOver("--eps-clip", CLIP_EPS_LOW.attribute, args.eps_clip))
-        found.append(TakenOver("--eps-clip-high", CLIP_EPS_HIGH.attribute, args.eps_clip_high))
+        bounds = {"eps_clip": CLIP_EPS_LOW, "eps_clip_high": CLIP_EPS_HIGH}
+        for name, number in bounds.items():
+            value = getattr(args, name)
+            found.append(TakenOver(f"--{name.replace('_', '-')}", number.attribute, value, value == _EPS_CLIP))
     if args.use_kl_loss and args.kl_loss_coef:
         found.append(TakenOver("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef))
         estimator = _ESTIMATORS[args.kl_loss_type]

@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_pg.args import ArgumentError
+from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.hosts import rollout_flags
-from megatron_pg.hosts.startup import Checked, add_host_arguments, attribute, check, check_signature, start
+from megatron_pg.hosts.startup import Checked, add_host_arguments, attribute, check, check_signature, defaults, start
 
 _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
@@ -41,7 +43,7 @@ class RolloutHost:
     """The loss inside one of them; one in a process."""
 
     def __init__(self, declaration: Declaration):
-        self._declared = declaration
+        self.declaration = declaration
         self._hooks = {
             name: f"megatron_pg.{declaration.name}.{function}"
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
@@ -55,11 +57,11 @@ class RolloutHost:
             ArgumentError: with every violation at once.
         """
         return check(
-            self._declared.name,
+            self.declaration.name,
             rollout_flags.given(args),
             megatron=vars(args),
             taken_over=rollout_flags.taken_over(args),
-            refused=[*rollout_flags.refused(args), *self._declared.refused(args)],
+            refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -68,7 +70,7 @@ class RolloutHost:
         Raises:
             ArgumentError: flags contradict each other, or the host's functions are others than the adapter was written for.
         """
-        found, declared = self.checked(args), self._declared
+        found, declared = self.checked(args), self.declaration
         for path, parameters in declared.signatures.items():
             check_signature(declared.version, path, parameters)
         from megatron_pg.hosts.log import HostLog
@@ -115,15 +117,17 @@ class RolloutHost:
 
     def main(self, words: Sequence[str]) -> None:
         """Run the host's script `words[0]` with our flags among its own."""
-        name = self._declared.name
+        name = self.declaration.name
         if not words:
             sys.exit(f"usage: python3 -m megatron_pg.{name} train.py [flags of {name} and of megatron_pg]")
-        check_signature(self._declared.version, f"{name}.utils.arguments:parse_args", ["add_custom_arguments"])
+        check_signature(self.declaration.version, f"{name}.utils.arguments:parse_args", ["add_custom_arguments"])
         arguments: Any = import_module(f"{name}.utils.arguments")
         theirs = arguments.parse_args
 
         def parse_args(add_custom_arguments: Callable | None = None) -> argparse.Namespace:
-            args = theirs(add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments))
+            parsers: list[argparse.ArgumentParser] = []
+            args = theirs(add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments, parsers))
+            _refuse_misspelt(words[1:], parsers)
             self.checked(args)
             setattr(args, _USERS, {_INIT: vars(args).get(_INIT)})
             setattr(args, _INIT, self._hooks[_INIT])
@@ -136,13 +140,32 @@ class RolloutHost:
     def _to_host(self, args: argparse.Namespace) -> Callable[[Mapping[str, float], int], None]:
         def log(metrics: Mapping[str, float], iteration: int) -> None:
             named = {f"train/pg/{name}": value for name, value in metrics.items()}
-            attribute(self._declared.log)(args, named | {"train/step": iteration}, step_key="train/step")
+            attribute(self.declaration.log)(args, named | {"train/step": iteration}, step_key="train/step")
 
         return log
 
 
-def _with_ours(parser: argparse.ArgumentParser, users: Callable | None) -> argparse.ArgumentParser:
+def _with_ours(
+    parser: argparse.ArgumentParser, users: Callable | None, parsers: list[argparse.ArgumentParser]
+) -> argparse.ArgumentParser:
     """Their parser with our flags in it; the reducer's path is a flag of both, with one meaning."""
     for each in (parser, *parser._action_groups):
         each.conflict_handler = "resolve"
+    parsers.append(parser)
     return add_host_arguments(parser if users is None else users(parser))
+
+
+def _refuse_misspelt(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> None:
+    """A host may leave a flag that it does not know unread, which would be one of ours lost."""
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
+    ours = [f"--{name.replace('_', '-')}" for name in defaults()]
+    violations = []
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known and (meant := meant_flags(flag, ours)) is not None:
+            hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+            violations.append(
+                ("E70", f"{flag} is no flag of the host and none of megatron_pg, so it would do nothing{hint}")
+            )
+    if violations:
+        raise ArgumentError(violations)

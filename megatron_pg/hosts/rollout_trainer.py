@@ -35,7 +35,7 @@ class Rollout:
 
     data: Mapping[str, Any]
     rollouts_per_step: Sequence[int]  # N of each optimizer step
-    old_logprobs: str  # where the log-probabilities of the sampling policy are
+    old_logprobs: str  # where the log-probabilities of the sampling policy are; without them the model being trained is that policy
     rewards: Sequence[float] | None  # before normalisation
     samples_per_prompt: int  # neighbours in the sampling order
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
@@ -44,12 +44,14 @@ class Rollout:
         """Its samples, whole; every rank of the context-parallel group must call."""
         data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
         known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
-        if missing := {"old_logprobs", "advantages"} - known.keys():
+        if "advantages" not in known:
             raise ValueError(
-                f"the rollout data have no {' and no '.join(sorted(parts[name] for name in missing))}, so there is no loss. Let the trainer "
-                "compute them (--compute-advantages-and-returns)."
+                "the rollout data have no advantages, so there is no loss. Let the trainer compute them "
+                "(--compute-advantages-and-returns)."
             )
         whole = self._whole(known, context)
+        if self.is_on_policy:
+            whole["old_logprobs"] = [torch.zeros(int(n)) for n in data["response_lengths"]]
         truncated = data.get("truncated")
         masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
         rows = torch.cat([*data["tokens"]]).cpu().split([len(tokens) for tokens in data["tokens"]])
@@ -70,6 +72,11 @@ class Rollout:
                 zip(rows, data["response_lengths"], masks, data["sample_indices"], strict=True)
             )
         ]
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the trainer has left out the pass for the old log-probabilities, which are the first step's own."""
+        return self.data.get(self.old_logprobs) is None
 
     def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, list[Tensor]]:
         """Whole responses from every context-parallel rank's parts: one collective, one host read."""
@@ -148,7 +155,8 @@ class RolloutTrainer:
         for microbatches, count in zip(rollout.steps(), rollout.rollouts_per_step, strict=True):
             mine = [i for members in microbatches for i in members]
             of_step = _samples_or_error(samples, mine, error)
-            step = HostStep.planned(self._settings, of_step, data=data, context=context)
+            on_policy = rollout.is_on_policy
+            step = HostStep.planned(self._settings, of_step, data=data, context=context, on_policy=on_policy)
             scale = float(count) if not self._per_token else _counted_tokens(of_step(), data)
             self._steps.append(step)
             first = 0
@@ -170,11 +178,11 @@ class RolloutTrainer:
         filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
         local = step.slice(members, [*lengths, *([filling] if filling else [])], logits.device)
         call = self.head.take()
-        upstream = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
+        grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
         if call is not None:
-            return scale * step.head_loss(local, call, upstream)
+            return scale * step.head_loss(local, call, grad_scale)
         group = parallel_state.get_tensor_model_parallel_group()
-        return scale * step.loss(local, logits.flatten(0, 1), group, upstream)
+        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale)
 
     def begin_step(self, number: int, iteration: int, model: Sequence[Any], optimizer: Any) -> None:
         """Before the forwards of an optimizer step of the rollout: head, checks before gradients are reduced, and the log."""

@@ -22,10 +22,27 @@ HOST = RolloutHost(
                 *("args", "rollout_id", "step_id", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
                 *("num_microbatches", "step_global_batch_size"),
             ],
+            "slime.backends.megatron_utils.loss:policy_loss_function": [
+                *("args", "batch", "logits", "sum_of_sample_mean")
+            ],
             "slime.observability.logging_utils:log": ["args", "metrics", "step_key"],
         },
     )
 )
+
+
+def init(args: argparse.Namespace) -> None:
+    """slime's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
+
+    Raises:
+        ArgumentError: flags contradict each other, or slime's functions are others than the adapter was written for.
+    """
+    HOST.init(args)
+    if vars(args).get("pg_correction", "none") == "none":
+        # under a custom loss slime makes old log-probabilities by a pass of their own, though one step's are the loss's
+        import slime.backends.megatron_utils.loss as losses
+
+        args.loss_type, losses.policy_loss_function = "policy_loss", HOST.loss
 
 
 def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ class TakenOver:
     theirs: str  # as the host's user writes it
     attribute: str  # ours
     value: Any
+    is_default: bool = False  # nobody has said it
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -127,6 +128,8 @@ def _merged(
     ours |= {name: value for name, value in given.items() if name in known}
     for flag in taken_over:
         flag_of_ours, value = "--" + flag.attribute.replace("_", "-"), ours[flag.attribute]
+        if value != known[flag.attribute] and flag.is_default:
+            continue
         if value not in (known[flag.attribute], flag.value):
             message = f"{flag.theirs} of {host}, {flag.value}, and {flag_of_ours} {value} say different things of one loss; remove one"
             violations.append(("E70", message))

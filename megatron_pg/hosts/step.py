@@ -5,6 +5,7 @@ comes from here is S, the sum of w·ℓ over this rank's tokens of a micro-batch
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class HostStep:
         plan: the step's plan; None on pipeline stages without the loss, which have no samples.
         fields: [sum of R] each, what the step adds to the samples' own fields.
         context: context-parallel group over which rows are cut; None: this rank has whole samples.
+        on_policy: the model being trained has sampled; `old_logprobs` of the samples are not read.
     """
 
     def __init__(
@@ -40,11 +42,14 @@ class HostStep:
         plan: StepPlan | None = None,
         fields: dict[str, Tensor | None] | None = None,
         context: ProcessGroup | None = None,
+        *,
+        on_policy: bool = False,
     ):
         lengths = [sample.response_length for sample in samples]
         self._settings, self._samples, self.plan = settings, samples, plan
         self._context = context if context is not None and context.size() > 1 else None
         self._fields = {name: values.split(lengths) for name, values in (fields or {}).items() if values is not None}
+        self._on_policy = on_policy
         self._found: dict[LocalBatch, Diagnostics] = {}
 
     @classmethod
@@ -55,6 +60,7 @@ class HostStep:
         *,
         data: ProcessGroup,
         context: ProcessGroup | None = None,
+        on_policy: bool = False,
     ) -> "HostStep":
         """Plan a step, by one exchange over the data-parallel group, every rank of which must call.
 
@@ -63,6 +69,7 @@ class HostStep:
             samples_of: makes this rank's samples; its error is raised on every rank.
             data: the data-parallel group, without context-parallel ranks.
             context: as above.
+            on_policy: as above.
 
         Raises:
             StepPlanError: on every rank.
@@ -77,7 +84,7 @@ class HostStep:
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
             plan = plan_from_table(table, settings.plan_rule, error=error, group=data)
         fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
-        return cls(settings, whole.samples, plan, fields, context)
+        return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy)
 
     def slice(
         self, members: Sequence[int], padded_lengths: Sequence[int], device: torch.device | str = "cpu"
@@ -91,7 +98,7 @@ class HostStep:
         """
         batch = pack_row([self._samples[i] for i in members], padded_lengths)
         none = torch.zeros(0, dtype=torch.float64)
-        return slice_batch(
+        local = slice_batch(
             batch,
             {name: torch.cat([none, *(parts[i] for i in members)]) for name, parts in self._fields.items()},
             cp_rank=self._context.rank() if self._context else 0,
@@ -100,6 +107,7 @@ class HostStep:
             sequences=self._settings.terms.reads_sequences,
             cp_group=self._context,
         )
+        return replace(local, fields=replace(local.fields, old_logprobs=None)) if self._on_policy else local
 
     def loss(self, local: LocalBatch, logits: Tensor, tp_group: ProcessGroup | None, grad_scale: float) -> Tensor:
         """S from logits [T, V / tp], which the Triton kernels may overwrite; with terms of whole sequences every

@@ -19,7 +19,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     """Refuse fields that are missing, misshapen or not where `values`, logits or hidden states, are; factors not > 0."""
     terms, fields = policy_loss.terms, policy_loss.fields
     needed = {
-        **dict.fromkeys(("mask", "old_logprobs", "advantages", "weights"), True),
+        **dict.fromkeys(("mask", "advantages", "weights"), True),
         "ref_logprobs": terms.kl_coef != 0,
         "sequences": terms.reads_sequences,
         **({terms.opsm_anchor: True} if terms.opsm_anchor else {}),

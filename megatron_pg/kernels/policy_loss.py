@@ -33,11 +33,6 @@ class LossTerms:
         """Whether a token's loss depends on its whole sequence."""
         return self.objective.reads_sequences or self.opsm_anchor is not None
 
-    @property
-    def row(self) -> str | None:
-        """What the kernels call the objective, where they compute it and it is all there is; else None."""
-        return None if self.opsm_anchor or self.kl_coef or self.entropy_coef else self.objective.row
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyGradientLoss:
@@ -65,6 +60,13 @@ class PolicyLoss:
 
     terms: LossTerms
     fields: TokenFields
+
+    @property
+    def row(self) -> str | None:
+        """What the kernels call the objective, where they compute it and it is all there is; else None."""
+        terms = self.terms
+        has_more = terms.opsm_anchor or terms.kl_coef or terms.entropy_coef or self.fields.old_logprobs is None
+        return None if has_more else terms.objective.row
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""
@@ -104,7 +106,8 @@ class PolicyLoss:
     def _tokens(self, logprobs: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tokens, Tensor | None]:
         """What the objective sees, and what opsm keeps; whole-sequence averages in one exchange for both."""
         fields, anchor = self.fields, self.terms.opsm_anchor
-        old, advantages = select(fields.old_logprobs), select(fields.advantages)
+        old = select(logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs)
+        advantages = select(fields.advantages)
         log_ratios = torch.where(fields.mask, logprobs - old, 0)
         tokens = {"logprobs": select(logprobs), "old_logprobs": old, "advantages": advantages, "log_ratios": log_ratios}
         rows = []

@@ -23,13 +23,13 @@ def triton_loss(
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad
-    if policy_loss.terms.row and trains and fits_one_launch(logits, vocabulary):
+    if policy_loss.row and trains and fits_one_launch(logits, vocabulary):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
     fields = policy_loss.fields
     targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
     logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
-    if policy_loss.terms.row and len(logits):
+    if policy_loss.row and len(logits):
         return surrogate_loss(policy_loss, logprobs, entropies)
     return policy_loss(logprobs, entropies)
 

@@ -26,7 +26,7 @@ class TritonReader(EagerReader):
 
     def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Slopes]:
         """The clipped surrogate in one launch."""
-        if not policy_loss.terms.row:
+        if not policy_loss.row:
             return super().loss_and_slopes(policy_loss, rows)
         found, slope = surrogate_and_slope(policy_loss, rows.logprobs, rows.entropy)
         return found, (slope, torch.zeros_like(slope))
@@ -37,7 +37,7 @@ class TritonReader(EagerReader):
 
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
         """By a kernel."""
-        return bool(policy_loss.terms.row) and triton_loss.fits_one_launch(z, self._vocabulary)
+        return bool(policy_loss.row) and triton_loss.fits_one_launch(z, self._vocabulary)
 
     def loss_and_gradient(
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool

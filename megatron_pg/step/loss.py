@@ -1,6 +1,7 @@
 """The loss of one micro-batch on this rank, from logits, by the fused head or from log-probabilities, with its diagnostics; no host sync."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -115,8 +116,9 @@ def _with_diagnostics(
     found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings, totals: Totals
 ) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
-        values = TokenValues(local.fields, found, settings.terms, totals)
         fields, policy = local.fields, found.loss.detach()
+        fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
+        values = TokenValues(fields, found, settings.terms, totals)
         if found.kl is not None or settings.terms.entropy_coef:
             policy = torch.where(fields.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))

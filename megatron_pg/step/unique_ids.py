@@ -82,7 +82,10 @@ def prompts_message(
 def _evidence(
     tables: Sequence[Tensor], column: int, samples: Sequence[Sample], group: ProcessGroup
 ) -> tuple[bool, bool]:
-    """Whether samples of most units begin alike, and whether every unit has one advantage where the units' differ."""
+    """Whether samples of most units begin alike, and whether every unit has one advantage where the units' differ.
+
+    A sample without a trained token has no advantage.
+    """
     _, units = torch.unique(torch.cat(list(tables))[:, column], return_inverse=True)
     sizes = [len(table) for table in tables]
     start = sum(sizes[: torch.distributed.get_rank(group)])
@@ -94,7 +97,10 @@ def _evidence(
     advantages = [_digest(sample.advantages[sample.loss_mask][:1]) for sample in samples]
     alike = _is_one(_gather(torch.tensor(begins, dtype=torch.int64), sizes, group), units)
     firsts = _gather(torch.tensor(advantages, dtype=torch.int64), sizes, group)
-    return bool(alike.double().mean() >= 0.5), bool(_is_one(firsts, units).all() and len(torch.unique(firsts)) > 1)
+    known = _gather(torch.tensor([sample.num_trained for sample in samples], dtype=torch.int64), sizes, group) > 0
+    _, units = torch.unique(units[known], return_inverse=True)
+    shares = _is_one(firsts[known], units).all() and len(torch.unique(firsts[known])) > 1
+    return bool(alike.double().mean() >= 0.5), bool(shares)
 
 
 def _gather(values: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:

@@ -69,9 +69,14 @@ class Case:
         return oracle.Settings(aggregation=self.aggregation, divisor=divisor, per_token=per_token, **clip)
 
     @property
+    def num_steps(self) -> int:
+        """Optimizer steps of a rollout."""
+        return 12 // (2 if self.fan_out else 1) // self.rollouts_per_step
+
+    @property
     def name(self) -> str:
         """For figures."""
-        steps = 12 // (2 if self.fan_out else 1) // self.rollouts_per_step
+        steps = self.num_steps
         flag, fan = ("on" if self.per_token else "off"), ("2" if self.fan_out else "1")
         return f"{self.aggregation}, {self.objective}, {self.head}, flag {flag}, {steps} steps, {fan} a rollout"
 
@@ -110,10 +115,10 @@ def cases(full: bool) -> Iterator[Case]:
 
 def samples(*, fan_out: bool = False) -> list[Sample]:
     """A rollout, its masks with holes, one sample fully masked; old, rollout's and reference's log-probabilities differ."""
-    rng, found = random.Random(5), []
+    rng, found, reward = random.Random(5), [], 0.0
     for i, length in enumerate(LENGTHS):
         mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
-        reward = rng.uniform(-1.0, 1.0)
+        reward = rng.uniform(-1.0, 1.0) if not (fan_out and i % 2) else reward  # a rollout has one
         old = [rng.uniform(-4.0, -1.0) for _ in mask]
         near = lambda: [min(x + rng.uniform(-0.4, 0.4), 0.0) for x in old]  # noqa: B023, E731
         found.append(
@@ -193,20 +198,25 @@ def _tp_size() -> int:
 # --- what should come out ---
 
 
-def expected(found: Sequence[Sample], case: Case) -> tuple[list[Tensor], float]:
-    """Gradients of embedding and head, and pg_loss, of one optimizer step over these samples."""
+def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) -> tuple[list[Tensor], float]:
+    """Gradients of embedding and head, and pg_loss, of one optimizer step over these samples.
+
+    `on_policy`: the sampling policy's log-probabilities are the model's own.
+    """
     embedding, head = (each.numpy() for each in parameters())
     documents, inputs = [], []
     for sample in found:
         tokens, length = sample.tokens.numpy(), sample.response_length
         before, targets = tokens[-length - 1 : -1], tokens[-length:]
         inputs.append(before)
+        logits = embedding[before] @ head.T
+        own = logits[range(length), targets] - np.log(np.exp(logits).sum(axis=1))
         documents.append(
             oracle.Document(
-                logits=embedding[before] @ head.T,
+                logits=logits,
                 targets=targets,
                 mask=sample.loss_mask.numpy(),
-                old=sample.old_logprobs.numpy(),
+                old=own if on_policy else sample.old_logprobs.numpy(),
                 advantages=sample.advantages.numpy(),
                 rollout=sample.rollout_logprobs.numpy(),
                 ref=sample.ref_logprobs.numpy(),

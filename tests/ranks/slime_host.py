@@ -21,10 +21,12 @@ from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
+POLICY_LOSS: dict = {}  # theirs, which a run with ours replaces
+
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what slime's logger was given."""
-    from slime.backends.megatron_utils import actor
+    from slime.backends.megatron_utils import actor, loss
     from slime.observability import logging_utils
     from slime.observability.timer import Timer
     from slime.ray.rollout import RolloutManager
@@ -33,6 +35,7 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     from slime.utils.types import Sample as Theirs
 
     logged: list[dict] = []
+    loss.policy_loss_function = POLICY_LOSS.setdefault("theirs", loss.policy_loss_function)
     logging_utils.log = lambda args, metrics, step_key: logged.append(dict(metrics))
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init

@@ -1,0 +1,132 @@
+"""slime and miles: gradients and metrics of our loss in their loops, on two real ranks.
+
+In their own code where HOSTS (or SLIME, MILES) names their checkouts, by `make prove`; in a stand-in with their hooks always.
+"""
+
+import random
+
+import host_cases as hosts
+import host_runs
+import launches
+import pytest
+import rollout_hosts
+import simulation
+import torch
+from host_runs import LIMIT
+from simulation import Layout
+
+from megatron_pg.hosts.startup import check
+from megatron_pg.step.settings import LossSettings
+
+HOSTS = ("slime", "miles")
+LAYOUTS = tuple(hosts.LAYOUTS)
+_KNOWN = pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")  # about the gradient of k3
+
+
+@launches.launch
+def stand_in(folder, full):
+    return host_runs.figures(folder, "rollout_stand_in", full=full)
+
+
+def own(folder, full, host: str) -> dict | None:
+    path = host_runs.checkout(host.upper()) if full else None
+    return path and host_runs.figures(folder, f"{host}_host", full=True, **{host.upper(): path})
+
+
+@launches.launch
+def slime(folder, full):
+    return own(folder, full, "slime")
+
+
+@launches.launch
+def miles(folder, full):
+    return own(folder, full, "miles")
+
+
+def errors(found: dict, evidence) -> list[float]:
+    every = [error for layout in LAYOUTS for error in found[layout]["errors"].values()]
+    evidence(cases=len(every), worst=max(every))
+    assert len(every) >= 3 * 16
+    assert max(every) < LIMIT
+    return every
+
+
+@pytest.mark.proof("Hosts: the hooks of slime and miles in a stand-in, gradients on 2 real ranks equal plain loops")
+@pytest.mark.parametrize("host", HOSTS)
+def test_gradients_in_a_stand_in_are_those_of_plain_loops(stand_in, host, evidence):
+    errors(stand_in[host], evidence)
+
+
+@pytest.mark.proof("Hosts: slime's own code, from samples to gradients on 2 real ranks, equals plain loops")
+def test_gradients_in_slime_are_those_of_plain_loops(slime, evidence):
+    errors(_run(slime, "slime"), evidence)
+
+
+@pytest.mark.proof("Hosts: miles' own code, from samples to gradients on 2 real ranks, equals plain loops")
+def test_gradients_in_miles_are_those_of_plain_loops(miles, evidence):
+    errors(_run(miles, "miles"), evidence)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_hosts_own_default_and_ours_are_one_loss(slime, miles, layout):
+    """So that a user can switch without a jump."""
+    for found, host in ((slime, "slime"), (miles, "miles")):
+        assert _run(found, host)[layout]["jump"] < LIMIT
+
+
+@_KNOWN
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_metrics_are_those_of_one_process_on_the_same_samples(stand_in, host, layout):
+    compare(stand_in[host][layout]["metrics"], without=_UNKNOWN[host])
+
+
+@_KNOWN
+def test_metrics_in_their_own_code_are_too(slime, miles):
+    for found, host in ((slime, "slime"), (miles, "miles")):
+        for layout in LAYOUTS:
+            compare(_run(found, host)[layout]["metrics"], without=_UNKNOWN[host])
+
+
+def _run(found: dict | None, host: str) -> dict:
+    if found is None:
+        pytest.skip(f"needs a checkout of {host}: make prove HOSTS=FOLDER, or {host.upper()} in the environment")
+    return found
+
+
+_REWARDS = {"reward", "reward_std", "max_reward", "min_reward", "num_rewards", "zero_variance_fraction"}
+_UNKNOWN = {"slime": set(), "miles": _REWARDS}  # miles has no reward in its trainer
+
+
+def compare(logged: list[dict], without: set[str]) -> None:
+    case = rollout_hosts.MEASURED
+    args = rollout_hosts.arguments("slime", case, pg_metrics="with_entropy")
+    given = case.flags | {"pg_metrics": args.pg_metrics, "pg_clip_eps_high": args.eps_clip_high}
+    settings = LossSettings.from_args(check("slime", given, megatron={}).args)
+    steps = hosts.steps_of(hosts.samples(), case)
+    assert len(logged) == len(steps) == 3
+    embedding, head = hosts.parameters()
+    for number, (found, samples) in enumerate(zip(logged, steps, strict=True)):
+        logits = [embedding[sample.tokens] @ head.T for sample in samples]
+        expected = simulation.run_step(samples, logits, Layout(), settings, random.Random(1)).metrics
+        mine = {name.removeprefix("train/pg/"): value for name, value in found.items() if name != "train/step"}
+        assert number == found["train/step"]
+        assert mine.keys() - {"truncated_fraction"} == expected.keys() - without  # these samples do not say
+        for name in mine.keys() & expected.keys():
+            assert mine[name] == pytest.approx(expected[name], rel=2e-5, abs=2e-6), name
+
+
+def test_documents_of_a_row_are_cut_as_the_host_cuts_them():
+    """The padding behind them too, by itself; else positions of the last document would move between ranks."""
+    from megatron_pg.batch import pack_row, slice_batch
+
+    samples = hosts.samples()[:3]
+    lengths = [-(-len(sample.tokens) // 4) * 4 for sample in samples]
+    batch = pack_row(samples, [*lengths, 8])
+    for rank in range(2):
+        local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=rank, cp_size=2)
+        parts = [
+            torch.nn.functional.pad(s.tokens, (0, n - len(s.tokens))) for s, n in zip(samples, lengths, strict=True)
+        ]
+        cut = torch.cat([part.view(4, -1)[[rank, 3 - rank]].flatten() for part in [*parts, torch.zeros(8).long()]])
+        assert torch.equal(local.inputs.tokens[0], cut)

@@ -1,0 +1,88 @@
+"""The loss flags of slime and miles beside ours."""
+
+import pytest
+import rollout_hosts
+from host_cases import Case
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.hosts import miles, slime
+
+REFUSED = {
+    "use_tis": True,
+    "custom_tis_function_path": "a.b",
+    "use_opsm": True,
+    "eps_clip_c": 3.0,
+    "get_mismatch_metrics": True,
+    "recompute_loss_function": True,
+    "custom_loss_function_path": "a.b",
+    "use_critic": True,
+    "allgather_cp": True,
+    "loss_type": "sft_loss",
+    "rollout_top_p": 0.9,
+}
+
+
+def arguments(**more):
+    return rollout_hosts.arguments("slime", Case(), **{"pg_clip_eps_low": None, "pg_clip_eps_high": None} | more)
+
+
+def rows(**more) -> dict[str, str]:
+    return dict(slime.HOST.checked(arguments(**more)).rows)
+
+
+@pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_loss_does_not_do_is_refused_by_name(host, name):
+    with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')}"):
+        host.checked(arguments(**{name: REFUSED[name]}))
+
+
+@pytest.mark.parametrize("name", miles._REFUSED)
+def test_what_miles_alone_has_is_refused_by_name(name):
+    with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')}"):
+        miles.HOST.checked(arguments(**{name: 2}))
+
+
+@pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")
+def test_their_numbers_are_ours_and_are_said():
+    more = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "entropy_coef": 0.01}
+    checked = slime.HOST.checked(arguments(rollout_temperature=0.7, eps_clip=0.1, eps_clip_high=0.3, **more))
+    found = checked.args
+    assert (found.pg_temperature, found.pg_clip_eps_low, found.pg_clip_eps_high) == (0.7, 0.1, 0.3)
+    assert (found.pg_kl_coef, found.pg_kl_estimator, found.pg_entropy_coef) == (0.1, "k3", 0.01)
+    said = dict(checked.rows)["taken over"].split("; ")
+    assert "--kl-loss-coef is --pg-kl-coef 0.1" in said
+    assert "--kl-loss-type low_var_kl is --pg-kl-estimator k3" in said
+    assert len(said) == 6
+
+
+def test_an_unbiased_kl_is_the_weighted_estimator():
+    more = {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True}
+    assert slime.HOST.checked(arguments(kl_loss_type="k3", **more)).args.pg_kl_estimator == "k3_weighted"
+    with pytest.raises(ArgumentError, match="--use-unbiased-kl with --kl-loss-type k2"):
+        slime.HOST.checked(arguments(kl_loss_type="k2", **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"}, "--pg-kl-coef 0.1 needs the reference"),
+        ({"entropy_coef": 0.1, "pg_entropy_coef": 0.2}, "--entropy-coef of slime, 0.1, and --pg-entropy-coef 0.2"),
+        ({"advantage_estimator": "gspo"}, "give --pg-objective gspo"),
+        (
+            {"pg_objective": "reinforce", "eps_clip": 0.1},
+            "--eps-clip 0.1 .* have no effect with --pg-objective reinforce",
+        ),
+        ({"loss_aggregation": "prompt_mean", "global_batch_size": 6}, "a step would hold part of a prompt's samples"),
+        ({"pg_fused_head": "forward", "enable_mtp_training": True}, "--enable-mtp-training calls the output layer"),
+        ({"rollout_temperature": 0.7, "pg_temperature": 0.9}, "--rollout-temperature of slime, 0.7"),
+        ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is no argument .* loss_aggregation_divisor"),
+    ],
+)
+def test_contradictions_are_refused(more, message):
+    with pytest.raises(ArgumentError, match=message):
+        slime.HOST.checked(arguments(**more))
+
+
+def test_a_default_of_theirs_gives_way_to_ours():
+    assert slime.HOST.checked(arguments(eps_clip_high=0.2, pg_clip_eps_high=0.28)).args.pg_clip_eps_high == 0.28

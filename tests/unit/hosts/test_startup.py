@@ -1,0 +1,103 @@
+"""What a host's options come to before training."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.hosts.startup import TakenOver, check, check_signature, start
+
+
+def rows_of(given=(), **rest) -> dict[str, str]:
+    return start("host", check("host", dict(given), megatron={}, **rest), contract="as it does", says=False)[1]
+
+
+def test_what_is_not_given_has_its_default_and_the_contract_is_the_hosts():
+    rows = rows_of()
+    assert rows["pg_loss"].endswith("(--loss-aggregation sample_mean)")
+    assert rows["host"] == "as it does"
+    assert not {"Megatron", "layout", "taken over"} & rows.keys()
+
+
+def test_megatrons_own_loop_is_not_looked_at():
+    """A host's parser fills these in, and its own loop reads none of them."""
+    loop = {
+        "dataloader_type": "single",
+        "eval_iters": 3,
+        "train_samples": 7,
+        "sft": True,
+        "rampup_batch_size": [1, 1, 1],
+    }
+    check("host", {}, megatron=loop)
+    with pytest.raises(ArgumentError, match=r"E53.*--defer-embedding-wgrad-compute"):
+        check("host", {"fp32_lm_head": True}, megatron=loop | {"defer_embedding_wgrad_compute": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "flag", "value"),
+    [
+        ({}, TakenOver("--clip", "pg_clip_eps_low", 0.3), 0.3),
+        ({"pg_clip_eps_low": 0.3}, TakenOver("--clip", "pg_clip_eps_low", 0.3), 0.3),
+        ({"pg_clip_eps_low": 0.1}, TakenOver("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.1),
+        ({}, TakenOver("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.2),
+    ],
+)
+def test_a_flag_of_the_host_stands_for_ours(given, flag, value):
+    checked = check("host", given, megatron={}, taken_over=[flag])
+    assert checked.args.pg_clip_eps_low == value
+    said = [] if value == 0.1 else [("taken over", f"--clip is --pg-clip-eps-low {value}")]
+    assert checked.rows == said
+
+
+def test_two_flags_of_one_loss_that_differ_are_refused():
+    flag = TakenOver("--clip", "pg_clip_eps_low", 0.2)
+    with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 say different things"):
+        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, taken_over=[flag])
+
+
+def test_every_violation_is_in_one_error():
+    given = {"pg_objektive": "grpo", "pg_dry_run": True, "docs_per_step": 3, "pg_temperature": -1.0}
+    with pytest.raises(ArgumentError) as refused:
+        check("host", given, megatron={}, refused=["their flag cannot go with this loss; remove it"])
+    text = str(refused.value)
+    for part in (
+        "pg_objektive is no argument of megatron_pg; did you mean pg_objective?",
+        "their flag cannot",
+        "--pg-dry-run ends",
+        "--docs-per-step 3 cuts steps",
+        "--pg-temperature",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("given", [{}, {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}])
+def test_the_hosts_per_token_flag_decides_the_default_alone(given):
+    """It says how host and Megatron divide; under Megatron's own loop it would contradict another aggregation."""
+    checked = check("host", given, megatron={"calculate_per_token_loss": True})
+    assert checked.args.loss_aggregation == given.get("loss_aggregation", "token_mean")
+    assert [name for name, _ in checked.rows] == (["per-token flag"] if given else [])
+
+
+@pytest.fixture
+def host(monkeypatch):
+    module = ModuleType("some_host")
+    module.hook = lambda args, batch, more=None: None
+    monkeypatch.setitem(sys.modules, "some_host", module)
+
+
+def test_a_host_with_the_known_parameters_passes(host):
+    check_signature("host 1", "some_host:hook", ["args", "batch"])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("some_host:hook", r"some_host:hook takes \(args, batch, more\), not \(batch, args\) as in host 1"),
+        ("some_host:other", r"some_host:other is not there .* as in host 1"),
+        ("no_such_host:hook", r"no_such_host:hook is not there .* as in host 1"),
+    ],
+)
+def test_a_host_that_has_changed_is_named(host, path, message):
+    with pytest.raises(ArgumentError, match=message):
+        check_signature("host 1", path, ["batch", "args"])

@@ -1,0 +1,136 @@
+"""A step in a host's loop, on one process and on threads."""
+
+import math
+import random
+
+import host_cases as hosts
+import pytest
+import simulation
+import threads
+import torch
+from simulation import Layout
+
+from megatron_pg.hosts.startup import check
+from megatron_pg.hosts.step import HostStep
+from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
+from megatron_pg.step.settings import LossSettings
+
+
+def settings(**given) -> LossSettings:
+    return LossSettings.from_args(check("host", given | {"pg_metrics": "with_entropy"}, megatron={}).args)
+
+
+def logits_of(samples) -> list[torch.Tensor]:
+    embedding, head = hosts.parameters()
+    return [(embedding[sample.tokens] @ head.T).clone().requires_grad_() for sample in samples]
+
+
+def row(logits, members) -> torch.Tensor:
+    return torch.cat([logits[i] for i in members])
+
+
+@pytest.mark.parametrize("aggregation", hosts.AGGREGATIONS)
+def test_samples_in_any_order_and_cut_are_one_step(aggregation):
+    """Denominators follow their samples into whatever micro-batch the host puts them."""
+    loss, samples = settings(**hosts.AGGREGATIONS[aggregation]), hosts.samples()
+    detached = [each.detach() for each in logits_of(samples)]
+    whole = simulation.run_step(samples, detached, Layout(), loss, random.Random(1))
+
+    def work(rank: int):
+        mine = [i for i in range(len(samples)) if i % 2 == rank]
+        logits = logits_of([samples[i] for i in mine])
+        step = HostStep.planned(loss, lambda: [samples[i] for i in mine], data=torch.distributed.group.WORLD)
+        order = random.Random(rank).sample(range(len(mine)), len(mine))
+        for members in (order[:2], order[2:]):
+            local = step.slice(members, [len(samples[mine[i]].tokens) for i in members])
+            step.loss(local, row(logits, members), None, 1.0).backward()
+        return step.finish(reports=True).metrics, [each.grad for each in logits]
+
+    (metrics, first), (again, second) = threads.run(2, work)
+    assert metrics == again
+    assert {name: pytest.approx(value, rel=1e-6) for name, value in whole.metrics.items()} == metrics
+    for k, expected in enumerate(whole.gradients):
+        found = (first, second)[k % 2][k // 2]
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_that_of_the_first_step():
+    loss, samples = settings(), hosts.samples()[:4]
+
+    def work(rank: int):
+        found = []
+        for on_policy in (False, True):
+            logits = logits_of(samples)
+            own = [each.detach().log_softmax(-1) for each in logits]
+            given = [
+                sample if on_policy else _with_old(sample, values) for sample, values in zip(samples, own, strict=True)
+            ]
+            step = HostStep.planned(
+                loss, lambda given=given: given, data=torch.distributed.group.WORLD, on_policy=on_policy
+            )
+            local = step.slice(range(4), [len(sample.tokens) for sample in samples])
+            step.loss(local, row(logits, range(4)), None, 1.0).backward()
+            found.append((step.finish(reports=True).metrics, [each.grad for each in logits]))
+        return found
+
+    (((_, first), (metrics, second)),) = threads.run(1, work)
+    assert (metrics["ratio_new_old"], metrics["kl_new_old"], metrics["mean_abs_log_ratio"]) == (1.0, 0.0, 0.0)
+    assert metrics["old_logprobs"] == metrics["new_logprobs"]
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-12) for a, b in zip(first, second, strict=True))
+
+
+def _with_old(sample, logprobs):
+    length = sample.response_length
+    old = logprobs[-length - 1 : -1].gather(1, sample.tokens[-length:, None])[:, 0]
+    return hosts.Sample.build(
+        tokens=sample.tokens,
+        response_length=length,
+        loss_mask=sample.loss_mask,
+        old_logprobs=old,
+        advantage=sample.advantages,
+        sample_id=sample.sample_id,
+        rollout_id=sample.rollout_id,
+    )
+
+
+def test_a_rank_that_has_no_samples_stops_all():
+    def work(rank: int):
+        def samples():
+            if rank == 1:
+                raise KeyError("log_probs")
+            return hosts.samples()[:2]
+
+        with pytest.raises(StepPlanError, match=r"data-parallel rank 1.*KeyError: 'log_probs'"):
+            HostStep.planned(settings(), samples, data=torch.distributed.group.WORLD)
+
+    threads.run(2, work)
+
+
+def test_a_loss_that_is_not_finite_names_its_sample_on_every_rank():
+    def work(rank: int):
+        samples = hosts.samples()[rank * 2 : rank * 2 + 2]
+        step = HostStep.planned(settings(), lambda: samples, data=torch.distributed.group.WORLD)
+        logits = logits_of(samples)
+        values = row(logits, range(2)).detach()
+        if rank == 1:
+            values[len(samples[0].tokens) - samples[0].response_length - 1] = math.nan
+        local = step.slice(range(2), [len(sample.tokens) for sample in samples])
+        step.loss(local, values.requires_grad_(), None, 1.0)
+        with pytest.raises(NonFiniteLossError, match="non-finite loss at rank 1, sample 2 "):
+            step.finish(reports=True)
+
+    threads.run(2, work)
+
+
+def test_a_stage_without_the_loss_takes_part_in_the_exchange_alone():
+    def work(rank: int):
+        loss, samples = settings(), hosts.samples()[:2]
+        group = torch.distributed.new_group([0])
+        if rank == 1:
+            return HostStep(loss).finish(reports=False)
+        step = HostStep.planned(loss, lambda: samples, data=group)
+        local = step.slice(range(2), [len(sample.tokens) for sample in samples])
+        step.loss(local, row(logits_of(samples), range(2)), None, 1.0)
+        return step.finish(reports=True).metrics["num_samples"]
+
+    assert threads.run(2, work) == [2, None]
