@@ -32,9 +32,13 @@ ARROWS = {
     },
     "cli": {"args", "batch", "declarations", "flags", "metrics", "objectives", "reducers", "rollouts", "step"},
     "pretrain": {"args", "flags", "metrics", "step"},
-    "hosts": {"args", "batch", "cp_utils", "declarations", "flags", "lm_head", "metrics", "rollouts", "step"},
+    "hosts": {
+        *("args", "batch", "cp_utils", "declarations", "flags", "kernels", "lm_head", "metrics", "rollouts"),
+        "step",
+    },
     "slime": {"hosts"},
     "miles": {"hosts"},
+    "verl": {"hosts"},
     "__init__": {"args", "batch", "rollouts", "step", "contract"},  # lazily, and for type checkers
     "__main__": {"cli"},
 }
@@ -102,13 +106,14 @@ def test_no_circle_within_a_room(room):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_megatron_is_imported_in_four_modules_only(path):
+def test_megatron_is_imported_in_five_modules_only(path):
     megatron = {name for name in imports_of(path) if name == "megatron" or name.startswith("megatron.")}
     if room_of(path) == "pretrain":
         return
     assert all(name.startswith("megatron.core") for name in megatron)
     assert not megatron or path.relative_to(PACKAGE).parts in {
-        *(("step", "forward_step.py"), ("step", "checks.py"), ("hosts", "rollout_trainer.py"))
+        *(("step", "forward_step.py"), ("step", "checks.py"), ("hosts", "rollout_trainer.py")),
+        ("hosts", "verl_engine.py"),
     }
 
 
@@ -184,7 +189,9 @@ TOGETHER = {
     "metrics/*": "tests/unit/metrics/test_table.py",
     "step/*": "tests/properties/test_partition_invariance.py",
     "cli/*": "tests/cli",
+    "hosts/verl*": "tests/hosts/test_verl.py",
     "hosts/*": "tests/hosts/test_rollout_hosts.py",
+    "verl.py": "tests/hosts/test_verl.py",
     **dict.fromkeys(("slime.py", "miles.py"), "tests/hosts/test_rollout_hosts.py"),
 }
 
