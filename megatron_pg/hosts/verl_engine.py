@@ -35,8 +35,6 @@ CONTRACT = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or f
 FUSED = "verl.models.mcore.model_forward_fused"
 ACTORS: dict[int, Any] = {}  # verl's McoreActorConfigs, by the id of the engine's part of each
 _ROW = "megatron_pg_row"  # column that carries a row's place through verl's cut into micro-batches
-
-
 _Theirs: Any = object  # verl's class, which `install` puts behind ours
 
 
@@ -59,8 +57,7 @@ class PolicyGradientEngine(_Theirs):
 
     def initialize(self) -> None:
         """verl's, with the banner before the model is built."""
-        is_first = torch.distributed.get_rank() == 0
-        if is_first and self._actor is not None:
+        if torch.distributed.get_rank() == 0 and self._actor is not None:
             sys.stdout.write(banner_of([*self._rows.items()]) + "\n")
             sys.stdout.flush()
         super().initialize()

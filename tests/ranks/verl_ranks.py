@@ -312,28 +312,24 @@ def floor(verl: SimpleNamespace) -> float:
 
 
 def filled(verl: SimpleNamespace) -> float:
-    """With rows that fill a batch up, at the begin and in the middle, which are no rollouts."""
+    """With rows that fill a batch up, which are no rollouts: at the begin, in the middle, and all that a rank has."""
     options = OBJECTIVES["grpo"] | AGGREGATIONS["sample_mean"]
-    worker = host.worker(verl, host.actor_config(verl, options=options))
-    samples = batch()
-    filling = [
-        Sample.build(
-            tokens=[1, 1, 1],
-            response_length=1,
-            loss_mask=[0],
-            old_logprobs=[0.0],
-            rollout_logprobs=[0.0],
-            ref_logprobs=[0.0],
-            advantage=0.0,
-            reward=0.0,
-            prompt_id="pad0",
-            rollout_id=f"pad0/{i}",
-        )
-        for i in range(4)
-    ]
-    train(verl, worker, [*filling[:2], *samples[:6], *filling[2:], *samples[6:]], 1)
+    samples, filling = batch(), [_filling(i) for i in range(12)]
     gradients, _ = expected(samples, settings_of(options))
-    return error(worker.engine.optimizer.found[0], gradients)
+    mixed = [*filling[:2], *samples[:6], *filling[2:4], *samples[6:]]
+    apart = list(itertools.chain.from_iterable(zip(samples, filling, strict=True)))
+    worst = 0.0
+    for rows in (mixed, apart):
+        worker = host.worker(verl, host.actor_config(verl, options=options))
+        train(verl, worker, rows, 1)
+        worst = max(worst, error(worker.engine.optimizer.found[0], gradients))
+    return worst
+
+
+def _filling(number: int) -> Sample:
+    zeros = {name: [0.0] for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
+    ids = {"prompt_id": "pad0", "rollout_id": f"pad0/{number}"}
+    return Sample.build(tokens=[1, 1, 1], response_length=1, loss_mask=[0], advantage=0.0, reward=0.0, **zeros, **ids)
 
 
 def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
