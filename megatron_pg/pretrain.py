@@ -15,7 +15,7 @@ import signal
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -39,10 +39,12 @@ from megatron_pg.args import (
     rank_snapshot,
     validate_args,
 )
+from megatron_pg.batch import PackedBatch, cut_over_ranks
 from megatron_pg.flags.banner import banner, describe, in_force
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import ADDED_BYTES, GROUP, CallbackError, added_values
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, broadcast_text, decode, encode
 from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, lost_peer_named, message_of
@@ -51,6 +53,7 @@ from megatron_pg.step.findings import StepReport
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.log import Console, StepLog, step_record
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.shared_documents import SharedDocumentAccumulator
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # in the environment, the same as --pg-dry-run
@@ -328,14 +331,13 @@ class _Session:
             self._say(
                 "the checkpoint holds no position of documents: they begin with the first, and documents_seen with 0"
             )
+        if self._in_step["dynamic_cp"]:
+            self.step.documents = self._shared(args)
+            return iter(documents.begin(self.step.documents.position.documents_seen))
         tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
         position = Position.from_text(self._saved_position, parallel_state.get_data_parallel_world_size())
         self.step.documents = DocumentAccumulator(
-            rule=StepRule(
-                num_documents=args.docs_per_step,
-                policy=args.docs_per_step_policy or "exact",
-                end=args.docs_per_step_end or "partial",
-            ),
+            rule=_step_rule(args),
             packing=Packing(
                 qkv_format=documents.qkv_format,
                 seq_length=args.seq_length,
@@ -347,6 +349,24 @@ class _Session:
             position=position,
         )
         return iter(documents.begin(position.per_rank[parallel_state.get_data_parallel_rank()]))
+
+    def _shared(self, args: Namespace) -> SharedDocumentAccumulator:
+        """Of documents that every rank has, for micro-batches on ranks of their own."""
+        plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+        def cut(samples: Sequence[Sample], num_microbatches: int) -> list[PackedBatch]:
+            return cut_over_ranks(
+                samples,
+                num_microbatches=num_microbatches,
+                rank=plane.rank(),
+                num_ranks=plane.size(),
+                max_tokens=args.micro_batch_size * args.seq_length,
+                attention_length=12.0 * args.hidden_size,
+                multiple_of=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            )
+
+        position = Position.from_text(self._saved_position, num_ranks=1)
+        return SharedDocumentAccumulator(rule=_step_rule(args), cut=cut, position=position)
 
     def check_checkpoint(self, check_args: Callable, checkpoint_args: Namespace, *rest: object, **keywords: object):
         """Check a checkpoint's arguments, of which the position of the documents is one, and say what is another objective."""
@@ -480,6 +500,14 @@ class _Session:
         if "error" in answer:
             raise CallbackError(answer["error"])
         return answer["values"]
+
+
+def _step_rule(args: Namespace) -> StepRule:
+    return StepRule(
+        num_documents=args.docs_per_step,
+        policy=args.docs_per_step_policy or "exact",
+        end=args.docs_per_step_end or "partial",
+    )
 
 
 def _start(

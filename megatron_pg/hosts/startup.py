@@ -1,12 +1,12 @@
 """From a host's options to the loss settings: defaults, rules, what of the host's own flags is ours now, and the banner."""
 
 import argparse
+import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -151,9 +151,9 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
 
 
 def attribute(path: str) -> Any:
-    """What a host has at `module:name` now, or at `module:Class.name`: another plugin may have replaced it."""
+    """What a host has at `module:name` (or `module:Class.name`) now: another plugin may have replaced it."""
     module, _, name = path.partition(":")
-    return reduce(getattr, name.split("."), import_module(module))
+    return functools.reduce(getattr, name.split("."), import_module(module))
 
 
 def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:

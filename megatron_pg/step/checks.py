@@ -215,7 +215,7 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
     cores = [m.core_attention for chunk in chunks for m in chunk.modules() if hasattr(m, "core_attention")]
     refused = {
         "multi-token prediction, which shifts tokens over Megatron's own group": settings.mtp_depths,
-        "--docs-per-step, whose documents belong to data-parallel ranks": takes_documents,
+        "a DocumentAccumulator, whose documents are a rank's own (SharedDocumentAccumulator is for it)": takes_documents,
         "pipeline parallelism, which was not run": parallel_state.get_pipeline_model_parallel_world_size() > 1,
         "a wrapper that shards weights (FSDP), which was not run": always_averages(chunks[0])
         or _is_megatron_fsdp(chunks[0]),

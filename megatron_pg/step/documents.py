@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -41,7 +41,7 @@ class Documents:
         begin: called once with the number of this rank's documents that the checkpoint has trained (0 in a new run); returns
             an iterator over those behind them. It yields `Sample`s, or lists of samples that belong into one step. Every
             tensor-, context- and pipeline-parallel peer yields the same; it must not wait for other data-parallel ranks,
-            which pull another number of documents.
+            which pull another number of documents. Under `dynamic_cp` all ranks yield the documents of the whole run.
         qkv_format: "thd": a micro-batch is one packed row of up to `--micro-batch-size` x `--seq-length` tokens; "bshd":
             `--micro-batch-size` padded rows of `--seq-length` tokens, one document each.
     """
@@ -115,6 +115,17 @@ class Packing:
             {"multiple_of": self.multiple_of} if self.qkv_format == "thd" else {"rows": self.micro_batch_size}
         )
         return pack(documents, qkv_format=self.qkv_format, cp_size=self.cp_size, max_seq_len=width, **shape)
+
+
+class Sized(Protocol):
+    """What a draft asks of a packing."""
+
+    @property
+    def capacity(self) -> int:
+        """Room of a micro-batch."""
+
+    def size_of(self, document: Sample) -> int:
+        """What a document takes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,21 +221,14 @@ class DocumentAccumulator:
         """
         if getattr(source, "replaying", False):
             (self.position, self._waiting), source = self._before, iter(())
-        draft = _Draft(self._packing, self._waiting, source, undivided)
+        draft = Draft(self._packing, self._waiting, source, undivided)
         table, error = self._rounds(draft, group, error)
         self._before = self.position, draft.taken + list(draft.waiting)
         if any(counts.has_failed for counts in table) or error is not None:
             return [], None, error
         total, wanted, seen = _total(table), self._rule.num_documents, self.position.documents_seen
-        if total == 0 and seen == 0:
-            return [], None, ValueError("there is no document, so nothing can be trained. Check the source.")
-        if total == 0 or (total < wanted and self._rule.end == "stop"):
-            left = (
-                f", {total} are too few for a step of {wanted} and were left (--docs-per-step-end stop)"
-                if total
-                else ""
-            )
-            raise EndOfDocuments(f"the documents have ended: {seen} were trained{left}")
+        if failure := check_end(self._rule, total, seen):
+            return [], None, failure
         self._waiting = list(draft.waiting)
         taken = tuple(p + counts.documents for p, counts in zip(self.position.per_rank, table, strict=True))
         self.position = Position(seen + total, taken)
@@ -239,7 +243,7 @@ class DocumentAccumulator:
         return [self._packing.pack(part) for part in [*draft.microbatches, *empty]], documents, None
 
     def _rounds(
-        self, draft: "_Draft", group: ProcessGroup | None, error: Exception | None
+        self, draft: "Draft", group: ProcessGroup | None, error: Exception | None
     ) -> tuple[list[_Counts], Exception | None]:
         """Take documents until the step is full, they have ended, or a rank has failed; all ranks' counts."""
         rank = 0 if group is None else torch.distributed.get_rank(group)
@@ -288,10 +292,10 @@ class DocumentAccumulator:
         return limits
 
 
-class _Draft:
+class Draft:
     """This rank's part of the step that is being taken."""
 
-    def __init__(self, packing: Packing, waiting: Iterable[Group], source: Iterator, kinds: Sequence[str]):
+    def __init__(self, packing: Sized, waiting: Iterable[Group], source: Iterator, kinds: Sequence[str]):
         self.microbatches: list[list[Sample]] = []
         self.taken: list[Group] = []
         self.waiting = deque(waiting)
@@ -354,6 +358,20 @@ class _Draft:
                 "Yield all its samples as one list."
             )
         self._units |= units
+
+
+def check_end(rule: StepRule, total: int, seen: int) -> ValueError | None:
+    """What is wrong with a run that has no document at all.
+
+    Raises:
+        EndOfDocuments: the `total` documents that are left are no step, behind the `seen` that were trained.
+    """
+    if total == 0 and seen == 0:
+        return ValueError("there is no document, so nothing can be trained. Check the source.")
+    if total == 0 or (total < rule.num_documents and rule.end == "stop"):
+        few = f", {total} are too few for a step of {rule.num_documents} and were left (--docs-per-step-end stop)"
+        raise EndOfDocuments(f"the documents have ended: {seen} were trained{few if total else ''}")
+    return None
 
 
 def _total(table: Iterable[_Counts]) -> int:

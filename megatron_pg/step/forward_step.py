@@ -50,6 +50,7 @@ from megatron_pg.step.microbatches import count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.plan import LocalTable, PlanRule, StepPlan, check_count, plan_from_table
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.shared_documents import SharedDocumentAccumulator
 from megatron_pg.step.weights import TokenFactors
 
 
@@ -59,7 +60,8 @@ class PolicyGradientStep:
     Args:
         settings: from `LossSettings.from_args`, after `validate_args`.
         on_report: called with a `StepReport` after every forward-backward, on every rank.
-        documents: takes the steps under `--docs-per-step`; None: a step is what the schedule asks for.
+        documents: takes the steps under `--docs-per-step`, under `dynamic_cp` a SharedDocumentAccumulator; None: a step is
+            what the schedule asks for.
         routing_replay: gives the model the experts of the rollout engine; None: its router chooses.
         dynamic_cp: every micro-batch is cut over ranks of its own (`PackedBatch.cp_ranks`); the same on every rank.
     """
@@ -68,7 +70,7 @@ class PolicyGradientStep:
         self,
         settings: LossSettings,
         on_report: Callable[[StepReport], None] | None = None,
-        documents: DocumentAccumulator | None = None,
+        documents: DocumentAccumulator | SharedDocumentAccumulator | None = None,
         routing_replay: RoutingReplay | None = None,
         dynamic_cp: bool = False,
     ):
@@ -237,7 +239,8 @@ class PolicyGradientStep:
                 table, factors = count(batches, self.settings, self._counting_group)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
-        undivided = () if documents is None else self._units
+        # under dynamic_cp every rank takes whole units, and any rank may count their samples
+        undivided = () if documents is None or self._groups else self._units
         plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)
         device = next(chunks[0].parameters()).device
         local = slice_step(batches, plan, factors, self.settings, group_of=self._context_group, device=device)
@@ -269,7 +272,8 @@ class PolicyGradientStep:
             check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._loss.is_attached)
             self._loss.check_layer()
             if self._groups:
-                check_dynamic_cp(chunks, self.settings, takes_documents=takes_documents)
+                takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
+                check_dynamic_cp(chunks, self.settings, takes_documents=takes_a_ranks_own)
             source = source_of(arguments["data_iterator"])
             if not takes_documents:
                 batches = take(source, arguments["num_microbatches"])
@@ -290,7 +294,7 @@ class PolicyGradientStep:
             num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
             group_size=chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         )
-        group = parallel_state.get_data_parallel_group()
+        group = self._counting_group
         return self.documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
 
     @property

@@ -43,6 +43,7 @@ from megatron_pg.objectives import objective_of
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.shared_documents import SharedDocumentAccumulator
 
 DIVISOR = 32.0
 PARTS = 4  # micro-batches of a step, on all ranks, whose router's losses are compared
@@ -131,17 +132,33 @@ def dynamic_batches(case: Case) -> list:
     return cut_over_ranks(samples(), **shape, max_tokens=16, attention_length=8.0, multiple_of=multiple)
 
 
+def shared_documents() -> SharedDocumentAccumulator:
+    """What cuts the one step over ranks of its own, and then finds no other."""
+    plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def cut(mine: list, count: int) -> list:
+        shape = {"num_microbatches": count, "rank": plane.rank(), "num_ranks": plane.size()}
+        return cut_over_ranks(mine, **shape, max_tokens=16, attention_length=8.0)
+
+    rule = StepRule(num_documents=len(samples()), policy="exact", end="stop")
+    return SharedDocumentAccumulator(rule=rule, cut=cut, position=Position(0, (0,)))
+
+
 def groups_of(case: Case) -> list[list]:
-    """This data-parallel rank's documents: every second prompt group, or all of them."""
+    """This data-parallel rank's documents: every second prompt group, or all of them; under dynamic_cp all."""
     groups: dict[int, list] = {}
     for sample in samples():
         groups.setdefault(sample.prompt_id, []).append(sample)
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    if "dynamic" in case.layout.options:
+        rank, size = 0, 1
     return rank_faults.groups(case.fault, list(groups.values())[rank::size])
 
 
-def documents_of(case: Case) -> DocumentAccumulator:
+def documents_of(case: Case) -> DocumentAccumulator | SharedDocumentAccumulator:
     """What cuts the one step, and then finds no other."""
+    if "dynamic" in case.layout.options:
+        return shared_documents()
     sizes, is_thd = case.layout.sizes, case.layout.qkv_format == "thd"
     packing = Packing(
         qkv_format=case.layout.qkv_format,

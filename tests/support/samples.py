@@ -63,6 +63,7 @@ def random_step(
     fields = rng.choice([(), ("ref_logprobs",), ("rollout_logprobs",), ("ref_logprobs", "rollout_logprobs")])
     for prompt in range(rng.randint(1, 4)):
         for rollout in range(rng.randint(1, 3)):
+            begin = len(samples)
             for _ in range(rng.choice([1, 1, 1, 2])):
                 length = rng.choice([1, 1, 2, rng.randint(1, most_tokens)])
                 kind = rng.random()
@@ -80,6 +81,15 @@ def random_step(
                         optional=[name for name in fields if rng.random() < 0.8],
                     )
                 )
+            _share_an_advantage(samples[begin:])
     if not any(sample.num_trained for sample in samples):
         return random_step(rng, vocabulary=vocabulary, poison=poison, most_tokens=most_tokens)
     return samples
+
+
+def _share_an_advantage(siblings: Sequence[Sample]) -> None:
+    """That of their first trained token, by which a step knows the samples of a rollout for siblings."""
+    trained = [sample for sample in siblings if sample.num_trained]
+    firsts = [int(sample.loss_mask.nonzero()[0]) for sample in trained]
+    for sample, first in zip(trained, firsts, strict=True):
+        sample.advantages[first] = trained[0].advantages[firsts[0]]

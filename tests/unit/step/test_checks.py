@@ -228,7 +228,7 @@ def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNames
         ({"multi_latent_attention": True}, "multi-latent attention"),
         ({"cuda_graph_impl": "local"}, "captured layers"),
         ({"cp_stream": None}, "Transformer Engine with --context-parallel-size 1"),
-        ({"documents": True}, "--docs-per-step"),
+        ({"documents": True}, "a DocumentAccumulator"),
         ({"stages": 2}, "pipeline parallelism"),
         ({"wrapper": {"param_and_grad_buffer": object()}}, "a wrapper that shards weights"),
     ],

@@ -365,7 +365,7 @@ def counts_replays(take):
 @pytest.mark.parametrize(
     ("where", "name", "mistake"),
     [
-        (accumulation._Draft, "counts", keeps_its_own_number_of_microbatches),
+        (accumulation.Draft, "counts", keeps_its_own_number_of_microbatches),
         (DocumentAccumulator, "take", forgets_what_waits),
         (DocumentAccumulator, "take", counts_replays),
     ],

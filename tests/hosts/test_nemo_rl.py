@@ -1,0 +1,285 @@
+"""NeMo-RL's adapter against stand-ins with its interfaces; `test_nemo_rl_checkout` has NeMo-RL itself."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import nemo_oracle
+import nemo_stand_in
+import pytest
+import torch
+from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, Case
+from nemo_stand_in import Options, master_config
+
+from megatron_pg import ArgumentError
+from megatron_pg.hosts import nemo_flags
+from megatron_pg.hosts.nemo_loss import checked
+from megatron_pg.nemo_rl import PolicyGradientLossFn, install, main
+from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
+
+pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about a reducer, and about gspo's clip
+TIS = {
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_type": "tis",
+    "truncated_importance_sampling_ratio": TIS_HIGH,
+    "truncated_importance_sampling_ratio_min": TIS_LOW,
+}
+PLAIN = {"ratio_clip_min": LOW, "ratio_clip_max": HIGH, "reference_policy_kl_penalty": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def nemo(monkeypatch):
+    """Stand-ins, with ours in their places."""
+    nemo_stand_in.install(monkeypatch)
+    install()
+
+
+def policy(*, packed: bool = False, steps: int = 1) -> nemo_stand_in.Policy:
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    return Policy(packed=packed, rows_per_step=len(nemo_oracle.LENGTHS) // steps)
+
+
+def train(options: Options, *, packed: bool = False, steps: int = 1, rows: dict | None = None) -> tuple[list, dict]:
+    driver = policy(packed=packed, steps=steps)
+    data = nemo_oracle.with_holes(nemo_oracle.batch()) if rows is None else rows
+    names = set(data)
+    results = driver.train(data, PolicyGradientLossFn(options))
+    assert set(data) == names  # what travelled with the rows is gone
+    return driver.steps, {name: sum(values) for name, values in results["all_mb_metrics"].items()}
+
+
+def expected(case: Case, steps: int = 1) -> list[nemo_oracle.Found]:
+    size, data = len(nemo_oracle.LENGTHS) // steps, nemo_oracle.batch()
+    cuts = [nemo_oracle.rows_of(data, k * size, (k + 1) * size) for k in range(steps)]
+    return [nemo_oracle.oracle(policy().parameters, rows, case) for rows in cuts]
+
+
+def error(found: list, wanted: list[nemo_oracle.Found]) -> float:
+    pairs = [
+        (f.double(), w) for step, all_ in zip(found, wanted, strict=True) for f, w in zip(step, all_[0], strict=True)
+    ]
+    return max(float((f - w).abs().max() / w.abs().max()) for f, w in pairs)
+
+
+CASES = {
+    "sample_mean, cispo + TIS": (
+        {"loss_aggregation": "sample_mean"},
+        {"use_cispo": True, "ratio_clip_max": CAP - 1, **TIS},
+        Case("sample_mean", "cispo", tis=True),
+    ),
+    "prompt_mean, gspo": (
+        {"loss_aggregation": "prompt_mean"},
+        {"sequence_level_importance_ratios": True},
+        Case("prompt_mean", "gspo"),
+    ),
+    "token_mean, grpo": ({}, {}, Case("token_mean")),
+    "constant, grpo + KL": (
+        {"loss_aggregation": "constant", "loss_aggregation_divisor": DIVISOR, "pg_kl_estimator": "k3"},
+        {"reference_policy_kl_penalty": BETA},
+        Case("constant", kl=nemo_oracle.k3),
+    ),
+    "a reducer of the user's": (
+        {"custom_pg_loss_reducer_function_path": "megatron_pg.cp_utils:get_sum_of_sample_mean"},
+        {},
+        Case("sample_mean"),
+    ),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_metrics_are_those_of_plain_loops(name, packed):
+    ours, theirs, case = CASES[name]
+    steps = 2 if packed else 1
+    found, logged = train(Options(**PLAIN | theirs, megatron_pg=ours), packed=packed, steps=steps)
+    wanted = expected(case, steps)
+    assert error(found, wanted) < 1e-6
+    for name in ("loss", "num_valid_samples", "token_mult_prob_error", "gen_kl_error", "js_divergence_error"):
+        mean = sum(step.metrics[name] for step in wanted) / steps
+        assert logged[name] == pytest.approx(mean, rel=1e-5)
+    if steps == 1:
+        for name in ("pg_loss", "new_logprobs", "ratio_new_old", "kl_new_old", "num_tokens"):
+            assert logged[f"pg/{name}"] == pytest.approx(wanted[0].metrics[name], rel=1e-5)
+    assert not [name for name in logged if "sum/" in name or name == "pg/max_advantage"]
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array")  # the interpreter computes in NumPy
+def test_what_is_written_over_one_packed_sequence_is_no_change_of_the_next():
+    options = Options(**PLAIN, sequence_level_importance_ratios=True, megatron_pg={"pg_kernel": "triton"})
+    rows = {name: values[[0, 2, 7, 11]] for name, values in nemo_oracle.batch().items()}  # short ones
+    found, _ = train(options, packed=True, steps=4, rows=rows)
+    wanted = nemo_oracle.oracle(policy().parameters, nemo_oracle.rows_of(rows, 0, 4), Case("token_mean", "gspo"))
+    assert error(found, [wanted]) < 1e-6
+
+
+def test_their_options_alone_make_their_gradient():
+    """NeMo-RL multiplies k3 by π / sg(π): the gradient is x = log π - log π_ref, which is k2's."""
+    found, logged = train(Options(ratio_clip_max=HIGH, reference_policy_kl_penalty=BETA))
+    wanted = expected(Case("token_mean", kl=lambda x: x.square() / 2, kl_mode="token_mean"))
+    assert error(found, wanted) < 1e-6
+    assert logged["pg/kl_loss"] == pytest.approx(wanted[0].metrics["kl_loss"], rel=1e-5)
+
+
+def test_a_prompt_whose_rows_are_all_left_out_is_not_counted():
+    rows = nemo_oracle.batch()
+    rows["sample_mask"][4:8] = 0.0
+    found, logged = train(Options(**PLAIN, megatron_pg={"loss_aggregation": "prompt_mean"}), rows=rows)
+    wanted = nemo_oracle.oracle(policy().parameters, nemo_oracle.rows_of(rows, 0, 16), Case("prompt_mean"))
+    assert error(found, [wanted]) < 1e-6
+    assert logged["pg/num_prompts"] == 3
+
+
+def test_the_loss_travels_as_plain_values():
+    loss = PolicyGradientLossFn(Options(**PLAIN))
+    assert loss.planning.aggregation == "token_mean"
+    content = pickle.dumps(loss)
+    assert b"LossSettings" not in content
+    assert pickle.loads(content).settings.aggregation == "token_mean"
+
+
+def test_other_losses_pass_unchanged():
+    class Mean:
+        def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
+            assert not [name for name in data if name.startswith("megatron_pg")]
+            return logits.mean(), {"loss": 0.0}
+
+    sys.modules["__main__"].Mean = Mean  # where pickle looks for it
+    Mean.__module__, Mean.__qualname__ = "__main__", "Mean"
+    assert set(policy().train(nemo_oracle.batch(), Mean())["all_mb_metrics"]) == {"loss"}
+    del sys.modules["__main__"].Mean
+
+
+def test_rows_that_no_driver_has_planned_are_refused():
+    loss, rows = PolicyGradientLossFn(Options(**PLAIN)), nemo_oracle.batch()
+    with pytest.raises(ValueError, match=r"did not pass the driver's Policy\.train"):
+        loss(torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY), rows, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda rows: rows["sample_mask"].fill_(0.5), ValueError, "sample_mask of row 0 is 0.5"),
+        (lambda rows: rows["token_mask"].zero_(), StepPlanError, "no trained token"),
+        (lambda rows: rows["prev_logprobs"].fill_(torch.nan), ValueError, "old_logprobs"),
+    ],
+)
+def test_rows_that_mean_nothing_are_refused_before_training(change, error, words):
+    rows = nemo_oracle.batch()
+    change(rows)
+    with pytest.raises(error, match=words):
+        train(Options(**PLAIN), rows=rows)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    driver = policy()
+    with torch.no_grad():
+        driver.parameters[0].fill_(torch.nan)
+    with pytest.raises(NonFiniteLossError, match=r"non-finite loss at .* trained tokens"):
+        driver.train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
+
+
+REFUSED = {
+    "force_on_policy_ratio": ({"force_on_policy_ratio": True}, "disable_ppo_ratio has the same gradient"),
+    "positive_example_nll_weight": ({"positive_example_nll_weight": 0.1}, "counts one micro-batch"),
+    "two objectives": ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo and loss_fn.ratio_clip_c together"),
+    "k1": ({"reference_policy_kl_type": "k1"}, "choose one by megatron_pg.pg_kl_estimator"),
+    "on-policy": ({"use_on_policy_kl_approximation": True}, "choose one by megatron_pg.pg_kl_estimator"),
+    "no correction": (
+        {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", "sequence_level_importance_ratios": True},
+        "truncated_importance_sampling_type='seq-mask-tis' has no correction here",
+    ),
+    "half a correction": ({"truncated_importance_sampling_type": "tis"}, "without use_importance_sampling_correction"),
+    "newer": ({"brand_new": 1}, "loss_fn.brand_new=1 is not known"),
+    "unknown of ours": ({"megatron_pg": {"loss_agregation": "constant"}}, "did you mean loss_aggregation"),
+    "head": ({"megatron_pg": {"pg_fused_head": "forward"}}, "--pg-fused-head makes the logits itself"),
+    "float32 head": ({"megatron_pg": {"fp32_lm_head": True}}, "--fp32-lm-head makes the logits itself"),
+    "temperature": ({"megatron_pg": {"pg_temperature": 0.7}}, "policy.generation.temperature"),
+    "file": ({"megatron_pg": {"pg_metrics_file": "m.jsonl"}}, "go to NeMo-RL's logger"),
+    "clip": ({"megatron_pg": {"pg_clip_eps_low": 0.1}}, "say different things of one loss"),
+    "KL": ({"megatron_pg": {"pg_kl_coef": 0.5}}, "say different things of one loss"),
+    "two corrections": ({**TIS, "megatron_pg": {"pg_correction": "icepop"}}, "say different things of one loss"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_contradict_are_refused_by_name(name):
+    options, words = REFUSED[name]
+    with pytest.raises(ArgumentError) as refused:
+        checked(Options(**options))
+    assert words in str(refused.value)
+
+
+POLICIES = {
+    "DTensor": ({"megatron_cfg": {"enabled": False}}, "policy.megatron_cfg.enabled is not true"),
+    "their head": (
+        {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": True}},
+        "policy.megatron_cfg.use_fused_linear_logprobs",
+    ),
+    "fused packing": ({"sequence_packing": {"enabled": True, "fuse_loss": True}}, "policy.sequence_packing.fuse_loss"),
+    "draft": ({"draft": {"enabled": True}}, "policy.draft.enabled"),
+    "half a prompt": ({"train_global_batch_size": 6}, "part of a prompt's samples"),
+    "top-k": ({"generation": {"top_k": 5, "top_p": 1.0}}, "top_k=5"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_policys_configuration_is_checked_before_setup(name):
+    from nemo_rl.algorithms.grpo import setup
+
+    section, words = POLICIES[name]
+    with pytest.raises(ArgumentError) as refused:
+        setup(master_config(Options(megatron_pg={"loss_aggregation": "prompt_mean"}), **section), None, None, None)
+    assert words in str(refused.value)
+
+
+def test_a_trainer_that_makes_their_loss_is_refused(monkeypatch):
+    nemo_stand_in.install(monkeypatch)
+    from nemo_rl.algorithms.grpo import ClippedPGLossFn  # as another module has it by then
+
+    install()
+    with pytest.raises(ArgumentError, match="would train without megatron_pg's loss"):
+        ClippedPGLossFn(Options())
+
+
+def test_rows_that_bypass_the_driver_are_refused():
+    config = master_config(Options())
+    config.data_plane = {"enabled": True}
+    assert "data_plane.enabled" in next(iter(nemo_flags.refused_of_policy(config)))
+
+
+def test_a_configuration_of_another_release_is_named():
+    options = Options()
+    del options.use_cispo
+    with pytest.raises(ArgumentError, match="loss_fn has no use_cispo, as in NeMo-RL 7ea279ab"):
+        checked(options)
+
+
+def test_another_signature_is_named_before_training(monkeypatch):
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    monkeypatch.setattr(Policy, "train", lambda self, batch, loss: None)
+    with pytest.raises(
+        ArgumentError, match=r"lm_policy:Policy\.train takes \(self, batch, loss\), .* NeMo-RL 7ea279ab"
+    ):
+        install()
+
+
+def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkeypatch):
+    nemo_stand_in.install(monkeypatch)  # as it is without ours
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\n"
+        "from nemo_rl.algorithms.grpo import setup\n"
+        "from nemo_stand_in import Options, master_config\n"
+        "loss = setup(master_config(Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})), None, None, None)\n"
+        "print(type(loss).__name__, loss.args.loss_aggregation, loss.input_type.name, loss.loss_type.name, *sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    main([str(script), "--config", "x.yaml"])
+    shown = capsys.readouterr().out
+    assert "PolicyGradientLossFn prompt_mean LOGIT SEQUENCE_LEVEL --config x.yaml" in shown
+    assert "loss_fn.use_cispo is --pg-objective cispo" in shown
+    assert "loss_fn.ratio_clip_max + 1 is --pg-cispo-cap 1.2" in shown
+    assert "token_level_loss: the aggregation is given" in shown

@@ -1,0 +1,52 @@
+"""NeMo-RL itself, unmodified, on two ranks: its driver, its sharding and packing, its worker's train, with our loss in its place.
+
+NEMO_RL, or a folder of HOSTS, is a checkout of commit 7ea279ab; without it these tests are skipped.
+"""
+
+import host_runs
+import launches
+import pytest
+from host_runs import LIMIT
+
+PACKED = ("dp2, packed", "cp2, packed", "tp2, packed")
+LAYOUTS = ("dp2, padded rows", "dp2, dynamic batches", *PACKED)
+CHECKOUT = host_runs.checkout("NEMO_RL")
+pytestmark = pytest.mark.skipif(
+    CHECKOUT is None, reason="needs a checkout of NeMo-RL: make prove HOSTS=FOLDER, or NEMO_RL"
+)
+
+
+@launches.launch
+def found(folder, full):
+    """Figures of `nemo_recipe`."""
+    return CHECKOUT and host_runs.figures(folder, "nemo_recipe", full=full, NEMO_RL=CHECKOUT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_their_own_loss_is_what_its_formulas_say(found, layout):
+    errors = found[f"theirs, {layout}"]
+    assert len(errors) == 5
+    assert max(errors.values()) < LIMIT
+
+
+@pytest.mark.proof("Hosts: NeMo-RL's own code, from rows to gradients on 2 real ranks, equals plain loops")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_and_metrics_are_those_of_plain_loops(found, layout, steps, evidence):
+    errors = found[f"ours, {layout}, steps {steps}"]
+    evidence(cases=len(errors), worst=max(errors.values()))
+    assert len(errors) == 16  # aggregations and objectives
+    assert max(errors.values()) < LIMIT
+    assert found[f"metrics, {layout}, steps {steps}"] < 2 * LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_their_options_alone_make_their_gradient(found, layout):
+    errors = found[f"ours against theirs, {layout}"]
+    assert len(errors) == 10
+    assert max(errors.values()) < LIMIT
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_kernels_may_write_over_packed_logits(found, layout):
+    assert found[f"Triton, {layout}"] < LIMIT
