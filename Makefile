@@ -19,6 +19,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
 PAPERS := length_bias group_size head_precision kl_gradients
+VERL := .venv/verl-0.9.1
 PICTURES := weights zigzag dataflow
 
 .PHONY: demo test prove papers lint check fix docs site dist clean
@@ -26,10 +27,10 @@ PICTURES := weights zigzag dataflow
 demo: .venv/ready
 	PYTHON=$(BIN)/python bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 6 $(ARGS)
 
-test: .venv/ready
+test: .venv/ready $(VERL)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-prove: .venv/ready $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
+prove: .venv/ready $(VERL) $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
 	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
 
 papers: .venv/ready
@@ -59,6 +60,12 @@ fix: .venv/ready
 # Releases beside the installed one: each in a folder of its own, which comes first on PYTHONPATH.
 .venv/megatron-core-%: | .venv/ready
 	$(PIP) --no-deps --ignore-requires-python --target $@ megatron-core==$*
+
+# Last on PYTHONPATH, and for its tests only: its wheels bring packages that are not meant for this project.
+$(VERL): constraints/verl.txt | .venv/ready
+	rm -rf $@
+	$(PIP) --no-deps --target $@ --requirement constraints/verl.txt
+	@touch $@
 
 docs: .venv/ready
 	$(BIN)/python docs/tables.py

@@ -32,10 +32,14 @@ ARROWS = {
     },
     "cli": {"args", "batch", "declarations", "flags", "metrics", "objectives", "reducers", "rollouts", "step"},
     "pretrain": {"args", "batch", "flags", "metrics", "rollouts", "step"},
-    "hosts": {"args", "batch", "cp_utils", "declarations", "flags", "lm_head", "metrics", "rollouts", "step"},
+    "hosts": {
+        *("args", "batch", "cp_utils", "declarations", "flags", "kernels", "lm_head", "metrics", "rollouts"),
+        "step",
+    },
     "slime": {"hosts"},
     "miles": {"hosts"},
     "nemo_rl": {"hosts"},
+    "verl": {"hosts"},
     "__init__": {"args", "batch", "rollouts", "step", "contract"},  # lazily, and for type checkers
     "__main__": {"cli"},
 }
@@ -114,6 +118,7 @@ def test_megatron_is_imported_in_few_modules_only(path):
             ("step", "checks.py"),
             ("hosts", "rollout_trainer.py"),
             ("hosts", "nemo_loss.py"),
+            ("hosts", "verl_engine.py"),
         )
     }
 
@@ -190,9 +195,11 @@ TOGETHER = {
     "metrics/*": "tests/unit/metrics/test_table.py",
     "step/*": "tests/properties/test_partition_invariance.py",
     "cli/*": "tests/cli",
+    "hosts/verl*": "tests/hosts/test_verl.py",
     "hosts/nemo_*.py": "tests/hosts/test_nemo_rl.py",
     "nemo_rl.py": "tests/hosts/test_nemo_rl.py",
     "hosts/*": "tests/hosts/test_rollout_hosts.py",
+    "verl.py": "tests/hosts/test_verl.py",
     **dict.fromkeys(("slime.py", "miles.py"), "tests/hosts/test_rollout_hosts.py"),
 }
 

@@ -1,11 +1,22 @@
 """Where the steps of a host go: lines for people, metrics.jsonl, and the host's own logger."""
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.log import Console, StepLog, step_record
 from megatron_pg.step.settings import LossSettings
+
+
+def last_iteration(path: str | None) -> int:
+    """The last step that a metrics.jsonl has; 0 without one."""
+    if path is None or not Path(path).exists():
+        return 0
+    lines = Path(path).read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]  # a crash may have torn the last one
+    return int(json.loads(whole[-1])["iteration"]) if whole else 0
 
 
 class HostLog:

@@ -1,0 +1,35 @@
+"""Log-probabilities and entropies of all rows of (vocabulary-parallel) logits, by either implementation."""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, may_be_overwritten
+from megatron_pg.kernels.logprobs import check_logits, logprobs_of
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+
+def label_logprobs(logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, impl: str) -> tuple[Tensor, Tensor]:
+    """[T] log-probabilities of the targets and [T] entropies, nats, differentiable and equal on every tensor-parallel rank.
+
+    Args:
+        logits: [T, V / tp]. The Triton kernels write the gradient over them, where nothing else has saved them.
+        targets: [T] int64 global token ids; one outside the vocabulary gives NaN.
+        vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group, every rank of which must call.
+        impl: "triton" or "torch".
+
+    Raises:
+        ValueError: shapes, dtypes or options cannot be.
+    """
+    check_impl(impl)
+    check_logits(logits, targets)
+    if impl == "torch":
+        logits = vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits)
+        return logprobs_of(logits, targets, vocabulary)[:2]
+    from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy  # torch alone must not need Triton
+
+    inplace = may_be_overwritten(logits)
+    check_for_triton(logits)
+    check_layout(logits, inplace)
+    mask = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    with torch.cuda.device_of(logits):
+        return logprobs_and_entropy(logits, targets.contiguous(), mask, vocabulary, inplace=inplace)[:2]

@@ -1,0 +1,282 @@
+"""verl: its worker with our engine on two real ranks, from its wheel; and without it, what is taken over and what is refused."""
+
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import launches
+import pytest
+import torch
+from processes import ROOT, environment, run
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.hosts.verl import install
+from megatron_pg.hosts.verl_options import KEY, checked
+from megatron_pg.hosts.verl_samples import samples_of
+
+LIMIT = 1e-6  # of float32 against float64
+FOLDER = Path(os.environ.get("VERL", ROOT / ".venv" / "verl-0.9.1"))  # the Makefile installs it
+LAYOUTS = ("dp2", "cp2", "pp2", "tp2", "tp2, whole sequences")
+needs_verl = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"verl is not in {FOLDER}: make {FOLDER.name}, or VERL=")
+
+
+@launches.launch
+def on_ranks(folder, full):
+    """What two processes found."""
+    if not FOLDER.is_dir():
+        return None
+    env = environment()
+    env["PYTHONPATH"] += os.pathsep + str(FOLDER)  # last: its wheels have a folder `tests` too
+    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(ROOT / "tests" / "ranks" / "verl_ranks.py")
+    run([*runner, script, str(folder), "full" if full else "fast"], env)
+    return json.loads((folder / "verl.json").read_text(encoding="utf-8"))
+
+
+def figures(on_ranks, kind: str, name: str) -> list[float]:
+    found = [each[name] for layout in LAYOUTS for each in on_ranks[layout][kind].values()]
+    assert found
+    return found
+
+
+@needs_verl
+@pytest.mark.proof("Hosts: verl's worker with our engine, gradients of every step on 2 real ranks equal plain loops")
+def test_every_steps_gradients_equal_the_oracles(on_ranks, full, evidence):
+    errors = figures(on_ranks, "cases", "gradient") + [on_ranks[layout]["filled"] for layout in LAYOUTS]
+    assert len(errors) == len(LAYOUTS) * ((112 if full else 6) + 1) + (4 if full else 0)
+    assert max(errors) < LIMIT
+    evidence(cases=len(errors), worst=max(errors))
+
+
+@needs_verl
+@pytest.mark.proof(
+    "Hosts: verl's worker with our engine, metrics in metrics.jsonl and in verl's log equal the oracle's"
+)
+def test_metrics_equal_the_oracles(on_ranks, evidence):
+    errors = figures(on_ranks, "cases", "metrics")
+    assert max(errors) < LIMIT
+    evidence(cases=len(errors), worst=max(errors))
+
+
+@needs_verl
+@pytest.mark.proof("Hosts: verl's own configuration in its engine and in ours, without our options: the same gradients")
+def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
+    errors = figures(on_ranks, "beside", "gradient") + figures(on_ranks, "beside", "loss")
+    assert max(errors) < LIMIT
+    evidence(cases=len(errors), worst=max(errors))
+
+
+@needs_verl
+def test_verls_count_of_tokens_loses_some_under_context_parallelism_and_ours_none(on_ranks):
+    floors = {layout: on_ranks[layout]["floor"] for layout in LAYOUTS}
+    assert floors.pop("cp2") > 1e-3  # ours under the same flag: the cases above
+    assert max(floors.values()) < LIMIT
+
+
+@needs_verl
+@pytest.mark.proof("Hosts: verl's passes before training by our kernel and head, log-probabilities and entropies")
+def test_log_probability_passes_equal_the_oracles(on_ranks, full, evidence):
+    errors = [each for layout in LAYOUTS for each in on_ranks[layout]["passes"]]
+    assert len(errors) == len(LAYOUTS) * (4 if full else 2)
+    assert max(errors) < LIMIT
+    evidence(cases=len(errors), worst=max(errors))
+
+
+@needs_verl
+def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
+    refused = on_ranks["refused"]
+    assert "prompt_mean with several mini-batches" in refused["several mini-batches"]
+    assert "rollout_is_weights of algorithm.rollout_correction" in refused["rollout correction"]
+    assert "verl trains by sft_loss" in refused["another loss"]
+    assert "non-finite loss at rank 0, sample p0/0" in refused["not finite"]
+    assert "ray" in on_ranks["absent"]
+
+
+@needs_verl
+def test_verls_own_configuration_is_read_as_its_trainer_composes_it(on_ranks):
+    assert on_ranks["configured"] == {
+        "aggregation": ["constant", 4096],
+        "objective": ["dual_clip", 0.28],
+        "correction": "tis",
+        "kl_coef": 0.001,
+    }
+
+
+@needs_verl
+def test_the_metrics_file_goes_on_behind_a_checkpoint(on_ranks):
+    assert on_ranks["resumed"] == [1, 2, 3, 4, 5, 6]
+
+
+# --- what the configuration says ---
+
+
+def actor(**changes) -> SimpleNamespace:
+    """What the adapter reads of verl's McoreActorConfig, with verl's defaults."""
+    known = {
+        "policy_loss": SimpleNamespace(loss_mode="vanilla"),
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "loss_agg_mode": "token-mean",
+        "loss_scale_factor": None,
+        "entropy_coeff": 0,
+        "calculate_entropy": False,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "low_var_kl",
+        "calculate_sum_pi_squared": False,
+        "use_prefix_grouper": False,
+        "ppo_epochs": 1,
+    }
+    return SimpleNamespace(**known | changes)
+
+
+def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **flags):
+    known = {
+        "override_mcore_model_config": {KEY: options or {}},
+        "override_transformer_config": {},
+        "use_fused_kernels": False,
+        "use_remove_padding": True,
+        "dynamic_context_parallel": False,
+        "vanilla_mbridge": False,
+        "use_megatron_fsdp": False,
+    }
+    model = SimpleNamespace(mtp=SimpleNamespace(enable=mtp))
+    given = SimpleNamespace(**known | (engine or {}))
+    return checked(given, model, None if without_actor else actor(**flags))
+
+
+def test_without_options_the_loss_is_what_verls_actor_says():
+    args, rows = arguments(clip_ratio_high=0.28, entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="mse")
+    assert (args.pg_objective, args.pg_dual_clip, args.loss_aggregation) == ("dual_clip", 3.0, "token_mean")
+    assert (args.pg_clip_eps_low, args.pg_clip_eps_high) == (0.2, 0.28)
+    assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_entropy_coef) == (0.001, "k2", 0.01)
+    assert (args.pg_aux_aggregation, args.pg_metrics) == ("policy", "basic")
+    assert arguments(calculate_entropy=True).args.pg_metrics == "with_entropy"
+    (row,) = rows
+    assert "actor.clip_ratio_high is --pg-clip-eps-high 0.28" in row[1]
+
+
+def test_a_constant_of_verl_is_ours():
+    args, _ = arguments(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=4096)
+    assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 4096.0)
+    args, _ = arguments(loss_agg_mode="seq-mean-token-sum")
+    assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 1.0)
+
+
+def test_options_take_the_place_of_what_verl_has_by_default():
+    args, _ = arguments({"pg_objective": "gspo", "loss_aggregation": "sample_mean"})
+    assert (args.pg_objective, args.pg_clip_eps_low, args.loss_aggregation) == ("gspo", None, "sample_mean")
+    args, _ = arguments({"pg_clip_eps_high": 0.28})
+    assert (args.pg_objective, args.pg_clip_eps_low, args.pg_clip_eps_high) == ("dual_clip", 0.2, 0.28)
+
+
+def test_the_reference_model_needs_no_actor():
+    args, _ = arguments({"pg_kernel": "torch"}, engine={"use_fused_kernels": True}, without_actor=True)
+    assert args.pg_fused_head == "recompute"
+
+
+REFUSED = [
+    ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is no mean over the step"),
+    ({}, {"loss_scale_factor": 100}, "actor.loss_scale_factor=100 has no effect with loss_agg_mode=token-mean"),
+    ({}, {"policy_loss": SimpleNamespace(loss_mode="gspo")}, "actor.policy_loss.loss_mode=gspo would have no effect"),
+    ({}, {"use_kl_loss": True, "kl_loss_type": "k3+"}, "actor.kl_loss_type=k3+ has no estimator of ours"),
+    ({}, {"calculate_sum_pi_squared": True}, "actor.calculate_sum_pi_squared was not run"),
+    ({}, {"mtp": True}, "model.mtp.enable was not run"),
+    ({}, {"engine": {"dynamic_context_parallel": True}}, "megatron.dynamic_context_parallel was not run"),
+    ({}, {"engine": {"vanilla_mbridge": True}}, "megatron.vanilla_mbridge was not run"),
+    ({}, {"engine": {"use_remove_padding": False}}, "model.use_remove_padding=False was not run"),
+    ({"loss_aggregation": "sample_mean"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "say different things"),
+    ({"pg_clip_eps_high": 0.3}, {"clip_ratio_high": 0.28}, "say different things of one loss"),
+    ({"pg_objective": "reinforce"}, {"clip_ratio_high": 0.28}, "actor.clip_ratio_high=0.28 has no effect"),
+    ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"}, {"use_kl_loss": True, "kl_loss_type": "k2"}, "say different things"),
+    ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "say different things of one loss"),
+    ({"pg_temperature": 0.7}, {}, "a second temperature beside rollout.temperature"),
+    ({"fp32_lm_head": True}, {}, "fp32_lm_head needs model.use_fused_kernels=True"),
+    ({"pg_fused_head": "forward"}, {"engine": {"use_fused_kernels": True}}, "use recompute"),
+    ({"loss_aggregation": "prompt_mean"}, {"ppo_epochs": 2}, "actor.ppo_epochs=2 cannot tell"),
+    ({"los_aggregation": "constant"}, {}, "los_aggregation is no argument of megatron_pg"),
+]
+
+
+@pytest.mark.parametrize(("options", "flags", "message"), REFUSED)
+def test_what_contradicts_or_was_not_run_is_refused_by_name(options, flags, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        arguments(options, **flags)
+
+
+# --- the batch ---
+
+
+class Batch(dict):
+    """What the adapter reads of a TensorDict."""
+
+    def __len__(self) -> int:
+        return len(self["input_ids"].unbind())
+
+
+class Column(list):
+    tolist = list.copy
+
+
+def nested(*rows) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def batch(**changes) -> Batch:
+    known = {
+        "input_ids": nested([1, 2, 3], [4, 5]),
+        "response_mask": nested([1, 0], [0]),
+        "old_log_probs": nested([-1.0, math.nan], [-1.0]),
+        "advantages": nested([0.5, 0.0], [0.0]),
+        "rm_scores": nested([0.0, 2.0], [0.0]),
+        "uid": Column(["a", "pad1"]),
+        "session_id": Column([3, 0]),
+    }
+    return Batch(known | changes)
+
+
+def test_rows_become_samples_and_filling_rows_nothing():
+    sample, filling = samples_of(batch())
+    assert filling is None
+    assert (sample.prompt_id, sample.rollout_id, sample.reward) == ("a", "a/3", 2.0)
+    assert sample.loss_mask.tolist() == [True, False]
+    assert sample.tokens.tolist() == [1, 2, 3]
+
+
+def test_without_sessions_every_row_is_a_rollout_and_a_masked_sample_counts():
+    rows = batch(uid=Column(["a", "b"]))
+    del rows["session_id"], rows["rm_scores"]
+    found = samples_of(rows)
+    assert [(each.prompt_id, each.rollout_id, each.reward) for each in found] == [("a", None, None), ("b", None, None)]
+
+
+def test_padded_batches_are_refused():
+    with pytest.raises(ValueError, match=re.escape("use trainer.use_v1=True")):
+        samples_of(batch(response_mask=torch.ones(2, 2)))
+
+
+# --- another verl ---
+
+
+def test_a_changed_function_is_named_with_verls_version(monkeypatch):
+    class Changed:
+        def __init__(self, model_config, engine_config, another):
+            raise AssertionError("built")
+
+    path = "verl.workers.engine.megatron.transformer_impl"
+    module = ModuleType(path)
+    module.MegatronEngineWithLMHead = Changed
+    for n in range(1, 5):
+        name = ".".join(path.split(".")[:n])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, path, module)
+    sys.modules["verl"].__version__ = "0.12.0"
+    expected = "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, optimizer_config"
+    with pytest.raises(ArgumentError, match=re.escape(expected)) as refused:
+        install()
+    assert "as in verl 0.9.1 (here is 0.12.0)" in str(refused.value)
