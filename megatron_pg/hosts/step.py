@@ -82,7 +82,8 @@ class HostStep:
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
-            plan = plan_from_table(table, settings.plan_rule, error=error, group=data)
+            rule = replace(settings.plan_rule, numbers_may_repeat=False)
+            plan = plan_from_table(table, rule, error=error, group=data)
         fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
         return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy)
 

@@ -106,6 +106,7 @@ class PlanRule:
     denominator: str = "scheduled"  # what denominators count; auxiliary terms count trained tokens under `kept` too
     auxiliary_aggregation: str | None = None  # of the KL and entropy terms; None: they have no denominators
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
+    numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
 
@@ -455,7 +456,7 @@ def _check_unique(
     group: ProcessGroup | None,
 ) -> str | None:
     """Refuse ids that every rank numbers anew; a warning where that cannot be told."""
-    if len(tables) == 1:
+    if len(tables) == 1 or not rule.numbers_may_repeat:
         return None
     warning = None
     if any(head.has_rollout_ids == 1 for head in heads):

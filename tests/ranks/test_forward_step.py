@@ -14,6 +14,7 @@ from rank_cases import (
     DOCUMENTS_4,
     DYNAMIC,
     DYNAMIC_4,
+    DYNAMIC_DOCUMENTS,
     DYNAMIC_FULL,
     EVALUATIONS,
     FAST,
@@ -69,7 +70,7 @@ def results(folder, full):
     balanced, replayed = (BALANCED_FULL, REPLAYED_FULL) if full else (BALANCED, REPLAYED)
     cases = {*trained, *hybrid(trained), *predicted, *balanced, *replayed, *MTP_PLAIN, *PIECES, *in_pieces(PIECES)}
     cases |= {*FSDP, *(FSDP_FULL if full else [])}
-    cases = sorted({*cases, *DOCUMENTS, *EVALUATIONS}, key=lambda case: case.split("-")[0])
+    cases = sorted({*cases, *DOCUMENTS, *DYNAMIC_DOCUMENTS, *EVALUATIONS}, key=lambda case: case.split("-")[0])
     references = [*REFERENCES, *hybrid(ALIKE), *MTP_REFERENCES, *MTP_ORACLES, *parts_of(balanced)]
     with processes.finished([processes.start(2, two, cases), processes.start(1, one, references)]):
         return two, one
@@ -86,8 +87,9 @@ def faulty(folder, full):
 @pytest.mark.proof("Real ranks, documents per step: every parameter's gradient on 2 ranks equals one process")
 def test_a_step_of_documents_has_the_gradient_and_metrics_of_one_process(results, evidence):
     two, one = results
-    evidence(cases=len(DOCUMENTS), worst=compare(two, one, DOCUMENTS))
-    check_documents(two, one, DOCUMENTS, ranks=2)
+    cases = [*DOCUMENTS, *DYNAMIC_DOCUMENTS]
+    evidence(cases=len(cases), worst=compare(two, one, cases))
+    check_documents(two, one, cases, ranks=2)
 
 
 @pytest.mark.proof("Real ranks, documents per step: every parameter's gradient on DP2 x CP2 equals one process")

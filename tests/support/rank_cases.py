@@ -165,7 +165,8 @@ PIECES = [
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over ranks of its own; rope: with rotary embeddings, which Megatron's layers slice themselves.
-DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic", "dp2t-constant-rope-dynamic-docs"]
+DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
+DYNAMIC_DOCUMENTS = ["dp2t-constant-rope-dynamic-docs", "cp2t-prompt_mean-rope-dynamic-docs"]
 DYNAMIC_FULL = [
     f"{layout}-{mode}{option}-dynamic"
     for layout in ("dp2t", "cp2t")
