@@ -150,20 +150,17 @@ class RolloutTrainer:
         samples, error = [], None
         try:
             samples = rollout.samples(context)
-        except ValueError as failure:
+        except Exception as failure:  # travels to the other ranks with the first step's plan
             error = failure
         for microbatches, count in zip(rollout.steps(), rollout.rollouts_per_step, strict=True):
-            mine = [i for members in microbatches for i in members]
-            of_step = _samples_or_error(samples, mine, error)
-            on_policy = rollout.is_on_policy
-            step = HostStep.planned(self._settings, of_step, data=data, context=context, on_policy=on_policy)
-            scale = float(count) if not self._per_token else _counted_tokens(of_step(), data)
+            of_step = _samples_or_error(samples, [i for members in microbatches for i in members], error)
+            groups = {"data": data, "context": context}
+            step = HostStep.planned(self._settings, of_step, **groups, on_policy=rollout.is_on_policy)
             self._steps.append(step)
-            first = 0
+            scale, first = float(count) if not self._per_token else _counted_tokens(of_step(), data), 0
             for members in microbatches:
-                places = list(range(first, first + len(members)))
+                places = list(range(first, first := first + len(members)))
                 self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
-                first += len(members)
 
     def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
         """What the host is given for a micro-batch: N·S, with the per-token flag T̃·S.

@@ -1,0 +1,62 @@
+"""Without old log-probabilities the model being trained is the sampling policy: the ratio is 1, and its gradient stays."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_pg.batch import Sequences, TokenFields
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.objectives import objective_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+ROWS, COLUMNS = 6, 13
+OBJECTIVES = {
+    "grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.2},
+    "gspo": {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4},
+    "reinforce": {},
+}
+
+
+def fields(old: torch.Tensor | None) -> TokenFields:
+    mask = torch.tensor([True, True, False, True, True, True])
+    slots = torch.tensor([0, 0, 0, 1, 1, 1])
+    return TokenFields(
+        targets=torch.tensor([3, 0, 10, 7, 7, 12]),
+        old_logprobs=old,
+        advantages=torch.tensor([1.0, 1.0, 5.0, -2.0, -2.0, -2.0]),
+        weights=torch.tensor([0.2, 0.2, 0.0, 0.1, 0.1, 0.1]),
+        mask=mask,
+        sequences=Sequences(
+            slots=slots,
+            order=slots.argsort(stable=True),
+            lengths=torch.tensor([3, 3, 0]),
+            counts=torch.tensor([2.0, 3.0]),
+        ),
+    )
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_is_that_of_old_log_probabilities_that_are_the_models_own(name, impl):
+    table = torch.randn(ROWS, COLUMNS)
+    terms = LossTerms(objective=objective_of(name, **OBJECTIVES[name]))
+    own = table.double().log_softmax(-1).gather(1, fields(None).targets[:, None])[:, 0].float()
+    found = []
+    for old in (None, own):
+        logits = (table * 1.0).requires_grad_()
+        result = policy_gradient_loss(logits * 1.0, PolicyLoss(terms, fields(old)), Vocabulary.of(COLUMNS), impl=impl)
+        result.loss.backward()
+        found.append((result, logits.grad))
+    (on_policy, first), (given, second) = found
+    assert torch.equal(on_policy.log_ratios, torch.zeros(ROWS))
+    torch.testing.assert_close(on_policy.loss, given.loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(first, second, rtol=2e-5, atol=2e-6)
+
+
+def test_the_kernel_of_the_plain_surrogate_is_left_out():
+    """It reads old log-probabilities."""
+    terms = LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"]))
+    assert PolicyLoss(terms, fields(torch.zeros(ROWS))).row == "clipped_surrogate"
+    assert PolicyLoss(terms, fields(None)).row is None
+    assert PolicyLoss(replace(terms, entropy_coef=0.1), fields(torch.zeros(ROWS))).row is None
