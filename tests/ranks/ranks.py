@@ -28,6 +28,7 @@ import rank_faults
 import rank_model
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -300,9 +301,16 @@ def save_error(path: Path, error: Exception, seconds: float) -> None:
 def free_groups() -> None:
     """Megatron forgets its groups and never frees them, and every one of gloo's keeps its threads."""
     parallel_state.destroy_model_parallel()
-    gc.collect()
-    for group in [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]:
-        torch.distributed.destroy_process_group(group)
+    free_groups_but({torch.distributed.group.WORLD})
+
+
+def free_groups_but(kept: set) -> None:
+    """Some cases make groups of their own: meshes of FSDP, ranks of micro-batches."""
+    if made := [group for group in distributed_c10d._world.pg_map if group not in kept]:
+        getattr(RotaryEmbedding.forward, "cache_clear", int)()  # it remembers arguments, groups among them
+        gc.collect()
+        for group in made:
+            torch.distributed.destroy_process_group(group)
 
 
 def main() -> None:
@@ -318,7 +326,7 @@ def main() -> None:
             free_groups()
             if case is not None:
                 rank_model.initialize(case.layout)
-        previous = groups
+        previous, before = groups, set(distributed_c10d._world.pg_map)
         try:
             if case is None:
                 rank_faults.start_with(name.split("-", 1)[1], out)
@@ -329,6 +337,7 @@ def main() -> None:
                 raise
             save_error(out / f"{name}.{torch.distributed.get_rank()}.error", error, time.monotonic() - started)
         torch.distributed.barrier()
+        free_groups_but(before)
     torch.distributed.destroy_process_group()
 
 
