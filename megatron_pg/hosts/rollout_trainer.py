@@ -194,6 +194,8 @@ class RolloutTrainer:
 
     def _check(self) -> None:
         self._report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+        if self._current is self._steps[-1]:  # the host frees the rollout's data before its rollout engine wakes up
+            self._rollout, self._work = None, {}
 
     def _write(self, optimizer: Any, result: tuple) -> None:
         is_done, grad_norm, _ = result

@@ -6,6 +6,7 @@ multiplies what the loss function returns as they do.
 
 import argparse
 import sys
+import weakref
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -177,6 +178,9 @@ def train(host: str, case: Case, found: Sequence[Sample], args: Namespace) -> tu
     model.module.config.finalize_model_grads_func = finalize_model_grads
     for number, (count, rollouts) in enumerate(zip(counts, data["num_rollouts"], strict=True)):
         step(args, number, iterators, model, optimizer, count, rollouts)
+    mask = weakref.ref(data["loss_masks"][0])
+    del data, iterators
+    assert mask() is None, "a rollout's data are kept while the rollout engine needs the memory"
     return optimizer.found, list(_logged)
 
 
