@@ -63,7 +63,7 @@ class Rollout:
                 advantage=whole["advantages"][i],
                 sample_id=str(index),
                 rollout_id=int(data["rollout_ids"][i]),
-                prompt_id=int(index) // self.samples_per_prompt,
+                prompt_id=None if index is None else int(index) // self.samples_per_prompt,
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
@@ -150,6 +150,8 @@ class RolloutTrainer:
         samples, error = [], None
         try:
             samples = rollout.samples(context)
+            if self._settings.plan_rule.needs_prompt_ids:
+                _check_numbers(samples)
         except Exception as failure:  # travels to the other ranks with the first step's plan
             error = failure
         for microbatches, count in zip(rollout.steps(), rollout.rollouts_per_step, strict=True):
@@ -235,6 +237,22 @@ def is_writer() -> bool:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     )
+
+
+def _check_numbers(samples: Sequence[Sample]) -> None:
+    """Refuse sample indices that two rollouts share: they are not those of a data source, which tell prompts apart.
+
+    Raises:
+        ValueError: there is such an index.
+    """
+    first: dict[str, object] = {}
+    for sample in [sample for sample in samples if sample.prompt_id is not None]:
+        if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:
+            raise ValueError(
+                f"sample index {sample.sample_id} is of rollouts {first[sample.sample_id]} and {sample.rollout_id}, so it does not number the "
+                "samples, and prompts, n indices in a row, would be mixed up under prompt_mean. Leave the index of a sample as the "
+                "data source gave it, or use another aggregation."
+            )
 
 
 def _samples_or_error(
