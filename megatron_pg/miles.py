@@ -1,12 +1,11 @@
 """miles: `python3 -m megatron_pg.miles train.py …`, or `--custom-megatron-init-path megatron_pg.miles.init` (docs/hosts/miles.md)."""
 
-import sys
-
 from megatron_pg.hosts.miles import HOST, before_train_step, init
+from megatron_pg.hosts.startup import run
 
 __all__ = ["before_log_prob", "before_train_step", "init", "loss"]
 
 loss, before_log_prob = HOST.loss, HOST.before_log_prob
 
 if __name__ == "__main__":
-    HOST.main(sys.argv[1:])
+    run(HOST.main)

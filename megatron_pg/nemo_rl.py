@@ -1,10 +1,9 @@
 """NeMo-RL: `python -m megatron_pg.nemo_rl examples/run_grpo.py …` (docs/hosts/nemo_rl.md)."""
 
-import sys
-
 from megatron_pg.hosts.nemo_rl import PolicyGradientLossFn, install, main
+from megatron_pg.hosts.startup import run
 
 __all__ = ["PolicyGradientLossFn", "install", "main"]
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

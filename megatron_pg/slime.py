@@ -1,12 +1,11 @@
 """slime: `python3 -m megatron_pg.slime train.py …`, or `--custom-megatron-init-path megatron_pg.slime.init` (docs/hosts/slime.md)."""
 
-import sys
-
 from megatron_pg.hosts.slime import HOST, init, plan
+from megatron_pg.hosts.startup import run
 
 __all__ = ["before_log_prob", "before_train_step", "init", "loss", "plan"]
 
 loss, before_train_step, before_log_prob = HOST.loss, HOST.before_train_step, HOST.before_log_prob
 
 if __name__ == "__main__":
-    HOST.main(sys.argv[1:])
+    run(HOST.main)

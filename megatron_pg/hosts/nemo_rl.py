@@ -35,11 +35,11 @@ def install() -> None:
     Raises:
         ArgumentError: one of them is another than the adapter was written for.
     """
+    for path, parameters in _SIGNATURES.items():
+        check_signature(VERSION, path, parameters)
     import nemo_rl.algorithms.grpo as grpo
     from nemo_rl.models.policy.lm_policy import Policy
 
-    for path, parameters in _SIGNATURES.items():
-        check_signature(VERSION, path, parameters)
     grpo.ClippedPGLossFn.__init__ = _not_theirs
     grpo.setup, grpo.ClippedPGLossFn = _checked_before(grpo.setup), PolicyGradientLossFn
     Policy.train = _planned(Policy.train)

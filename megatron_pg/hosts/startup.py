@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -151,6 +151,14 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
     return refused
 
 
+def run(main: Callable[[Sequence[str]], None]) -> None:
+    """A launcher's command: what is wrong with its arguments is a message without a traceback."""
+    try:
+        main(sys.argv[1:])
+    except ArgumentError as error:
+        sys.exit(str(error))
+
+
 def attribute(path: str) -> Any:
     """What a host has at `module:name` (or `module:Class.name`) now: another plugin may have replaced it."""
     module, _, name = path.partition(":")
@@ -171,7 +179,7 @@ def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
     try:
         found = [*inspect.signature(attribute(path)).parameters]
     except (ImportError, AttributeError) as error:
-        message = f"{path} is not there ({error}), on which the loss relies as in {version}; use that version, or a megatron_pg that knows yours"
+        message = f"{path} is not there ({error}), on which the loss relies as in {version}; put its checkout on PYTHONPATH, use that version, or a megatron_pg that knows yours"
         raise ArgumentError([("E70", message)]) from error
     if found[: len(parameters)] != [*parameters]:
         message = (

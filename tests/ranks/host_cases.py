@@ -24,7 +24,12 @@ from megatron_pg.rollouts.sample import Sample
 VOCABULARY, WIDTH = 14, 6
 LENGTHS = [1, 7, 2, 9, 5, 3, 8, 1, 6, 4, 6, 2]  # of the responses
 PROMPT = 4  # samples of a prompt
-LAYOUTS = {"dp2": (1, 1), "cp2": (2, 1), "tp2": (1, 2)}  # context- and tensor-parallel sizes
+LAYOUTS = {  # sizes that are not 1
+    "dp2": {},
+    "cp2": {"context_parallel_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
 AGGREGATIONS = {
     "sample_mean": {"loss_aggregation": "sample_mean"},
     "prompt_mean": {"loss_aggregation": "prompt_mean"},
@@ -143,25 +148,37 @@ def samples(*, fan_out: bool = False) -> list[Sample]:
 
 
 class Toy(MegatronModule):
-    """Logits of the next token from the token alone, so that context parallelism needs no attention."""
+    """Logits of the next token from the token alone, so that context parallelism needs no attention; stages of a pipeline
+    have the embedding or the output layer."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
         embedding, head = parameters()
-        self.embedding = torch.nn.Parameter(embedding.float())
-        self.output_layer = tensor_parallel.ColumnParallelLinear(
-            WIDTH, VOCABULARY, config=config, init_method=lambda w: w, bias=False, gather_output=False
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = (
+            parallel_state.is_pipeline_first_stage(),
+            parallel_state.is_pipeline_last_stage(),
         )
-        rank, size = (f() for f in (parallel_state.get_tensor_model_parallel_rank, _tp_size))
-        self.output_layer.weight.data.copy_(head.chunk(size)[rank])
-        self.model_type, self.post_process, self.pre_process = ModelType.encoder_or_decoder, True, True
+        self.share_embeddings_and_output_weights, self.position_embedding_type = False, "none"  # finalize asks
+        self._given = None  # by the stage before
+        if self.pre_process:
+            self.embedding = torch.nn.Parameter(embedding.float())
+        if self.post_process:
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                WIDTH, VOCABULARY, config=config, init_method=lambda w: w, bias=False, gather_output=False
+            )
+            rank, size = (f() for f in (parallel_state.get_tensor_model_parallel_rank, _tp_size))
+            self.output_layer.weight.data.copy_(head.chunk(size)[rank])
 
     def forward(self, input_ids, position_ids=None, attention_mask=None, **rest):
-        logits, _ = self.output_layer(self.embedding[input_ids].transpose(0, 1).contiguous())
+        hidden = self.embedding[input_ids].transpose(0, 1).contiguous() if self.pre_process else self._given
+        if not self.post_process:
+            return hidden
+        logits, _ = self.output_layer(hidden)
         return logits.transpose(0, 1).contiguous().float()
 
     def set_input_tensor(self, tensor):
-        pass
+        self._given = tensor[0] if isinstance(tensor, list) else tensor
 
 
 def parameters() -> tuple[Tensor, Tensor]:
@@ -178,6 +195,10 @@ def model(*, per_token: bool, wrap: Callable = DistributedDataParallel) -> Distr
         calculate_per_token_loss=per_token,
         use_cpu_initialization=True,
         tensor_model_parallel_size=_tp_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # asked for by the line above, experts or none
         finalize_model_grads_func=finalize_model_grads,
     )
     return wrap(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), Toy(config))
@@ -185,10 +206,17 @@ def model(*, per_token: bool, wrap: Callable = DistributedDataParallel) -> Distr
 
 def gradients(model: DistributedDataParallel) -> list[Tensor]:
     """Of embedding and head, whole, after finalize."""
-    embedding, head = (parameter.main_grad.clone() for parameter in model.module.parameters())
-    parts = [torch.empty_like(head) for _ in range(_tp_size())]
-    torch.distributed.all_gather(parts, head, group=parallel_state.get_tensor_model_parallel_group())
-    return [embedding, torch.cat(parts)]
+    toy, stages = model.module, parallel_state.get_pipeline_model_parallel_group()
+    whole = torch.zeros(2, VOCABULARY, WIDTH)
+    if toy.pre_process:
+        whole[0] = toy.embedding.main_grad
+    if toy.post_process:
+        head = toy.output_layer.weight.main_grad
+        parts = [torch.empty_like(head) for _ in range(_tp_size())]
+        torch.distributed.all_gather(parts, head, group=parallel_state.get_tensor_model_parallel_group())
+        whole[1] = torch.cat(parts)
+    torch.distributed.all_reduce(whole, group=stages)  # each has one owner
+    return list(whole)
 
 
 def _tp_size() -> int:

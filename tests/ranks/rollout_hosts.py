@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import host_cases as hosts
 import their_trainers
+import torch
 from host_cases import Case
 from megatron.core import parallel_state
 from torch import Tensor
@@ -103,8 +104,8 @@ def jump(train: Train, host: str) -> float:
 def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, object]:
     """By layout: errors of every case, the jump from the host's own loss, and what its logger was given."""
     result: dict[str, object] = {}
-    for layout, (context, tensor) in hosts.LAYOUTS.items():
-        parallel_state.initialize_model_parallel(context_parallel_size=context, tensor_model_parallel_size=tensor)
+    for layout, sizes in hosts.LAYOUTS.items():
+        parallel_state.initialize_model_parallel(**sizes)
         of_layout: dict[str, object] = {
             "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
         }
@@ -113,8 +114,10 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         if has_own_loss:
             of_layout["jump"] = jump(train, host)
         more = arguments(host, MEASURED, pg_metrics="with_entropy")
-        logged = train(MEASURED, hosts.samples(), more)[1]
-        of_layout["metrics"] = [each for each in logged if "train/pg/pg_loss" in each]
+        logged = [train(MEASURED, hosts.samples(), more)[1]]
+        writer = parallel_state.get_pipeline_model_parallel_world_size() - 1  # the first rank of the last stage
+        torch.distributed.broadcast_object_list(logged, src=writer)
+        of_layout["metrics"] = [each for each in logged[0] if "train/pg/pg_loss" in each]
         result[layout] = of_layout
         parallel_state.destroy_model_parallel()
     return result

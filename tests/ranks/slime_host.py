@@ -10,6 +10,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import host_cases as hosts
@@ -26,6 +27,14 @@ POLICY_LOSS: dict = {}  # theirs, which a run with ours replaces
 
 def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what slime's logger was given."""
+    model = hosts.model(per_token=case.per_token)
+    optimizer = hosts.Optimizer(model)
+    logged = run(found, args, model, optimizer, torch.device("cpu"))
+    return optimizer.found, logged
+
+
+def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, device: torch.device) -> list[dict]:
+    """A rollout through slime, and what its logger was given."""
     from slime.backends.megatron_utils import actor, loss
     from slime.observability import logging_utils
     from slime.observability.timer import Timer
@@ -40,7 +49,7 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
     importlib.import_module("megatron.training.global_vars").set_args(args)
-    accelerator.device = accelerator.current_device = lambda index=None: torch.device("cpu")
+    accelerator.device = accelerator.current_device = lambda index=None: device
     manager = RolloutManager.__new__(RolloutManager)
     manager.args, manager.train_parallel_config = args, their_trainers.parallel_config()
     manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
@@ -49,8 +58,6 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
         mine.rollout_log_probs = sample.rollout_logprobs.tolist()
         mine.index = sample.rollout_id  # what a rollout's samples share
     boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
-    model = hosts.model(per_token=case.per_token)
-    optimizer = hosts.Optimizer(model)
     tags = {"ref"} if args.use_kl_loss else set()
     me = SimpleNamespace(
         args=args,
@@ -72,7 +79,7 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     actor.train_metric_utils.log_perf_data = lambda *given, **named: None
     actor.train_metric_utils.log_rollout_data = lambda *given, **named: None
     actor.MegatronTrainRayActor.train_actor(me, 0, mine)
-    return optimizer.found, logged
+    return logged
 
 
 def _path(load_function, path: str | None):

@@ -1,9 +1,11 @@
 """What a host's options come to before training."""
 
+import subprocess
 import sys
 from types import ModuleType
 
 import pytest
+from processes import environment
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.startup import TakenOver, check, check_signature, start
@@ -88,6 +90,16 @@ def test_the_hosts_per_token_flag_decides_the_default_alone(given):
     checked = check("host", given, megatron={"calculate_per_token_loss": True})
     assert checked.args.loss_aggregation == given.get("loss_aggregation", "token_mean")
     assert [name for name, _ in checked.rows] == (["per-token flag"] if given else [])
+
+
+@pytest.mark.parametrize("name", ["slime", "nemo_rl"])
+def test_a_launcher_without_its_host_says_so_in_a_message(name, tmp_path):
+    (tmp_path / "train.py").write_text("", encoding="utf-8")
+    command = [sys.executable, "-m", f"megatron_pg.{name}", "train.py"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert f"is not there (No module named '{name}" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 @pytest.fixture
