@@ -47,7 +47,7 @@ HOST = RolloutHost(
         },
     )
 )
-_taken: dict[str, Any] = {}  # the rollout in training, filled further until its first step
+_taken: dict[str, Any] = {}  # the next rollout, filled further until its first step
 
 
 def init(args: argparse.Namespace) -> None:
@@ -71,7 +71,7 @@ def init(args: argparse.Namespace) -> None:
 def before_train_step(args: argparse.Namespace, rollout_id: int, step_id: int, *rest: Any) -> None:
     """miles' `--custom-megatron-before-train-step-hook-path`: the first of a rollout plans all of them."""
     if step_id == 0:
-        HOST.trainer.plan(_rollout(args, _taken["data"]))
+        HOST.trainer.plan(_rollout(args, _taken.pop("data")))
     HOST.before_train_step(args, rollout_id, step_id, *rest)
 
 

@@ -63,7 +63,7 @@ class Rollout:
                 advantage=whole["advantages"][i],
                 sample_id=str(index),
                 rollout_id=int(data["rollout_ids"][i]),
-                prompt_id=int(index) // self.samples_per_prompt,
+                prompt_id=None if index is None else int(index) // self.samples_per_prompt,
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
@@ -150,6 +150,8 @@ class RolloutTrainer:
         samples, error = [], None
         try:
             samples = rollout.samples(context)
+            if self._settings.plan_rule.needs_prompt_ids:
+                _check_numbers(samples)
         except Exception as failure:  # travels to the other ranks with the first step's plan
             error = failure
         for microbatches, count in zip(rollout.steps(), rollout.rollouts_per_step, strict=True):
@@ -173,8 +175,9 @@ class RolloutTrainer:
         size = parallel_state.get_context_parallel_world_size()
         lengths = [padded_length(len(each), size) if width is None else width for each in tokens]
         filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
-        local = step.slice(members, [*lengths, *([filling] if filling else [])], logits.device)
-        call = self.head.take()
+        call = self.head.take()  # with hidden states [s, b, H], where logits are [b, s, V / tp]
+        padded = [*lengths, *([filling] if filling else [])]
+        local = step.slice(members, padded, logits.device, side_by_side=call is not None and width is not None)
         grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
         if call is not None:
             return scale * step.head_loss(local, call, grad_scale)
@@ -193,6 +196,8 @@ class RolloutTrainer:
 
     def _check(self) -> None:
         self._report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+        if self._current is self._steps[-1]:  # the host frees the rollout's data before its rollout engine wakes up
+            self._rollout, self._work = None, {}
 
     def _write(self, optimizer: Any, result: tuple) -> None:
         is_done, grad_norm, _ = result
@@ -232,6 +237,22 @@ def is_writer() -> bool:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     )
+
+
+def _check_numbers(samples: Sequence[Sample]) -> None:
+    """Refuse sample indices that two rollouts share: they are not those of a data source, which tell prompts apart.
+
+    Raises:
+        ValueError: there is such an index.
+    """
+    first: dict[str, object] = {}
+    for sample in [sample for sample in samples if sample.prompt_id is not None]:
+        if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:
+            raise ValueError(
+                f"sample index {sample.sample_id} is of rollouts {first[sample.sample_id]} and {sample.rollout_id}, so it does not number the "
+                "samples, and prompts, n indices in a row, would be mixed up under prompt_mean. Leave the index of a sample as the "
+                "data source gave it, or use another aggregation."
+            )
 
 
 def _samples_or_error(

@@ -16,10 +16,11 @@ from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.step.settings import LossSettings
 
-# What Megatron's own loop reads of its arguments; a host brings batches, steps and evaluations itself.
+# What Megatron's own loop reads of its arguments; a host brings batches, steps and evaluations itself, and its model adds the
+# losses of multi-token prediction by itself.
 _OF_THE_LOOP = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
-    *("decrease_batch_size_if_needed", "sft", "train_samples"),
+    *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
 _PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host's contract and layout are its own

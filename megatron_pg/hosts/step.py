@@ -88,7 +88,12 @@ class HostStep:
         return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy)
 
     def slice(
-        self, members: Sequence[int], padded_lengths: Sequence[int], device: torch.device | str = "cpu"
+        self,
+        members: Sequence[int],
+        padded_lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        side_by_side: bool = False,
     ) -> LocalBatch:
         """This rank's part of a micro-batch.
 
@@ -96,14 +101,20 @@ class HostStep:
             members: its samples, by their places among the step's.
             padded_lengths: positions of the whole row that each takes, and what further padding there is.
             device: where the loss is computed.
+            side_by_side: each sample has a row of its own, all of one length, and the loss takes positions [s, b] as Megatron's
+                layers have them: the first of every row, then the second of every row.
         """
-        batch = pack_row([self._samples[i] for i in members], padded_lengths)
+        samples, size = [self._samples[i] for i in members], self._context.size() if self._context else 1
+        if side_by_side:
+            batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
+        else:
+            batch = pack_row(samples, padded_lengths)
         none = torch.zeros(0, dtype=torch.float64)
         local = slice_batch(
             batch,
             {name: torch.cat([none, *(parts[i] for i in members)]) for name, parts in self._fields.items()},
             cp_rank=self._context.rank() if self._context else 0,
-            cp_size=self._context.size() if self._context else 1,
+            cp_size=size,
             device=device,
             sequences=self._settings.terms.reads_sequences,
             cp_group=self._context,

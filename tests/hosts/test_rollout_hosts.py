@@ -68,6 +68,18 @@ def test_gradients_in_miles_are_those_of_plain_loops(miles, evidence):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_padded_rows_are_too(stand_in, layout):
+    found = stand_in["miles"][layout]["padded"].values()
+    assert len(found) == 3
+    assert max(found) < LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_padded_rows_in_miles_are_too(miles, layout):
+    assert max(_run(miles, "miles")[layout]["padded"].values()) < LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_hosts_own_default_and_ours_are_one_loss(slime, miles, layout):
     """So that a user can switch without a jump."""
     for found, host in ((slime, "slime"), (miles, "miles")):

@@ -55,7 +55,7 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     optimizer = hosts.Optimizer(model)
     iterators, counts = actor.get_data_iterator(args, [model], mine)
     for prefix in ("", "ref_") if args.use_kl_loss else ("",):
-        mine |= _log_probs(mine, found, prefix)
+        mine |= _log_probs(mine, found, prefix, args.qkv_format)
     loss.compute_advantages_and_returns(args, mine)
     rollouts = data.get_num_rollouts(args, mine, len(counts))
     for number, (count, many) in enumerate(zip(counts, rollouts, strict=True)):
@@ -63,13 +63,14 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     return optimizer.found, logged
 
 
-def _log_probs(data: dict, found: Sequence[Sample], prefix: str) -> dict[str, list[Tensor]]:
+def _log_probs(data: dict, found: Sequence[Sample], prefix: str, layout: str) -> dict[str, list[Tensor]]:
     from miles.backends.training_utils.cp_utils import slice_log_prob_with_cp
 
     name = "ref_logprobs" if prefix == "ref_" else "old_logprobs"
+    width = data["max_seq_lens"][0] if layout == "bshd" else None
     rows = zip(data["prompt"], data["total_lengths"], data["response_lengths"], strict=True)
     whole = [(getattr(found[int(i)], name).float(), int(total), int(response)) for i, total, response in rows]
-    return {f"{prefix}log_probs": [slice_log_prob_with_cp(*each, "thd", None) for each in whole]}
+    return {f"{prefix}log_probs": [slice_log_prob_with_cp(*each, layout, width) for each in whole]}
 
 
 def figures() -> dict[str, object]:

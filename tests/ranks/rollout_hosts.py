@@ -45,8 +45,15 @@ ABSENT = (
     ),
     *("custom_megatron_before_train_step_hook_path", "custom_megatron_before_log_prob_hook_path"),
     *("custom_tis_function_path", "save_debug_rollout_data", "ref_update_interval", "ci_save_grad_norm"),
-    *("ci_load_grad_norm", "dump_details", "num_experts", "pg_metrics_file"),
+    *("ci_load_grad_norm", "dump_details", "num_experts", "pg_metrics_file", "compress_ratios"),
 )
+# Rows of their own for each sample, miles' --qkv-format bshd, two in a micro-batch.
+PADDED = {"qkv_format": "bshd", "use_dynamic_batch_size": False, "micro_batch_size": 2}
+PADDED_CASES = [
+    Case(head="logits", rollouts_per_step=4),
+    Case(head="forward", objective="kl", per_token=True),
+    Case(head="recompute", objective="gspo", rollouts_per_step=4),
+]
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 
@@ -71,10 +78,10 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
     return argparse.Namespace(**vars(args) | known | more)
 
 
-def errors(train: Train, host: str, case: Case) -> float:
+def errors(train: Train, host: str, case: Case, **more: object) -> float:
     """Largest over the rollout's steps, of every gradient."""
     found = hosts.samples(fan_out=case.fan_out)
-    gradients, _ = train(case, found, arguments(host, case))
+    gradients, _ = train(case, found, arguments(host, case, **more))
     steps = hosts.steps_of(found, case)
     assert len(gradients) == len(steps)
     # slime leaves out the pass for old log-probabilities where one step's are the loss's own
@@ -102,6 +109,8 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         of_layout: dict[str, object] = {
             "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
         }
+        if host == "miles":
+            of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}
         if has_own_loss:
             of_layout["jump"] = jump(train, host)
         more = arguments(host, MEASURED, pg_metrics="with_entropy")

@@ -6,6 +6,7 @@ multiplies what the loss function returns as they do.
 
 import argparse
 import sys
+import weakref
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -67,9 +68,13 @@ def get_data_iterator(args, model, rollout_data):
 
 
 def batch_of(iterator: Iterator) -> dict:
-    """The row of this context-parallel rank: documents cut in zigzag, padding behind them."""
-    batch = iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks"])
+    """The row of this context-parallel rank: documents cut in zigzag, padding behind them; or a padded row for each."""
+    batch = iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", "max_seq_lens"])
     batch["unconcat_tokens"] = batch["tokens"]
+    if "max_seq_lens" in batch:
+        width = batch["max_seq_lens"][0]
+        batch["tokens"] = torch.stack([slice_with_cp(tokens, 0, "bshd", width) for tokens in batch["tokens"]])
+        return batch | {"packed_seq_params": None}
     parts = [slice_with_cp(tokens, 0) for tokens in batch["tokens"]]
     row = torch.cat(parts)
     unit = MULTIPLE_OF * parallel_state.get_tensor_model_parallel_world_size()
@@ -118,7 +123,7 @@ def step(args: Namespace, number: int, iterators: list, model: Any, optimizer: A
 # --- a rollout ---
 
 
-def rollout(case: Case, found: Sequence[Sample]) -> dict[str, Any]:
+def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, Any]:
     """This data-parallel rank's part: every second sample of each step, two by two."""
     rank, size = (f() for f in (parallel_state.get_data_parallel_rank, parallel_state.get_data_parallel_world_size))
     mine, indices, counts, rollouts = [], [], [], []
@@ -132,8 +137,11 @@ def rollout(case: Case, found: Sequence[Sample]) -> dict[str, Any]:
         counts.append(most)
         rollouts.append(len({sample.rollout_id for sample in members}))
     part = {"log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "rollout_log_probs": "rollout_logprobs"}
-    local = [response_index(len(sample.tokens), sample.response_length) for sample in mine]
+    width = -(-max(len(sample.tokens) for sample in mine) // 8) * 8
+    layout = (qkv_format, width if qkv_format == "bshd" else None)
+    local = [response_index(len(sample.tokens), sample.response_length, *layout) for sample in mine]
     return {
+        **({"max_seq_lens": [width] * len(mine)} if qkv_format == "bshd" else {}),
         "tokens": [sample.tokens for sample in mine],
         "total_lengths": [len(sample.tokens) for sample in mine],
         "response_lengths": [sample.response_length for sample in mine],
@@ -161,7 +169,7 @@ def train(host: str, case: Case, found: Sequence[Sample], args: Namespace) -> tu
     load_function(args.custom_megatron_init_path)(args)
     model = hosts.model(per_token=case.per_token)
     optimizer = hosts.Optimizer(model)
-    data = rollout(case, found)
+    data = rollout(case, found, args.qkv_format)
     iterators, counts = actor.get_data_iterator(args, [model], data)
     if args.loss_type == "policy_loss" and case.num_steps == 1:
         del data["log_probs"]  # they are the loss's own
@@ -170,6 +178,9 @@ def train(host: str, case: Case, found: Sequence[Sample], args: Namespace) -> tu
     model.module.config.finalize_model_grads_func = finalize_model_grads
     for number, (count, rollouts) in enumerate(zip(counts, data["num_rollouts"], strict=True)):
         step(args, number, iterators, model, optimizer, count, rollouts)
+    mask = weakref.ref(data["loss_masks"][0])
+    del data, iterators
+    assert mask() is None, "a rollout's data are kept while the rollout engine needs the memory"
     return optimizer.found, list(_logged)
 
 

@@ -9,6 +9,7 @@ from processes import environment
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.startup import TakenOver, check, check_signature, start
+from megatron_pg.step.settings import LossSettings
 
 
 def rows_of(given=(), **rest) -> dict[str, str]:
@@ -34,6 +35,16 @@ def test_megatrons_own_loop_is_not_looked_at():
     check("host", {}, megatron=loop)
     with pytest.raises(ArgumentError, match=r"E53.*--defer-embedding-wgrad-compute"):
         check("host", {"fp32_lm_head": True}, megatron=loop | {"defer_embedding_wgrad_compute": True})
+
+
+def test_multi_token_prediction_stays_the_hosts():
+    """Its model makes those losses; ours would wait for them, and its metrics too."""
+    args = check("host", {}, megatron={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2}).args
+    settings = LossSettings.from_args(args)
+    assert settings.mtp_depths == 0
+    assert not [metric.name for metric in settings.metrics.metrics if metric.name.startswith("mtp")]
+    with pytest.raises(ArgumentError, match="--pg-mtp-aggregation policy has no effect"):
+        check("host", {"pg_mtp_aggregation": "policy"}, megatron={"mtp_num_layers": 1})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from simulation import Layout
 
 from megatron_pg.hosts.startup import check
 from megatron_pg.hosts.step import HostStep
+from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
 from megatron_pg.step.settings import LossSettings
 
@@ -91,6 +92,33 @@ def _with_old(sample, logprobs):
         sample_id=sample.sample_id,
         rollout_id=sample.rollout_id,
     )
+
+
+@pytest.mark.parametrize("head", ["forward", "recompute"])
+def test_padded_rows_have_one_gradient_by_the_head_and_from_logits(head):
+    """The head takes hidden states [s, b, H], and a host gives logits [b, s, V]."""
+    samples, members = hosts.samples()[:4], [2, 0, 3, 1]
+    width = max(len(sample.tokens) for sample in samples) + 2
+    tokens = [torch.nn.functional.pad(samples[i].tokens, (0, width - len(samples[i].tokens))) for i in members]
+    embedding, weight = hosts.parameters()
+    found = []
+
+    def work(rank: int):
+        for loss in (settings(), settings(pg_fused_head=head)):
+            step = HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD)
+            hidden = embedding[torch.stack(tokens, dim=1)].requires_grad_()  # [s, b, H]
+            local = step.slice(members, [width] * 4, side_by_side=loss.head_mode is not None)
+            matrix = weight.clone().requires_grad_()
+            if loss.head_mode:
+                step.head_loss(local, HeadCall(hidden, matrix, None, False), 1.0).backward()
+            else:
+                step.loss(local, (hidden @ matrix.T).transpose(0, 1).flatten(0, 1), None, 1.0).backward()
+            found.append((step.finish(reports=True).metrics, hidden.grad, matrix.grad))
+
+    threads.run(1, work)
+    (metrics, *gradients), (again, *others) = found
+    assert metrics == pytest.approx(again, rel=1e-5, abs=1e-7)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(gradients, others, strict=True))
 
 
 def test_a_rank_that_has_no_samples_stops_all():
