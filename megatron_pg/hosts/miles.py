@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_pg.hosts.rollout import Rollout
 from megatron_pg.hosts.rollout_host import Declaration, RolloutHost
 from megatron_pg.hosts.startup import attribute
 
@@ -75,9 +76,7 @@ def before_train_step(args: argparse.Namespace, rollout_id: int, step_id: int, *
     HOST.before_train_step(args, rollout_id, step_id, *rest)
 
 
-def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Any:
-    from megatron_pg.hosts.rollout_trainer import Rollout
-
+def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
     if "micro_batch_indices" not in data:
         raise ValueError(
             "the rollout data have no micro_batch_indices: miles has cut this batch on the trainer's side (multimodal data, fewer rollouts "

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_pg.hosts.rollout import Rollout
 from megatron_pg.hosts.rollout_host import Declaration, RolloutHost
 
 _DATA = "rollout_data_postprocess_path"
@@ -47,8 +48,6 @@ def init(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     """slime's `--rollout-data-postprocess-path`: on every rank, after the advantages, before training."""
-    from megatron_pg.hosts.rollout_trainer import Rollout
-
     HOST.users_hook(args, _DATA, args, rollout_id, rollout_data)
     rollout = Rollout(
         data=rollout_data,

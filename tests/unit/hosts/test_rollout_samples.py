@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pg.hosts.rollout_trainer import Rollout, _check_numbers
+from megatron_pg.hosts.rollout import Rollout
+from megatron_pg.hosts.rollout_trainer import _check_numbers
 
 ALONE = SimpleNamespace(size=lambda: 1)
 

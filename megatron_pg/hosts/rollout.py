@@ -1,0 +1,90 @@
+"""A data-parallel rank's part of a rollout in slime and miles, and the samples in it, whole."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.cp_utils import response_index
+from megatron_pg.rollouts.sample import Sample
+
+# Fields of a sample by their names there; lists of this context-parallel rank's parts of the responses.
+_PARTS = {"advantages": "advantages", "ref_logprobs": "ref_log_probs", "rollout_logprobs": "rollout_log_probs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A data-parallel rank's part of a rollout, as the host ships it."""
+
+    data: Mapping[str, Any]
+    rollouts_per_step: Sequence[int]  # N of each optimizer step
+    old_logprobs: str  # where the log-probabilities of the sampling policy are; without them the model being trained is that policy
+    rewards: Sequence[float] | None  # before normalisation
+    samples_per_prompt: int  # neighbours in the sampling order
+    row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
+
+    def samples(self, context: ProcessGroup) -> list[Sample]:
+        """Its samples, whole; every rank of the context-parallel group must call."""
+        data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
+        known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
+        if "advantages" not in known:
+            raise ValueError(
+                "the rollout data have no advantages, so there is no loss. Let the trainer compute them "
+                "(--compute-advantages-and-returns)."
+            )
+        whole = self._whole(known, context)
+        if self.is_on_policy:
+            whole["old_logprobs"] = [torch.zeros(int(n)) for n in data["response_lengths"]]
+        truncated = data.get("truncated")
+        masks = torch.cat([*data["loss_masks"]]).cpu().split([len(mask) for mask in data["loss_masks"]])
+        rows = torch.cat([*data["tokens"]]).cpu().split([len(tokens) for tokens in data["tokens"]])
+        return [
+            Sample.build(
+                tokens=tokens,
+                response_length=response,
+                loss_mask=mask,
+                advantage=whole["advantages"][i],
+                sample_id=str(index),
+                rollout_id=int(data["rollout_ids"][i]),
+                prompt_id=None if index is None else int(index) // self.samples_per_prompt,
+                reward=None if self.rewards is None else float(self.rewards[i]),
+                truncated=None if truncated is None else bool(truncated[i]),
+                **{name: values[i] for name, values in whole.items() if name != "advantages"},
+            )
+            for i, (tokens, response, mask, index) in enumerate(
+                zip(rows, data["response_lengths"], masks, data["sample_indices"], strict=True)
+            )
+        ]
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the trainer has left out the pass for the old log-probabilities, which are the first step's own."""
+        return self.data.get(self.old_logprobs) is None
+
+    def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, list[Tensor]]:
+        """Whole responses from every context-parallel rank's parts: one collective, one host read."""
+        totals, responses = self.data["total_lengths"], [int(n) for n in self.data["response_lengths"]]
+        rows = torch.stack([torch.cat([*values]).double() for values in parts.values()])
+        if group.size() > 1:
+            layout = "thd" if self.row_width is None else "bshd"
+            starts, rank, size = torch.tensor([0, *responses]).cumsum(0).tolist(), group.rank(), group.size()
+            index = [
+                start + response_index(int(total), n, layout, self.row_width, cp_rank=rank, cp_size=size)
+                for start, total, n in zip(starts, totals, responses, strict=False)
+            ]
+            whole = rows.new_zeros(len(rows), sum(responses))
+            whole[:, torch.cat(index).to(rows.device)] = rows
+            torch.distributed.all_reduce(whole, group=group)  # every position has one owner, the rest add 0
+            rows = whole
+        return {name: list(row.split(responses)) for name, row in zip(parts, rows.cpu(), strict=True)}
+
+    def steps(self) -> Iterator[list[list[int]]]:
+        """The micro-batches of each optimizer step, as places of samples in the data."""
+        indices = self.data["micro_batch_indices"]
+        start = 0
+        for count in self.data["num_microbatches"]:
+            yield [[int(i) for i in members] for members in indices[start : start + count]]
+            start += count
