@@ -353,6 +353,7 @@ class _Session:
     def _shared(self, args: Namespace) -> SharedDocumentAccumulator:
         """Of documents that every rank has, for micro-batches on ranks of their own."""
         plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        max_tokens = args.micro_batch_size * args.seq_length
 
         def cut(samples: Sequence[Sample], num_microbatches: int) -> list[PackedBatch]:
             return cut_over_ranks(
@@ -360,13 +361,14 @@ class _Session:
                 num_microbatches=num_microbatches,
                 rank=plane.rank(),
                 num_ranks=plane.size(),
-                max_tokens=args.micro_batch_size * args.seq_length,
+                max_tokens=max_tokens,
                 attention_length=12.0 * args.hidden_size,
                 multiple_of=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             )
 
         position = Position.from_text(self._saved_position, num_ranks=1)
-        return SharedDocumentAccumulator(rule=_step_rule(args), cut=cut, position=position)
+        room = plane.size() * max_tokens
+        return SharedDocumentAccumulator(rule=_step_rule(args), cut=cut, room=room, position=position)
 
     def check_checkpoint(self, check_args: Callable, checkpoint_args: Namespace, *rest: object, **keywords: object):
         """Check a checkpoint's arguments, of which the position of the documents is one, and say what is another objective."""

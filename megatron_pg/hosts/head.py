@@ -16,8 +16,8 @@ class HostHead:
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
-        self._deferred: dict[int, DeferredHead | None] = {}  # by the id of the layer
-        self._layer: Any = None
+        self._layer: Any = None  # that has the head
+        self._deferred: DeferredHead | None = None
 
     def install(self, chunks: Sequence[Any]) -> None:
         """Put the head into the chunk that has an output layer, if there is one here.
@@ -29,18 +29,15 @@ class HostHead:
             return
         for chunk in chunks:
             layer = getattr(_unwrapped(chunk), "output_layer", None)
-            if layer is None or id(layer) in self._deferred:
+            if layer is None or layer is self._layer:
                 continue
             check_layer(layer)
             compute_in_float32(layer, backward=self._settings.head_backward)
-            fused = self._settings.head_mode is not None
-            self._deferred[id(layer)] = _deferred(layer) if fused else None
-            self._layer = layer
+            self._layer, self._deferred = layer, _deferred(layer) if self._settings.head_mode else None
 
     def take(self) -> HeadCall | None:
         """What the layer was called with in the latest forward; None where it made logits."""
-        deferred = self._deferred.get(id(self._layer))
-        return None if deferred is None else deferred.take()
+        return None if self._deferred is None else self._deferred.take()
 
 
 def _deferred(layer: Any) -> DeferredHead:

@@ -9,7 +9,6 @@ context-parallel rank (only a rank's own part has a gradient), and takes D·S of
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,7 +28,7 @@ from megatron_pg.hosts.verl_logprobs import Logprobs
 from megatron_pg.hosts.verl_options import checked
 from megatron_pg.hosts.verl_samples import samples_of
 from megatron_pg.step.errors import StepPlanError
-from megatron_pg.step.findings import StepReport
+from megatron_pg.step.findings import StepReport, before_finalize
 
 CONTRACT = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) bring it back to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
@@ -82,7 +81,7 @@ class PolicyGradientEngine(_Theirs):
         )
         data[_ROW] = torch.arange(len(data))
         try:
-            with self._checked_before_finalize():
+            with before_finalize(get_model_config(self.module[0]), self._check):
                 output = super().forward_backward_batch(data, None, forward_only)
         finally:
             self._step = None
@@ -91,21 +90,8 @@ class PolicyGradientEngine(_Theirs):
             output["metrics"] |= {"actor/pg_loss": named["pg/pg_loss"], **named}
         return output
 
-    @contextmanager
-    def _checked_before_finalize(self) -> Iterator[None]:
-        """Check before gradients are reduced, where Megatron's own NaN check would stop the one rank that sees it."""
-        config = get_model_config(self.module[0])
-        finalize = config.finalize_model_grads_func
-
-        def check_and_finalize(*positional: object, **keywords: object) -> None:
-            self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs())
-            finalize(*positional, **keywords)
-
-        config.finalize_model_grads_func = check_and_finalize
-        try:
-            yield
-        finally:
-            config.finalize_model_grads_func = finalize
+    def _check(self) -> None:
+        self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs())
 
     def optimizer_step(self) -> Any:
         """verl's, and the step's line."""

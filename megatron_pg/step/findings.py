@@ -1,7 +1,9 @@
 """What the losses of a step found, exchanged once: checks, and the step's exact metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +69,23 @@ def gather_found(found: Found, metrics: Reduction, *, reports: bool, returned: i
     checks = rows[:, :_CHECKS].tolist()
     _raise_nonfinite(checks, found)
     return rows[:, _CHECKS:], round(sum(row[3] for row in checks))
+
+
+@contextmanager
+def before_finalize(config: Any, check: Callable[[], object]) -> Iterator[None]:
+    """Check before gradients are reduced, where Megatron's own NaN check would stop the one rank that sees it."""
+    finalize = config.finalize_model_grads_func
+
+    def check_and_finalize(*positional: object, **keywords: object) -> None:
+        check()
+        finalize(*positional, **keywords)
+
+    if finalize is not None:
+        config.finalize_model_grads_func = check_and_finalize
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
 
 
 def _checks(found: Found, returned: int, device: torch.device) -> Tensor:

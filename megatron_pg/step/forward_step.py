@@ -45,7 +45,7 @@ from megatron_pg.step.experts import (
     needs_router_scale,
     router_losses_to_scale,
 )
-from megatron_pg.step.findings import StepReport, gather_found, report_of
+from megatron_pg.step.findings import StepReport, before_finalize, gather_found, report_of
 from megatron_pg.step.microbatches import count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.plan import LocalTable, PlanRule, StepPlan, check_count, plan_from_table
@@ -204,21 +204,8 @@ class PolicyGradientStep:
             if self._replay is not None:
                 self._replay.end()
 
-    @contextmanager
-    def _checked_before_finalize(self, config: Any, found: list[Tensor]) -> Iterator[None]:
-        """Check before gradients are reduced: Megatron's own NaN check stops the one rank that sees it."""
-        finalize = config.finalize_model_grads_func
-
-        def check_and_finalize(*positional: object, **keywords: object) -> None:
-            found.append(self._gather_and_check())
-            finalize(*positional, **keywords)
-
-        if finalize is not None:
-            config.finalize_model_grads_func = check_and_finalize
-        try:
-            yield
-        finally:
-            config.finalize_model_grads_func = finalize
+    def _checked_before_finalize(self, config: Any, found: list[Tensor]) -> AbstractContextManager[None]:
+        return before_finalize(config, lambda: found.append(self._gather_and_check()))
 
     def _plan(self, chunks: list[Any], arguments: dict) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
         """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""

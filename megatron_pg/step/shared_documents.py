@@ -36,11 +36,12 @@ class SharedDocumentAccumulator:
     Args:
         rule: the same on every rank.
         cut: this rank's micro-batches of a step, of a given number of them (`cut_over_ranks`).
+        room: tokens that all ranks together hold of a micro-batch.
         position: where the run begins.
     """
 
-    def __init__(self, *, rule: StepRule, cut: Cut, position: Position):
-        self._rule, self._cut = rule, cut
+    def __init__(self, *, rule: StepRule, cut: Cut, room: int, position: Position):
+        self._rule, self._cut, self._room = rule, cut, room
         self.position = position  # behind the last step that was taken
         self._waiting: list[Group] = []
         self._before = position, self._waiting  # the last step began there, and pulled no more than these
@@ -109,7 +110,8 @@ class SharedDocumentAccumulator:
 
     def _fewest(self, samples: Sequence[Sample], schedulable: Callable[[int], int]) -> list[PackedBatch]:
         """The micro-batches of the smallest number that holds the step."""
-        for count in range(1, len(samples) + 1):
+        least = -(-sum(len(sample.tokens) for sample in samples) // self._room)  # a cut may take a second
+        for count in range(max(1, min(least, len(samples))), len(samples) + 1):
             try:
                 return self._cut(samples, schedulable(count))
             except ValueError:

@@ -142,7 +142,7 @@ def shared_documents() -> SharedDocumentAccumulator:
         return cut_over_ranks(mine, **shape, max_tokens=16, attention_length=8.0)
 
     rule = StepRule(num_documents=len(samples()), policy="exact", end="stop")
-    return SharedDocumentAccumulator(rule=rule, cut=cut, position=Position(0, (0,)))
+    return SharedDocumentAccumulator(rule=rule, cut=cut, room=16 * plane.size(), position=Position(0, (0,)))
 
 
 def groups_of(case: Case) -> list[list]:

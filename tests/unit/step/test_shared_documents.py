@@ -44,7 +44,7 @@ def run(documents, *, num_documents, policy="exact", end="partial", steps=9, beg
     def work(rank: int):
         rule = StepRule(num_documents=num_documents, policy=policy, end=end)
         position = Position(begin, (begin,))
-        accumulator = SharedDocumentAccumulator(rule=rule, cut=partial(cut, rank), position=position)
+        accumulator = SharedDocumentAccumulator(rule=rule, cut=partial(cut, rank), room=16 * RANKS, position=position)
         found, source = [], iter(change(rank, documents[begin:]))
         for _ in range(steps):
             try:
@@ -131,6 +131,7 @@ def test_a_replayed_step_takes_the_same_documents_and_counts_them_once():
         cut=lambda s, k: cut_over_ranks(
             s, num_microbatches=k, rank=0, num_ranks=1, max_tokens=64, attention_length=10.0
         ),
+        room=64,
         position=Position(0, (0,)),
     )
     source = Replayed(groups(LENGTHS))
