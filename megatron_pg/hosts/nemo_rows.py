@@ -69,7 +69,7 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
         if scale == 0.0 or (with_prompts and not mask.any()):  # then nobody could tell its prompt
             continue
         names = {"old_logprobs": "prev_logprobs", "advantages": "advantages", "rollout_logprobs": "generation_logprobs"}
-        if settings.terms.kl_coef:
+        if "ref_logprobs" in settings.terms.reads:
             names["ref_logprobs"] = "reference_policy_logprobs"
         tokens = data["input_ids"][row, :length].long()
         prompt = hashlib.blake2b(tokens[:start].numpy().tobytes()).hexdigest() if with_prompts else None

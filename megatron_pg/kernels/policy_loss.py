@@ -1,8 +1,9 @@
 """From log-probabilities to the loss, in torch: what every implementation that ends in log-probabilities ends in.
 
-    loss = sum_t w_t l_t + beta sum_t u_t kl_t - eta sum_t u_t H_t
+    loss = sum_t w_t l_t + sum_s lambda_s sum_t w^s_t l^s_t
 
-w: the corrected weights; u: the weights of the KL and entropy terms.
+w, l: corrected weights and objective; w^s, l^s: weights and loss of a stream s, for instance a KL divergence, which no
+correction touches.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.objectives import Objective, Tokens, objective_of
+from megatron_pg.objectives.streams import StreamTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +25,23 @@ class LossTerms:
     objective: Objective
     opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
     opsm_threshold: float | None = None  # nats per token
-    kl_coef: float = 0.0  # beta
-    kl_estimator: str | None = None
-    entropy_coef: float = 0.0  # eta
+    streams: tuple[Stream, ...] = ()  # the further losses, each with a weight > 0
     grad_divisor: float = 1.0  # of the gradient, not the loss
 
     @property
     def reads_sequences(self) -> bool:
         """Whether a token's loss depends on its whole sequence."""
         return self.objective.reads_sequences or self.opsm_anchor is not None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Fields of the samples that streams need."""
+        return frozenset(name for stream in self.streams for name in stream.reads)
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the entropy is in the loss."""
+        return any(stream.kind == "entropy" for stream in self.streams)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +53,9 @@ class PolicyGradientLoss:
     logprobs: Tensor  # nats, of the model being trained
     log_ratios: Tensor  # nats, new minus old, not clamped
     entropy: Tensor | None = None  # nats; None unless asked for or in the loss
-    kl: Tensor | None = None  # the estimator's values; None without a KL term
+    stream_losses: Tensor | None = (
+        None  # [n, T] of the terms' n streams, before weights, each 0 off its tokens; None: n = 0
+    )
     kept: Tensor | None = None  # bool, not rejected by opsm; None without it
     sequence_log_ratios: Tensor | None = None  # None unless the objective reads them
     sequence_advantages: Tensor | None = None
@@ -65,7 +77,7 @@ class PolicyLoss:
     def row(self) -> str | None:
         """What the kernels call the objective, where they compute it and it is all there is; else None."""
         terms = self.terms
-        has_more = terms.opsm_anchor or terms.kl_coef or terms.entropy_coef or self.fields.old_logprobs is None
+        has_more = terms.opsm_anchor or terms.streams or self.fields.old_logprobs is None
         return None if has_more else terms.objective.row
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
@@ -79,7 +91,7 @@ class PolicyLoss:
             logprobs: [T] nats, differentiable.
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
         """
-        mask = self.fields.mask
+        mask = self.fields.of_policy.mask
 
         def select(values: Tensor) -> Tensor:
             return torch.where(mask, values.to(logprobs.dtype), 0)
@@ -87,8 +99,8 @@ class PolicyLoss:
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
         loss, token_losses = self._policy_term(losses, kept, select)
-        auxiliary, kl = self._auxiliary(tokens, entropy, select)
-        loss = loss if auxiliary is None else loss + auxiliary
+        further, stream_losses = self._streams(logprobs, entropy)
+        loss = loss if further is None else loss + further
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
         return PolicyGradientLoss(
@@ -97,7 +109,7 @@ class PolicyLoss:
             select(logprobs.detach()),
             tokens.log_ratios.detach(),
             None if entropy is None else select(entropy.detach()),
-            kl,
+            stream_losses,
             kept,
             None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
             tokens.sequence_advantages,
@@ -108,11 +120,12 @@ class PolicyLoss:
         fields, anchor = self.fields, self.terms.opsm_anchor
         old = select(logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs)
         advantages = select(fields.advantages)
-        log_ratios = torch.where(fields.mask, logprobs - old, 0)
+        mask = fields.of_policy.mask
+        log_ratios = torch.where(mask, logprobs - old, 0)
         tokens = {"logprobs": select(logprobs), "old_logprobs": old, "advantages": advantages, "log_ratios": log_ratios}
         rows = []
         if anchor:
-            rows.append(torch.where(fields.mask, select(getattr(fields, anchor)) - logprobs, 0).detach())
+            rows.append(torch.where(mask, select(getattr(fields, anchor)) - logprobs, 0).detach())
         if self.terms.objective.reads_sequences:
             rows += [log_ratios.detach(), advantages]
         averages = list(fields.sequences.averages(torch.stack(rows))) if rows else []
@@ -137,18 +150,35 @@ class PolicyLoss:
         weights = weights if kept is None else torch.where(kept, weights, 0)
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
-    def _auxiliary(
-        self, tokens: Tokens, entropy: Tensor | None, select: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The KL and entropy terms together, and the values of the KL estimator."""
-        terms, fields, kl, sums = self.terms, self.fields, None, []
-        if terms.kl_coef:
-            x = torch.where(fields.mask, tokens.logprobs - select(fields.ref_logprobs), 0)
-            kl = KL_ESTIMATORS[terms.kl_estimator].load()(x, tokens.log_ratios)
-            sums.append(terms.kl_coef * (select(fields.term_weights) * kl).sum())
-        if terms.entropy_coef:
-            sums.append(-terms.entropy_coef * (select(fields.term_weights) * select(entropy)).sum())
-        return (sum(sums) if sums else None), (None if kl is None else kl.detach())
+    def _streams(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weighted sum of all streams' losses, and the losses."""
+        sums, losses = [], []
+        for stream in self.terms.streams:
+            own = self.fields.of_stream(stream.name)
+            losses.append(torch.where(own.mask, self._stream_losses(stream, own.mask, logprobs, entropy), 0))
+            weights = torch.where(own.mask, own.weights.to(logprobs.dtype), 0)
+            sums.append(stream.weight * (weights * losses[-1]).sum())
+        return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)
+
+    def _stream_losses(self, stream: Stream, mask: Tensor, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        """[T] the loss of a stream's tokens."""
+
+        def select(values: Tensor) -> Tensor:
+            return torch.where(mask, values.to(logprobs.dtype), 0)
+
+        fields, against = self.fields, KINDS[stream.kind].against
+        log_ratios = torch.zeros_like(logprobs)
+        if "old_logprobs" in stream.reads:
+            old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
+            log_ratios = torch.where(mask, logprobs - select(old), 0)
+        tokens = StreamTokens(
+            logprobs=select(logprobs),
+            log_ratios=log_ratios,
+            against=None if against is None else select(getattr(fields, against)),
+            entropy=None if entropy is None else select(entropy),
+            estimator=stream.estimator,
+        )
+        return KINDS[stream.kind].load()(tokens)
 
 
 def clipped_surrogate(

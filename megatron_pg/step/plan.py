@@ -6,7 +6,7 @@ rank sees the same table, so a mistake in it is found, and raised, on every rank
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
+from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.metrics.samples import COLUMNS, SampleFacts, encode_facts
 from megatron_pg.reducers import StepCounts, reducer_of
-from megatron_pg.rollouts.fields import Id, plain
+from megatron_pg.rollouts.fields import POLICY, Id, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
@@ -35,8 +36,17 @@ _WIDTH = 4 + COLUMNS  # of a row of the table, but for the depths of multi-token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StreamPlan:
+    """What a stream counts of one optimizer step, of its own tokens alone."""
+
+    denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: those of the objective
+    num_tokens: int
+    num_rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """Totals of one optimizer step, and the denominators of this rank's samples."""
+    """Totals of one optimizer step, and the denominators of this rank's samples: rollouts, prompts and T are the objective's."""
 
     aggregation: str
     divisor: float | None
@@ -44,12 +54,13 @@ class StepPlan:
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
-    num_tokens: int  # T, trained
+    num_tokens: int  # T, that the objective trains
+    num_trained: int  # that the objective or a stream trains
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
-    auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
+    streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
     warning: str | None = None  # about ids that may not be unique over the step
@@ -86,7 +97,7 @@ def plan_step(
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
-        local = _local_table(rule, group, tokens_per_sample, rollouts, prompts)
+        local = _local_table(rule, group, _counts(tokens_per_sample), rollouts, prompts)
         if positions_per_sample is not None:
             local = replace(local, num_positions=_count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # travels to the other ranks, so that all of them stop
@@ -103,8 +114,9 @@ class PlanRule:
 
     aggregation: str
     divisor: float | None = None  # L
-    denominator: str = "scheduled"  # what denominators count; auxiliary terms count trained tokens under `kept` too
-    auxiliary_aggregation: str | None = None  # of the KL and entropy terms; None: they have no denominators
+    denominator: str = "scheduled"  # what denominators count; streams count trained tokens under `kept` too
+    policy: tuple[str, ...] = (POLICY,)  # the stream whose tokens the objective trains; empty: there is no objective
+    streams: tuple[Stream, ...] = ()
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
     depths: int = 0  # of multi-token prediction
@@ -116,14 +128,20 @@ class PlanRule:
         return self.denominator != "scheduled"
 
     @property
+    def own_tokens(self) -> tuple[str, ...]:
+        """The streams whose tokens are not the objective's."""
+        return tuple(dict.fromkeys(stream.tokens for stream in self.streams if stream.tokens not in self.policy))
+
+    @property
     def width(self) -> int:
         """Columns of the table."""
-        return _WIDTH + self.depths
+        return _WIDTH + (len(self.own_tokens) + 1 if self.own_tokens else 0) + self.depths
 
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
-        return needs_prompt_ids(self.aggregation) or (self.depths > 0 and needs_prompt_ids(self.depth_aggregation))
+        further = [stream.aggregation for stream in self.streams if stream.aggregation != AS_POLICY]
+        return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
 
 class _Share(NamedTuple):
@@ -142,7 +160,9 @@ class _Share(NamedTuple):
 class LocalTable:
     """This rank's part of the exchange: one row per sample.
 
-    Its columns are trained tokens, rollout key, prompt key, kept tokens, facts, and n_d of each depth of multi-token prediction.
+    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; where streams have tokens of their
+    own, those of each and of all together; n_d of each depth of multi-token prediction. A count is -1 where the sample is not of the
+    stream: 0 tokens are counted as a unit.
     """
 
     rows: Tensor  # [S, width] int64
@@ -160,17 +180,16 @@ class LocalTable:
 def _local_table(
     rule: PlanRule,
     group: ProcessGroup | None,
-    tokens_per_sample: Sequence[int] | Tensor,
+    counts: Tensor,
     rollout_ids: Sequence[Id] | None,
     prompt_ids: Sequence[Id] | None,
-    kept_per_sample: Sequence[int] | None = None,
-    facts: Tensor | None = None,
-    depth_tokens: Sequence[Sequence[int]] = (),
+    kept: Tensor | None = None,
+    further: Tensor | None = None,
     own: Tensor | None = None,
 ) -> LocalTable:
+    """`further`: [S, ...] int64, the columns behind kept tokens; `own`: [S] int64, keys of samples without a rollout."""
     _check_aggregation(rule.aggregation, rule.divisor)
-    counts = _counts(tokens_per_sample)
-    size, total = len(counts), int(counts.sum())
+    size, total = len(counts), int(counts.clamp(min=0).sum())
     if rule.needs_prompt_ids:
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
@@ -179,10 +198,9 @@ def _local_table(
     own = torch.arange(size) + (rank << 32) if own is None else own  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
-    kept = counts if kept_per_sample is None else _counts(kept_per_sample)
-    facts = torch.zeros(size, COLUMNS, dtype=torch.int64) if facts is None else facts
-    depths = torch.tensor(depth_tokens, dtype=torch.int64).view(len(depth_tokens), size).t()
-    rows = torch.cat([torch.stack([counts, rollouts, prompts, kept], dim=1), facts, depths], dim=1)
+    further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
+    counted = torch.stack([counts, rollouts, prompts, counts if kept is None else kept], dim=1)
+    rows = torch.cat([counted, further], dim=1)
     ids = {_ROLLOUT: rollout_ids, _PROMPT: prompt_ids}
     held = rows[:, [_ROLLOUT, _PROMPT]]
     return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
@@ -203,7 +221,7 @@ def local_table_of(
     group: ProcessGroup | None,
     kept_per_sample: Sequence[int] | None = None,
 ) -> LocalTable:
-    """The table of this rank's micro-batches; `kept_per_sample`: trained tokens that no correction rejects.
+    """The table of this rank's micro-batches; `kept_per_sample`: the objective's tokens that no correction rejects.
 
     A micro-batch that is cut over ranks of its own is counted by the first of them.
     """
@@ -211,13 +229,13 @@ def local_table_of(
     prompt_ids = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
-    rollout_ids, counts = _all_or_none("rollout_id", samples), [sample.num_trained for sample in samples]
-    depths = [[n for batch in batches for n in batch.trained_at(depth)] for depth in range(1, rule.depths + 1)]
+    rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.policy)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
     own = [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
-    facts, keys = encode_facts(samples), torch.tensor(own, dtype=torch.int64)
-    table = _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample, facts, depths, keys)
+    kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
+    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
+    table = _local_table(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
     brought = [batch for batch, first in zip(batches, firsts, strict=True) if first == rank]
     mine = [i for i, key in enumerate(own) if key >> 44 == rank]
     return replace(
@@ -230,6 +248,23 @@ def local_table_of(
         samples=[samples[i] for i in mine],
         shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
     )
+
+
+def _tokens_of(batches: Sequence[PackedBatch], streams: Sequence[str]) -> Tensor:
+    return torch.tensor([n for batch in batches for n in batch.tokens_of(*streams)], dtype=torch.int64)
+
+
+def _further_columns(
+    batches: Sequence[PackedBatch], samples: Sequence[Sample], rule: PlanRule, is_policys: Tensor
+) -> Tensor:
+    """[S, ...] int64: facts of the objective's samples, tokens of streams, tokens at depths."""
+    streams = (*rule.policy, *rule.own_tokens)
+    columns = [_tokens_of(batches, (stream,)) for stream in rule.own_tokens]
+    columns += [_tokens_of(batches, streams)] if columns else []
+    for depth in range(1, rule.depths + 1):
+        counted = [n for batch in batches for n in batch.trained_at(depth, *streams)]
+        columns.append(torch.tensor(counted, dtype=torch.int64))
+    return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
 
 
 def _share_of(k: int, batch: PackedBatch) -> _Share:
@@ -260,29 +295,50 @@ def plan_from_table(
     warning = _check_unique(tables, heads, rule, local.samples, group)
     whole, with_prompts = torch.cat(tables), any(h.has_prompt_ids == 1 for h in heads)
     count = partial(_count_units, whole, local.held, with_prompts=with_prompts, divisor=rule.divisor)
-    trained, kept = whole[:, _TRAINED], whole[:, _KEPT]
-    _check_counted(trained, kept if rule.denominator == "kept" else trained)
-    counts, counted = count(trained), count(kept if rule.denominator == "kept" else trained, live_only=rule.live_only)
-    auxiliary = count(trained, live_only=True) if rule.denominator == "kept" else counted
-    depths = [count(tokens, live_only=rule.live_only) for tokens in whole[:, _WIDTH:].unbind(dim=1)]
-    named = rule.auxiliary_aggregation
+    trained, kept = whole[:, _TRAINED], whole[:, _KEPT if rule.denominator == "kept" else _TRAINED]
+    of_streams, of_depths = whole[:, _WIDTH:].tensor_split([rule.width - _WIDTH - rule.depths], dim=1)
+    union = of_streams[:, -1] if rule.own_tokens else trained
+    _check_counted(union, trained, kept)
+    counts, counted = count(trained), count(kept, live_only=rule.live_only)
+    depths = [count(tokens, live_only=rule.live_only) for tokens in of_depths.unbind(dim=1)]
+    columns = dict.fromkeys(rule.policy, trained) | dict(zip(rule.own_tokens, of_streams.unbind(dim=1), strict=False))
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(counted, rule.aggregation),
-        auxiliary_denominators=_denominators(auxiliary, named) if named else None,
+        streams=_plan_streams(rule, columns, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in depths),
         depth_counts=tuple(depth.num_tokens for depth in depths),
         num_samples=sum(h.num_samples for h in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
         num_tokens=counts.num_tokens,
+        num_trained=int(union.clamp(min=0).sum()),
         num_response_tokens=sum(h.num_response_tokens for h in heads),
         num_positions=sum(h.num_positions for h in heads),
         num_microbatches=local.num_microbatches,
         warning=warning,
         facts=SampleFacts.of(whole[:, 4:_WIDTH], whole[:, _ROLLOUT], whole[:, _PROMPT] if with_prompts else None),
     )
+
+
+def _plan_streams(
+    rule: PlanRule, columns: Mapping[str, Tensor], count: Callable[..., StepCounts]
+) -> dict[str, StreamPlan]:
+    """Every stream by itself; over the objective's tokens it counts the units that the objective counts."""
+    counts = {
+        name: count(columns[name], live_only=rule.live_only and name in rule.policy)
+        for name in dict.fromkeys(stream.tokens for stream in rule.streams)
+    }
+    found = {}
+    for stream in rule.streams:
+        own, denominators = counts[stream.tokens], None
+        if stream.aggregation != AS_POLICY:
+            denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
+        found[stream.name] = StreamPlan(
+            denominators=denominators, num_tokens=own.num_tokens, num_rollouts=own.num_rollouts
+        )
+    return found
 
 
 class _Head(NamedTuple):
@@ -498,13 +554,13 @@ def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
     return (int(first[stray[0, 0]]), int(stray[0, 0])) if len(stray) else None
 
 
-def _check_counted(trained: Tensor, counted: Tensor) -> None:
-    if not int(trained.sum()):
+def _check_counted(union: Tensor, trained: Tensor, kept: Tensor) -> None:
+    if not int(union.clamp(min=0).sum()):
         raise StepPlanError(
             "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
             "more samples per step."
         )
-    if not int(counted.sum()):
+    if int(trained.clamp(min=0).sum()) and not int(kept.clamp(min=0).sum()):
         raise StepPlanError(
             "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
         )
@@ -513,7 +569,9 @@ def _check_counted(trained: Tensor, counted: Tensor) -> None:
 def _count_units(
     table: Tensor, held: Tensor, tokens: Tensor, *, with_prompts: bool, divisor: float | None, live_only: bool = False
 ) -> StepCounts:
+    """Over the samples with tokens >= 0; `held`: keys of the samples for which units' tokens are asked, 0 where there is no such unit."""
     rollouts, prompts = held.t().contiguous()
+    table, tokens = table[tokens >= 0], tokens[tokens >= 0]
     num_rollouts, per_rollout = _totals(table[:, _ROLLOUT], tokens, rollouts, live_only)
     num_prompts, per_prompt = _totals(table[:, _PROMPT], tokens, prompts, live_only) if with_prompts else (None, None)
     return StepCounts(
@@ -531,7 +589,11 @@ def _totals(keys: Tensor, tokens: Tensor, held: Tensor, live_only: bool) -> tupl
     """Number of distinct units (`live_only`: with a counted token), and the tokens of the units that are held here."""
     units, inverse = torch.unique(keys, return_inverse=True)
     totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
-    return int((totals > 0).sum()) if live_only else len(units), totals[torch.searchsorted(units, held)]
+    number = int((totals > 0).sum()) if live_only else len(units)
+    if not len(units):
+        return 0, torch.zeros_like(held)
+    place = torch.searchsorted(units, held).clamp(max=len(units) - 1)
+    return number, torch.where(units[place] == held, totals[place], 0)
 
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:

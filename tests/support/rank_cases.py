@@ -238,6 +238,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_kl_estimator",
         "pg_entropy_coef",
         "pg_aux_aggregation",
+        "pg_stream",
         "pg_mtp_aggregation",
         "pg_grad_divisor",
     ),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
@@ -59,4 +60,4 @@ def test_the_kernel_of_the_plain_surrogate_is_left_out():
     terms = LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"]))
     assert PolicyLoss(terms, fields(torch.zeros(ROWS))).row == "clipped_surrogate"
     assert PolicyLoss(terms, fields(None)).row is None
-    assert PolicyLoss(replace(terms, entropy_coef=0.1), fields(torch.zeros(ROWS))).row is None
+    assert PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is None

@@ -12,6 +12,7 @@ import one_launch
 import pytest
 import threads
 import torch
+from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
@@ -534,7 +535,7 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
     if penalised:
-        terms = replace(terms, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01)
+        terms = replace(terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01))
     token_fields = TokenFields(
         **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
         corrections=torch.linspace(0, 2, 21, dtype=torch.float64),

@@ -120,7 +120,7 @@ def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 2, rank)
         rule = PlanRule(aggregation="sample_mean", undivided=kinds)
-        table = _local_table(rule, group, [1], [rollouts[rank]], ["p"])
+        table = _local_table(rule, group, torch.tensor([1]), [rollouts[rank]], ["p"])
         return plan_from_table(table, rule, error=None, group=group)
 
     if named is None:
@@ -148,7 +148,7 @@ def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 2, rank)
         rule = PlanRule(aggregation="sample_mean")
-        table = _local_table(rule, group, [1], None, None)
+        table = _local_table(rule, group, torch.tensor([1]), None, None)
         return plan_from_table(None if rank else table, rule, error=error if rank else None, group=group)
 
     with pytest.raises(StepPlanError, match=message):
