@@ -31,8 +31,8 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """Reducer and correction of a micro-batch; it checks fields and runs the user's code, so the step asks for it first.
 
     Raises:
-        ValueError: a sample lacks a field that the loss needs, or the reducer weighs tokens of a sequence unevenly under
-            an objective of whole sequences.
+        ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective that has one per
+            sequence, or the reducer weighs its tokens unevenly under an objective that has one loss per sequence.
     """
     _check_fields(batch, settings)
     reducer = _reducer_weights(batch, settings)
@@ -57,6 +57,18 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 raise ValueError(
                     f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
                 )
+    if settings.terms.objective.has_one_advantage_per_sequence:
+        _check_advantages(batch, settings.terms.objective.name)
+
+
+def _check_advantages(batch: PackedBatch, objective: str) -> None:
+    for sample in batch.samples:
+        trained = sample.advantages[sample.loss_mask]
+        if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
+            raise ValueError(
+                f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g}, and {objective} has one for "
+                "the whole sequence. Use --pg-objective gspo_token, which has one per token, or give the sample one advantage."
+            )
 
 
 def _reducer_weights(batch: PackedBatch, settings: LossSettings) -> Tensor | None:
