@@ -99,7 +99,7 @@ ONLY_WITH = {
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
     "mtp": "with `--mtp-num-layers` only",
-    "sequence": "with an objective of whole sequences only (gspo, gspo_token, your own)",
+    "sequence": "with an objective of whole sequences only (gspo, gspo_token, topr, vespo, gmpo, your own)",
     "correction": "with a correction only",
     "clip": "not with objectives that have no bounds",
 }

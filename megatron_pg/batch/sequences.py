@@ -26,6 +26,10 @@ class Sequences:
     counts: Tensor  # [S] float64, trained tokens of the whole sequence, at least 1
     group: ProcessGroup | None = None  # the context-parallel group; None: every sequence is whole
 
+    def trained_tokens(self, dtype: torch.dtype) -> Tensor:
+        """[T] how many trained tokens the token's whole sequence has, at least 1."""
+        return torch.nn.functional.pad(self.counts, (0, 1), value=1.0)[self.slots].to(dtype)
+
     def averages(self, values: Tensor) -> Tensor:
         """[n, T] in the dtype of `values`: the average of each row over the trained tokens of the token's whole sequence.
 

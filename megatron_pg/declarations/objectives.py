@@ -22,8 +22,10 @@ class ObjectiveDeclaration:
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence
     has_one_loss_per_sequence: bool = False  # so that its tokens must have one weight
+    has_one_advantage_per_sequence: bool = False
     loss: str  # `package.module:function` from Tokens and Parameters to [T]
     outside: str | None = None  # to [T] bool each, above and below its bounds; None: it has none
+    averaged: str | None = None  # to [T], whose averages over whole sequences the loss reads; None: it reads none
     row: str | None = None  # what the kernels call it, where they compute it themselves
 
     def bound_rows(self, numbers: Numbers) -> list[tuple[str, str]]:
@@ -31,9 +33,10 @@ class ObjectiveDeclaration:
         clip = {"lower": 1 - numbers.get("clip_eps_low", 0.0), "upper": 1 + numbers.get("clip_eps_high", 0.0)}
         return [(name, text.format(**numbers, **clip)) for name, text in self.bounds.items()]
 
-    def load(self) -> tuple[Callable, Callable | None]:
-        """The loss, and what says which tokens are outside of its bounds."""
-        return load(self.loss), None if self.outside is None else load(self.outside)
+    def load(self) -> tuple[Callable, Callable | None, Callable | None]:
+        """The loss, what says which tokens are outside of its bounds, and what it averages over sequences."""
+        outside, averaged = (None if path is None else load(path) for path in (self.outside, self.averaged))
+        return load(self.loss), outside, averaged
 
 
 CLIP_EPS_LOW = Number(
@@ -84,10 +87,36 @@ DPPO_DELTA_LOW = _above(
 )
 DPPO_DELTA_HIGH = _above("dppo_delta_high", ABOVE_ZERO, "The same where A > 0.")
 
+DRO_BETA = _above("dro_beta", ABOVE_ZERO, "β of --pg-objective dro: strength of its pull back to π_old.")
+IPO_DELTA_LOW = _above(
+    "ipo_delta_low",
+    ABOVE_ZERO,
+    "How far below π_old a token's probability may lie under --pg-objective ipo. Default 0.2.",
+)
+IPO_DELTA_HIGH = _above("ipo_delta_high", ABOVE_ZERO, "How far above it. Default 0.2.")
+IPO_TAU = Number(
+    name="ipo_tau",
+    low=0.0,
+    high=math.inf,
+    requirement="finite and >= 0",
+    help="τ of --pg-objective ipo: strength of its pull back to π_old; 0 switches it off. Default 1e-3.",
+)
+VESPO_K_POS = _above("vespo_k_pos", ABOVE_ZERO, "k of --pg-objective vespo where A > 0. Default 2.")
+VESPO_LAMBDA_POS = _above("vespo_lambda_pos", ABOVE_ZERO, "λ of --pg-objective vespo where A > 0. Default 3.")
+VESPO_K_NEG = _above("vespo_k_neg", ABOVE_ZERO, "k of --pg-objective vespo elsewhere. Default 3.")
+VESPO_LAMBDA_NEG = _above("vespo_lambda_neg", ABOVE_ZERO, "λ of --pg-objective vespo elsewhere. Default 2.")
+GMPO_EPS_LOW = _above(
+    "gmpo_eps_low",
+    ABOVE_ZERO,
+    "Lower clip bound of a token's log-ratio under --pg-objective gmpo is -EPS, in nats, where A < 0. Default 0.4.",
+)
+GMPO_EPS_HIGH = _above("gmpo_eps_high", ABOVE_ZERO, "Upper bound, where A >= 0. Default 0.4.")
+
 _CLIP: Reads = {CLIP_EPS_LOW: 0.2, CLIP_EPS_HIGH: 0.2}
 _DPPO: Reads = {DPPO_DELTA_LOW: None, DPPO_DELTA_HIGH: None, DUAL_CLIP: math.inf}
 _R = "r = exp(log π - log π_old)"
 _SEQUENCE_R = "R = exp(mean of log r over the sequence)"
+_PRODUCT = "W = Π r over the sequence"
 
 
 def _trust_region(unit: str) -> dict[str, str]:
@@ -200,6 +229,55 @@ OBJECTIVES = {
     "reinforce": ObjectiveDeclaration(formula="ℓ = -A·log π", loss="megatron_pg.objectives.reinforce:reinforce"),
     "reinforce_is": ObjectiveDeclaration(
         formula=f"ℓ = -r·A, {_R}", loss="megatron_pg.objectives.reinforce:reinforce_is"
+    ),
+    "dro": ObjectiveDeclaration(
+        formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}",
+        numbers={DRO_BETA: None},
+        bounds={"pull": "β = {dro_beta:g}  (--pg-dro-beta)"},
+        loss="megatron_pg.objectives.dro:dro",
+    ),
+    "topr": ObjectiveDeclaration(
+        formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}",
+        reads_sequences=True,
+        loss="megatron_pg.objectives.topr:topr",
+    ),
+    "topr_token": ObjectiveDeclaration(
+        formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}",
+        loss="megatron_pg.objectives.topr:topr_token",
+    ),
+    "ipo": ObjectiveDeclaration(
+        formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
+        numbers={IPO_DELTA_LOW: 0.2, IPO_DELTA_HIGH: 0.2, IPO_TAU: 1e-3},
+        bounds={
+            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], whatever the sign of A  (--pg-ipo-delta-low/-high)",
+            "pull": "τ = {ipo_tau:g}  (--pg-ipo-tau)",
+        },
+        loss="megatron_pg.objectives.ipo:ipo",
+        outside="megatron_pg.objectives.ipo:outside",
+    ),
+    "vespo": ObjectiveDeclaration(
+        formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",
+        numbers={VESPO_K_POS: 2.0, VESPO_LAMBDA_POS: 3.0, VESPO_K_NEG: 3.0, VESPO_LAMBDA_NEG: 2.0},
+        bounds={
+            "k, λ": "{vespo_k_pos:g}, {vespo_lambda_pos:g} where A > 0, else {vespo_k_neg:g}, {vespo_lambda_neg:g}  "
+            "(--pg-vespo-k-pos, --pg-vespo-lambda-pos, -neg)"
+        },
+        reads_sequences=True,
+        loss="megatron_pg.objectives.vespo:vespo",
+    ),
+    "gmpo": ObjectiveDeclaration(
+        formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
+        numbers={GMPO_EPS_LOW: 0.4, GMPO_EPS_HIGH: 0.4},
+        bounds={
+            "clip": "log r <= {gmpo_eps_high:g} where A >= 0, >= -{gmpo_eps_low:g} where A < 0  (--pg-gmpo-eps-high/-low)"
+        },
+        published_with="sample_mean",
+        reads_sequences=True,
+        has_one_loss_per_sequence=True,
+        has_one_advantage_per_sequence=True,
+        loss="megatron_pg.objectives.gmpo:gmpo",
+        outside="megatron_pg.objectives.gmpo:outside",
+        averaged="megatron_pg.objectives.gmpo:clipped",
     ),
 }
 DEFAULT = "grpo"

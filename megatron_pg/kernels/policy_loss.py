@@ -126,14 +126,21 @@ class PolicyLoss:
         rows = []
         if anchor:
             rows.append(torch.where(mask, select(getattr(fields, anchor)) - logprobs, 0).detach())
-        if self.terms.objective.reads_sequences:
+        objective = self.terms.objective
+        if objective.reads_sequences:
             rows += [log_ratios.detach(), advantages]
+        if objective.averaged is not None:
+            own = torch.where(mask, objective.averaged(Tokens(**tokens), objective.parameters), 0)
+            rows.append(own.detach())
         averages = list(fields.sequences.averages(torch.stack(rows))) if rows else []
         kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold)) if anchor else None
         if averages:
             # the value of the sequence, the gradient of the token
             through = log_ratios - log_ratios.detach()
             tokens |= {"sequence_log_ratios": averages[0] + through, "sequence_advantages": averages[1]}
+            tokens["sequence_lengths"] = fields.sequences.trained_tokens(old.dtype)
+        if objective.averaged is not None:
+            tokens["sequence_average"] = averages[2] + (own - own.detach())
         return Tokens(**tokens), kept
 
     def _policy_term(

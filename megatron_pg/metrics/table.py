@@ -336,7 +336,7 @@ METRICS: tuple[Metric, ...] = (
         "1[r < 1 - ε_low or r > 1 + ε_high]",
         "fraction",
         "outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; dppo: "
-        "the trust region): an upper bound of the tokens without gradient",
+        "the trust region; ipo: the band; gmpo: log r): an upper bound of the tokens without gradient",
         only_with="clip",
         signs=("< 0.2", Limit(high=0.5, cause="learning rate, steps per rollout batch")),
     ),

@@ -62,7 +62,8 @@ class TokenValues:
     @cached_property
     def _tokens(self) -> Tokens:
         """What the objective saw."""
-        result = self.result
+        result, sequences = self.result, self.fields.sequences
+        reads = self.terms.objective.reads_sequences
         return Tokens(
             logprobs=result.logprobs,
             old_logprobs=self.fields.old_logprobs,
@@ -70,6 +71,7 @@ class TokenValues:
             log_ratios=result.log_ratios,
             sequence_log_ratios=result.sequence_log_ratios,
             sequence_advantages=result.sequence_advantages,
+            sequence_lengths=sequences.trained_tokens(result.log_ratios.dtype) if reads else None,
         )
 
     def of_stream(self, name: str) -> tuple[Tensor, Tensor]:

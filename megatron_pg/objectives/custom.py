@@ -178,4 +178,5 @@ def _tokens(index: Tensor, *, averages: bool = True) -> Tokens:
         log_ratios=log_ratios,
         sequence_log_ratios=0.001 + log_ratios - log_ratios.detach() if averages else None,
         sequence_advantages=torch.full((len(index),), 0.3, dtype=torch.float64) if averages else None,
+        sequence_lengths=torch.full((len(index),), 40.0, dtype=torch.float64) if averages else None,
     )

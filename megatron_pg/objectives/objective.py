@@ -8,6 +8,8 @@ from torch import Tensor
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
+_KIND = ("reads_sequences", "has_one_loss_per_sequence", "has_one_advantage_per_sequence", "row")  # as declared
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -22,6 +24,9 @@ class Objective:
     reported: tuple[str, ...] = ()  # their names
     reads_sequences: bool = False
     has_one_loss_per_sequence: bool = False
+    has_one_advantage_per_sequence: bool = False
+    averaged: Callable[[Tokens, Parameters], Tensor] | None = None
+    """[T] whose average over the whole sequence the loss reads as `sequence_average`; None: it reads none."""
     row: str | None = None  # what the kernels call it; None: they do not compute it themselves
     parameters: Parameters
 
@@ -30,6 +35,6 @@ def objective_of(name: str, **numbers: float | None) -> Objective:
     """The declared objective of that name, with its numbers, which `validate_args` has checked; one left out has its default."""
     declared = OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
-    loss, outside = declared.load()
-    kind = {key: getattr(declared, key) for key in ("reads_sequences", "has_one_loss_per_sequence", "row")}
-    return Objective(name=name, loss=loss, outside=outside, parameters=Parameters(**numbers), **kind)
+    loss, outside, averaged = declared.load()
+    kind = {key: getattr(declared, key) for key in _KIND}
+    return Objective(name=name, loss=loss, outside=outside, averaged=averaged, parameters=Parameters(**numbers), **kind)

@@ -38,6 +38,8 @@ class Tokens:
     log_ratios: Tensor  # log π - log π_old, differentiable
     sequence_log_ratios: Tensor | None = None  # its average over the whole sequence; its gradient is the token's own
     sequence_advantages: Tensor | None = None  # average of A over the whole sequence
+    sequence_lengths: Tensor | None = None  # trained tokens of the whole sequence
+    sequence_average: Tensor | None = None  # of what the objective averages itself; its gradient is the token's own
 
     @cached_property
     def ratios(self) -> Tensor:

@@ -39,12 +39,14 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """Reducer and correction of a micro-batch; it checks fields and runs the user's code, so the step asks for it first.
 
     Raises:
-        ValueError: a sample lacks a field that the loss needs, or the reducer weighs tokens of a sequence unevenly under
-            an objective of whole sequences.
+        ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective that has one per
+            sequence, or the reducer weighs its tokens unevenly under an objective that has one loss per sequence.
     """
     check_streams(batch.samples, settings)
     _check_fields(batch, settings)
     members = [sample for sample in batch.samples if POLICY in settings.policy and sample.stream == POLICY]
+    if settings.terms.objective.has_one_advantage_per_sequence:
+        _check_advantages(members, settings.terms.objective.name)
     reducer = _whole(_reducer_weights(members, settings), batch, members)
     corrected = correction_factors(members, settings.correction)
     corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
@@ -88,6 +90,16 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                     f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} trains, so the loss "
                     "would not be finite. Take the token out of the mask, or repair the value."
                 )
+
+
+def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
+    for sample in samples:
+        trained = sample.advantages[sample.loss_mask]
+        if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
+            raise ValueError(
+                f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g}, and {objective} has one for "
+                "the whole sequence. Use --pg-objective gspo_token, which has one per token, or give the sample one advantage."
+            )
 
 
 def _asked_by(stream: Stream) -> str:

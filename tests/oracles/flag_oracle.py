@@ -51,8 +51,9 @@ def outcome(given: Mapping) -> tuple[str, bool, list[str]]:
         said.append("W5")
     if given["own"] is not None:
         said.append("W9")
-    elif given["objective"] == "gspo":
+    elif given["objective"] in ("gspo", "gmpo"):
         said += ["W3"] if resolved != "sample_mean" else []
+    if given["own"] is None and given["objective"] == "gspo":
         said += ["W8"] if max(given["low"] or 0, given["high"] or 0) > 0.05 else []
     if given["beta"] and given["estimator"] == "k1":
         said.append("W7")
@@ -117,7 +118,7 @@ def _number(value: object) -> float:
 def _terms(given: Mapping) -> list[str]:
     """Choices and numbers that are wrong by themselves."""
     choices = {
-        "objective": ("grpo", "gspo", "cispo", "two_sided", "reinforce"),
+        "objective": ("grpo", "gspo", "cispo", "two_sided", "reinforce", "dro", "gmpo"),
         "correction": ("none", "tis", "icepop", "opsm", "token_k3"),
         "denominator": ("scheduled", "live", "kept"),
         "estimator": (None, "k1", "k3_weighted"),
@@ -128,6 +129,7 @@ def _terms(given: Mapping) -> list[str]:
     ranges = {  # (smallest, whether it may be left out)
         "cap": (1.0, True),
         "delta": (1.0 + 1e-15, True),
+        "pull": (1e-300, True),
         "bottom": (-1e300, True),
         "top": (-1e300, True),
         "beta": (0.0, False),
@@ -151,13 +153,17 @@ def _objective(given: Mapping) -> list[str]:
         "cispo": "low cap",
         "two_sided": "low high delta",
         "reinforce": "",
+        "dro": "pull",
+        "gmpo": "",
     }.get(given["objective"])
     if reads is None:
         return []
     found += [
-        "E40" for name in ("low", "high", "cap", "delta") if given[name] is not None and name not in reads.split()
+        "E40"
+        for name in ("low", "high", "cap", "delta", "pull")
+        if given[name] is not None and name not in reads.split()
     ]
-    needed = {"cispo": "cap", "two_sided": "delta"}.get(given["objective"])
+    needed = {"cispo": "cap", "two_sided": "delta", "dro": "pull"}.get(given["objective"])
     found += ["E41"] * (needed is not None and given[needed] is None)
     if given["objective"] == "two_sided" and given["delta"] is not None:
         high = 0.2 if given["high"] is None else _number(given["high"])
@@ -228,7 +234,7 @@ def _head(given: Mapping) -> list[str]:
     if fused != "forward":
         return found
     found += ["E55"] * (bool(given["fp16"]) + bool(given["scale"]))
-    reads_sequences = given["own"] is None and given["objective"] == "gspo"
+    reads_sequences = given["own"] is None and given["objective"] in ("gspo", "gmpo")
     return found + ["E55"] * (reads_sequences + (given["correction"] == "opsm"))
 
 
@@ -236,7 +242,7 @@ def _graphs(given: Mapping) -> list[str]:
     """Of a release whose router's losses are scaled while the step runs, which a captured router would not see."""
     on = given["flag"] is True or given["mode"] == "token_mean"
     parts = [*given["scope"], *given["modules"]]
-    is_captured = given["graph"] == "transformer_engine" and parts in ([], ["moe_router"])
+    is_captured = given["graph"] == "transformer_engine" and (not parts or "moe_router" in parts)
     balances = given["aux"] and given["balancing"] != "none"
     ranks = given["tp"] * given["cp"]
     is_small = (balances and given["balancing"] == "seq_aux_loss") or (ranks > 1 and (balances or given["z"]))

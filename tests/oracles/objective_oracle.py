@@ -5,7 +5,7 @@
     d loss / d z_j = (w kappa gamma g + beta v g_kl) (1[j = y] - p_j) / tau  +  eta v p_j (log p_j + H) / tau
 
 with g = d loss_t / d l, l the log-probability of the token y, w the weight of the policy loss and v that of the other two
-terms. Under gspo w kappa gamma is the document's mean of it in the gradient: see `sequence_share`. A step is all documents of one optimizer step, over all ranks and micro-batches.
+terms. Under gspo and gmpo w kappa gamma is the document's mean of it in the gradient: see `sequence_share`. A step is all documents of one optimizer step, over all ranks and micro-batches.
 
 Trap: fields at mask 0 may be NaN. They are dropped before any arithmetic; multiplying them by a mask would let them in.
 """
@@ -74,6 +74,16 @@ class Settings:
     sapo_tau_neg: float = 1.05
     dppo_delta_low: float | None = None  # probability (tv) or nats (kl), for A < 0
     dppo_delta_high: float | None = None  # the same for A > 0
+    dro_beta: float | None = None
+    ipo_low: float = 0.2  # probability
+    ipo_high: float = 0.2
+    ipo_tau: float = 1e-3
+    vespo_k_pos: float = 2.0  # for A > 0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0  # elsewhere
+    vespo_lambda_neg: float = 2.0
+    gmpo_low: float = 0.4  # nats
+    gmpo_high: float = 0.4
     temperature: float = 1.0
     correction: str = "none"
     correction_low: float | None = None
@@ -104,6 +114,7 @@ class Settings:
             "cispo": ("cispo_cap",),
             "dppo_tv": ("dppo_delta_low", "dppo_delta_high"),
             "dppo_kl": ("dppo_delta_low", "dppo_delta_high"),
+            "dro": ("dro_beta",),
         }
         for name in needs.get(self.objective, ()):
             if getattr(self, name) is None:
@@ -371,6 +382,61 @@ def reinforce_is(tokens: Tokens, settings: Settings):
     return loss, loss * tokens.moves
 
 
+def dro(tokens: Tokens, settings: Settings):
+    """(beta / 2) (d - A / beta)^2 - A^2 / (2 beta) - A l_old, d = l - l_old: 2405.19107's regression. It has no ratio to clamp."""
+    beta, d, a = settings.dro_beta, tokens.log_ratio, tokens.advantages
+    return beta / 2 * (d - a / beta) ** 2 - a**2 / (2 * beta) - a * tokens.old, beta * (d - a / beta)
+
+
+def tapered(tokens: Tokens, log_weight):
+    """-sg[c] A l, c = 1 for A >= 0 and the ratio up to 1 for A < 0; e^d of a d <= 0 needs no clamp."""
+    c = np.where(tokens.advantages >= 0, 1.0, np.exp(np.minimum(log_weight, 0.0)))
+    return -c * tokens.advantages * tokens.new, -c * tokens.advantages
+
+
+def topr(tokens: Tokens, settings: Settings):
+    """Ratio of the whole document, 2503.14286."""
+    return tapered(tokens, tokens.log_ratio.sum())
+
+
+def topr_token(tokens: Tokens, settings: Settings):
+    return tapered(tokens, tokens.log_ratio)
+
+
+def ipo(tokens: Tokens, settings: Settings):
+    """-1[-low <= pi - pi_old <= high] r A + tau d^2 (prime-rl)."""
+    shift = np.exp(tokens.new) - np.exp(tokens.old)
+    kept = (shift <= settings.ipo_high) & (shift >= -settings.ipo_low)
+    surrogate = np.where(kept, -tokens.ratio * tokens.advantages, 0.0)
+    d = tokens.log_ratio
+    return surrogate + settings.ipo_tau * d**2, surrogate * tokens.moves + 2 * settings.ipo_tau * d
+
+
+def vespo(tokens: Tokens, settings: Settings):
+    """-sg[phi(W)] A l, phi(W) = W^k e^(lambda (1 - W)), 2602.10693. log W is clamped, and beyond nothing moves."""
+    total = tokens.log_ratio.sum()
+    weight = bounded_exp(total)
+    rises = tokens.advantages > 0
+    shape = np.where(rises, settings.vespo_k_pos, settings.vespo_k_neg)
+    rate = np.where(rises, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    scale = -(weight**shape) * np.exp(rate * (1 - weight)) * tokens.advantages
+    return scale * tokens.new, scale * (abs(total) <= MAX_LOG_RATIO)
+
+
+def gmpo(tokens: Tokens, settings: Settings):
+    """-sgn(A) prod_t |min(r_t A, clip(r_t, e^-low, e^high) A)|^(1 / N), 2507.20673, A one number per document.
+
+    g is that of N tokens of equal weight, as in `gspo`.
+    """
+    a = tokens.advantages
+    bounded = np.clip(tokens.log_ratio, -settings.gmpo_low, settings.gmpo_high)
+    log_ratio = np.where(a >= 0, np.minimum(tokens.log_ratio, bounded), np.maximum(tokens.log_ratio, bounded))
+    alive = log_ratio == tokens.log_ratio
+    mean = log_ratio.mean()
+    loss = -a * bounded_exp(mean)
+    return loss, loss * alive * (abs(mean) <= MAX_LOG_RATIO)
+
+
 OBJECTIVES: dict[str, Callable] = {
     "grpo": grpo,
     "dual_clip": dual_clip,
@@ -383,7 +449,14 @@ OBJECTIVES: dict[str, Callable] = {
     "dppo_kl": dppo_kl,
     "reinforce": reinforce,
     "reinforce_is": reinforce_is,
+    "dro": dro,
+    "topr": topr,
+    "topr_token": topr_token,
+    "ipo": ipo,
+    "vespo": vespo,
+    "gmpo": gmpo,
 }
+ONE_LOSS_PER_DOCUMENT = ("gspo", "gmpo")
 
 
 # ---- Corrections: (tokens, settings) -> gamma [k], kappa [k] bool ----
@@ -571,7 +644,7 @@ def step(documents: Sequence[Document], settings: Settings) -> Result:
         pg.extend(w * factor * loss)
         kl.extend(v * kl_value)
         entropy.extend(v * tokens.entropy)
-        share = sequence_share(w * factor) if settings.objective == "gspo" else w * factor
+        share = sequence_share(w * factor) if settings.objective in ONE_LOSS_PER_DOCUMENT else w * factor
         coefficient = share * g + settings.kl_coef * v * kl_g
         rows = logit_gradient(tokens, coefficient, settings.entropy_coef * v, settings.temperature)
         gradients.append(spread(document, rows / settings.grad_divisor))

@@ -55,10 +55,11 @@ FACTORS = {
     "temperature": ("pg_temperature", [1.0, 1e-3], [0.0, "1.0", None]),
     "metrics": ("pg_metrics", ["basic", "none", "with_entropy"], ["full", False]),
     "kernel": ("pg_kernel", ["torch"], ["triton", "cuda"]),
-    "objective": ("pg_objective", ["grpo", "gspo", "cispo", "two_sided", "reinforce"], ["dapo", None]),
+    "objective": ("pg_objective", ["grpo", "gspo", "cispo", "two_sided", "reinforce", "dro", "gmpo"], ["dapo", None]),
     "own": ("pg_custom_objective_path", [None, "user_package.turns:two"], ["a.py", "user_nothing:f", REDUCER]),
     "cap": ("pg_cispo_cap", [None, 2.0], [0.28]),
     "delta": ("pg_delta", [None, 1.1, 12.0], [1.0, "2"]),
+    "pull": ("pg_dro_beta", [None, 0.5], [0.0]),
     "correction": ("pg_correction", ["none", "tis", "icepop", "opsm", "token_k3"], ["trunc"]),
     "bottom": ("pg_correction_low", [None, 0.5], [math.nan]),
     "top": ("pg_correction_high", [None, 2.0, 0.1], ["2"]),
@@ -146,7 +147,7 @@ def check(combinations: list[dict[str, object]]) -> None:
     assert differing[:3] == []
 
 
-@pytest.mark.proof("Flags: every pair of values of 65 arguments, against a second decision table (pairs)")
+@pytest.mark.proof("Flags: every pair of values of 66 arguments, against a second decision table (pairs)")
 @pytest.mark.parametrize("values", [ALL, GOOD], ids=["all", "accepted"])
 @pytest.mark.usefixtures("user_code")
 def test_every_pair_of_values_meets_the_second_table(values, evidence):

@@ -33,6 +33,10 @@ EVERY_OBJECTIVE = Settings(
     cispo_cap=1.4,
     dppo_delta_low=0.05,
     dppo_delta_high=0.05,
+    dro_beta=0.5,
+    ipo_low=0.05,
+    ipo_high=0.05,
+    ipo_tau=0.3,
     temperature=0.8,
 )
 CORRECTED = {  # bounds that keep some tokens of the random documents and reject others
@@ -73,6 +77,10 @@ def with_logits(documents, logits):
     return [replace(document, logits=z) for document, z in zip(documents, logits, strict=True)]
 
 
+def with_one_advantage(documents):
+    return [replace(d, advantages=np.full_like(d.advantages, d.advantages[0])) for d in documents]
+
+
 def differentiable_value(documents, settings, base):
     """The value whose gradient is taken, at these logits, with all that is stopped as in `base`, (documents, Result)."""
     before, result = base
@@ -86,7 +94,7 @@ def differentiable_value(documents, settings, base):
         )
         old, ref, advantages = document.old[rows], document.ref[rows], document.advantages[rows]
         losses, factors = now.token_losses[i][rows], result.factors[i][rows]
-        if settings.objective in ("cispo", "dppo_tv", "dppo_kl"):
+        if settings.objective in ("cispo", "dppo_tv", "dppo_kl", "topr", "topr_token", "vespo"):
             losses = result.token_losses[i][rows] / fixed * new
         if settings.objective in ("gspo", "gspo_token") and len(rows):
             ratio = np.exp((fixed - old).mean()) * np.exp(new - fixed)
@@ -95,6 +103,10 @@ def differentiable_value(documents, settings, base):
                 ratio = np.full_like(ratio, np.exp((new - old).mean()))
             bounded = np.clip(ratio, 1 - settings.eps_low, 1 + settings.eps_high)
             losses = -np.minimum(ratio * advantages, bounded * advantages)
+        if settings.objective == "gmpo" and len(rows):
+            shared = new - old if advantages[0] < 0 else -(new - old)
+            shared = np.maximum(shared, -settings.gmpo_low if advantages[0] < 0 else -settings.gmpo_high)
+            losses = -advantages * np.exp((shared if advantages[0] < 0 else -shared).mean())
         x, r = new - ref, np.exp(new - old)
         kl = {
             "k1": x,
@@ -144,6 +156,8 @@ def test_gradient_is_that_of_the_value(objective, name):
             grad_divisor=3.0,
         )
         documents = random_step(seed)
+        if objective == "gmpo":
+            documents = with_one_advantage(documents)
         rng = np.random.default_rng(seed + 100)
         result = step(documents, settings)
         for _ in range(2):
@@ -326,7 +340,7 @@ def test_every_objective_has_the_gradient_of_reinforce_on_policy():
     documents = random_step(3, shift=0.0)
     expected = all_gradients(documents, replace(EVERY_OBJECTIVE, objective="reinforce"))
     negative_sapo = 4 * 0.25  # 4 s (1 - s) at r = 1, whatever tau
-    for objective in set(OBJECTIVES) - {"gspo"}:
+    for objective in set(OBJECTIVES) - {"gspo", "gmpo"}:
         got = all_gradients(documents, replace(EVERY_OBJECTIVE, objective=objective))
         np.testing.assert_allclose(got, expected * negative_sapo if objective == "sapo" else expected, atol=1e-14)
 
@@ -348,12 +362,13 @@ def test_masked_values_do_not_matter(objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_clamped_ratio_has_no_gradient(objective):
-    """Beyond 20 nats only reinforce, which reads no ratio, still trains."""
+    """Beyond 20 nats only what reads no ratio, or none above 1, still trains, and the pull of ipo."""
     for old, advantage in ((-30.0, -1.0), (-30.0, 1.0), (-1e-9, 1.0), (-1e-9, -1.0)):
         logits = np.array([[0.0, 1.0]]) if old == -30.0 else np.array([[0.0, 25.0]])
         document = Document(logits, np.array([0]), np.ones(1, bool), np.array([old]), np.array([advantage]))
         settings = replace(EVERY_OBJECTIVE, objective=objective, temperature=1.0)
-        assert bool(step([document], settings).gradients[0].any()) == (objective == "reinforce")
+        trains = objective in ("reinforce", "dro", "topr", "topr_token", "ipo")
+        assert bool(step([document], settings).gradients[0].any()) == trains
 
 
 def test_column_that_cannot_be_sampled():

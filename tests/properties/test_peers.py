@@ -254,6 +254,47 @@ def sapo(b: Batch) -> Tensor:
     return -torch.sigmoid(tau * (b.r - 1)) * 4 / tau * b.A
 
 
+def dro(beta: float):
+    """verl."""
+    return lambda b: -(b.new * b.A - 0.5 * beta * (b.new - b.old) ** 2)
+
+
+def topr(b: Batch) -> Tensor:
+    """The paper, a sum over trajectories: plain where A >= 0, the trajectory's ratio up to 1 where A < 0."""
+    trajectory = (b.sum_rows(b.new) - b.sum_rows(b.old)).exp()[:, None].clamp(0, 1).detach()
+    return -b.sum_rows(torch.where(b.A >= 0, b.A, trajectory * b.A) * b.new).sum() / len(b.mask)
+
+
+def topr_by_token(b: Batch) -> Tensor:
+    return -torch.where(b.A >= 0, 1, b.r.clamp(0, 1).detach()) * b.A * b.new
+
+
+def ipo(low: float, high: float, tau: float):
+    """prime-rl, with ipo_mask_low, ipo_mask_high and kl_tau."""
+
+    def loss(b: Batch) -> Tensor:
+        shift = b.new.exp() - b.old.exp()
+        kept = ((shift <= high) & (shift >= -low)).double()
+        return -kept * b.A * b.r + tau * (b.new - b.old) ** 2
+
+    return loss
+
+
+def vespo(b: Batch) -> Tensor:
+    """TRL: the logarithm of a gamma density's shape of W, without its clamps."""
+    log_w = b.sum_rows(b.new - b.old)[:, None].detach()
+    k, rate = torch.where(b.A >= 0, 2.0, 3.0).double(), torch.where(b.A >= 0, 3.0, 2.0).double()
+    return -(rate + k * log_w - rate * log_w.exp()).exp() * b.A * b.new
+
+
+def gmpo(b: Batch) -> Tensor:
+    """verl: its clip range bounds the log-ratio; A of a row is the mean of its tokens'."""
+    d, sign = b.new - b.old, b.A.sign()
+    kept = sign * torch.minimum(sign * d, sign * d.clamp(-0.1, 0.2))
+    ratio = (b.sum_rows(kept) / b.counts).exp()
+    return (-b.sum_rows(b.A) / b.counts * ratio).sum() / len(b.mask)
+
+
 def dppo(distance: str, low: float, high: float, c: float):
     """verl; without the 1e-8 that it adds inside of its logarithm."""
 
@@ -387,6 +428,17 @@ SAME = [
         )
         for name, size in (("tv", 0.05), ("kl", 0.02))
     ),
+    ("`dro`", "verl", f"--pg-objective dro --pg-dro-beta 0.3 {TOKENS}", lambda b: of_tokens(b, dro(0.3)(b))),
+    ("`topr`", "the paper", f"--pg-objective topr {CONSTANT} 1", topr),
+    ("`topr_token`", "by token", f"--pg-objective topr_token {TOKENS}", lambda b: of_tokens(b, topr_by_token(b))),
+    (
+        "`ipo`",
+        "prime-rl",
+        f"--pg-objective ipo --pg-ipo-delta-low 0.02 --pg-ipo-delta-high 0.03 --pg-ipo-tau 0.1 {TOKENS}",
+        lambda b: of_tokens(b, ipo(0.02, 0.03, 0.1)(b)),
+    ),
+    ("`vespo`", "TRL", f"--pg-objective vespo {TOKENS}", lambda b: of_processes(b, vespo(b))),
+    ("`gmpo`", "verl", "--pg-objective gmpo --pg-gmpo-eps-low 0.1 --pg-gmpo-eps-high 0.2", gmpo),
     ("`reinforce`", "verl NeMo-RL", f"--pg-objective reinforce {TOKENS}", lambda b: of_tokens(b, -b.A * b.new)),
     ("`reinforce_is`", "the formula", "--pg-objective reinforce_is", lambda b: of_rows(b, -b.A * b.r)),
     ("`tis`", "slime miles", f"{RHO} tis", lambda b: of_rollouts(b, clip(b) * b.rho.clamp(0, 2))),

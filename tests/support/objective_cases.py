@@ -36,7 +36,15 @@ NUMBERS = {
     "sapo_tau_neg": ("sapo_tau_neg", (0.5, 2.0)),
     "dppo_delta_low": ("dppo_delta_low", (0.01, 0.3)),
     "dppo_delta_high": ("dppo_delta_high", (0.01, 0.3)),
+    "dro_beta": ("dro_beta", (0.01, 2.0)),
+    "ipo_delta_low": ("ipo_low", (0.01, 0.3)),
+    "ipo_delta_high": ("ipo_high", (0.01, 0.3)),
+    "ipo_tau": ("ipo_tau", (0.001, 1.0)),
+    "gmpo_eps_low": ("gmpo_low", (0.05, 0.5)),
+    "gmpo_eps_high": ("gmpo_high", (0.05, 0.5)),
+    **{name: (name, (0.5, 3.0)) for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
 }
+PRODUCTS = ("topr", "vespo")  # whose ratio is a product over the sequence
 BOUNDS = {
     "tis": ((0.0, 0.8), (1.0, 2.0)),
     "seq_tis": ((0.0, 0.8), (1.0, 2.0)),
@@ -110,6 +118,11 @@ def random_case(rng: random.Random, objective: str) -> Case:
     samples = [_with_engines(sample, rng) for sample in random_step(rng, vocabulary=cases.VOCABULARY)]
     logits = cases.poisoned_logits(samples, rng)
     expected = _random_settings(rng, objective)
+    if OBJECTIVES[objective].has_one_advantage_per_sequence:
+        samples = [_with_one_advantage(sample) for sample in samples]
+    if objective in PRODUCTS:
+        near = zip(samples, logits, strict=True)
+        samples = [_with_near_anchor(sample, table, expected.temperature, rng) for sample, table in near]
     if expected.denominator == "kept" and not _keeps_some(samples, logits, expected):
         expected.denominator = "live"
     return Case(samples, logits, expected, settings_of(expected))
@@ -124,6 +137,20 @@ def _with_engines(sample: Sample, rng: random.Random) -> Sample:
     rollout = (old + torch.tensor(noise, dtype=torch.float64)).clamp(max=0)
     ref = torch.tensor([rng.uniform(-5, -0.5) for _ in range(size)], dtype=torch.float64)
     return dataclasses.replace(sample, old_logprobs=old, rollout_logprobs=rollout, ref_logprobs=ref)
+
+
+def _with_one_advantage(sample: Sample) -> Sample:
+    trained = sample.advantages[sample.loss_mask]
+    return dataclasses.replace(sample, advantages=torch.where(sample.loss_mask, trained[:1].sum(), sample.advantages))
+
+
+def _with_near_anchor(sample: Sample, table: Tensor, temperature: float, rng: random.Random) -> Sample:
+    """The sample with old log-probabilities from which a product of ratios over the sequence is not 0 or infinite."""
+    rows = table[_first(sample) : _first(sample) + sample.response_length] / temperature
+    new = rows.log_softmax(-1).gather(1, sample.tokens[_first(sample) + 1 :, None])[:, 0]
+    noise = torch.tensor([rng.gauss(0, 0.3) for _ in new], dtype=torch.float64)
+    old = torch.where(sample.loss_mask, (new + noise).clamp(max=0), sample.old_logprobs)
+    return dataclasses.replace(sample, old_logprobs=old)
 
 
 def _random_settings(rng: random.Random, objective: str) -> oracle.Settings:

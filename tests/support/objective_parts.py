@@ -1,6 +1,7 @@
 """Objectives with their numbers, sequences, and drawn tokens whose gradients can be checked."""
 
 import dataclasses
+import math
 import random
 
 import torch
@@ -24,6 +25,16 @@ NUMBERS = {
     "sapo_tau_neg": 1.05,
     "dppo_delta_low": 0.05,
     "dppo_delta_high": 0.1,
+    "dro_beta": 0.5,
+    "ipo_delta_low": 0.05,
+    "ipo_delta_high": 0.1,
+    "ipo_tau": 0.1,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "gmpo_eps_low": 0.3,
+    "gmpo_eps_high": 0.4,
 }
 SIZES = [3, 1, 4]  # tokens of three sequences
 
@@ -67,6 +78,9 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
         ref_logprobs=-normal().abs(),
         rollout_logprobs=old + 0.1 * normal(),
     )
+    if OBJECTIVES[name].has_one_advantage_per_sequence:
+        firsts = torch.stack([part[0] for part in fields.advantages.split(SIZES)])
+        fields = dataclasses.replace(fields, advantages=torch.repeat_interleave(firsts, torch.tensor(SIZES)))
     trained = [int(part.sum()) for part in fields.mask.split(SIZES)]
     fields = dataclasses.replace(fields, sequences=sequences_of(SIZES, trained))
     shorthands = {key: terms[key] for key in ("kl_coef", "kl_estimator", "entropy_coef") if key in terms}
@@ -75,7 +89,7 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
     found = loss(logprobs, entropy=0 * logprobs)
     ratios = [found.log_ratios.exp()]
     ratios += [] if found.sequence_log_ratios is None else [found.sequence_log_ratios.exp()]
-    kinks = torch.tensor([0.8, 1.28, 2.0, 3.0], dtype=torch.float64)
+    kinks = torch.tensor([0.8, 1.28, 2.0, 3.0, math.exp(-0.3), math.exp(0.4)], dtype=torch.float64)
     if any((r[:, None] - kinks).abs().min() < 1e-3 for r in ratios):
         return drawn(name, rng, **terms)
     return loss, logprobs.requires_grad_(), normal().abs().requires_grad_()

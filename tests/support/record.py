@@ -59,6 +59,12 @@ OBJECTIVES = [
     "dppo_kl",
     "reinforce",
     "reinforce_is",
+    "dro",
+    "topr",
+    "topr_token",
+    "ipo",
+    "vespo",
+    "gmpo",
 ]
 RANKS = [
     "dp2-constant",

@@ -117,6 +117,19 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
         (pg("dual_clip", dual_clip=3.0), "dual clip", "c = 3  (--pg-dual-clip)"),
         (pg("two_sided", delta=4.0), "cap", "δ = 4  (--pg-delta)"),
         (pg("sapo"), "tau", "1 where A > 0, else 1.05  (--pg-sapo-tau-pos/-neg)"),
+        (pg("dro", dro_beta=0.05), "pull", "β = 0.05  (--pg-dro-beta)"),
+        (
+            pg("ipo", ipo_delta_high=0.3),
+            "band",
+            "π - π_old in [-0.2, 0.3], whatever the sign of A  (--pg-ipo-delta-low/-high)",
+        ),
+        (pg("ipo"), "pull", "τ = 0.001  (--pg-ipo-tau)"),
+        (
+            pg("vespo", vespo_k_neg=1.0),
+            "k, λ",
+            "2, 3 where A > 0, else 1, 2  (--pg-vespo-k-pos, --pg-vespo-lambda-pos, -neg)",
+        ),
+        (pg("gmpo"), "clip", "log r <= 0.4 where A >= 0, >= -0.4 where A < 0  (--pg-gmpo-eps-high/-low)"),
         (
             pg("dppo_tv", dppo_delta_low=0.1, dppo_delta_high=0.2),
             "trust region",

@@ -33,6 +33,9 @@ BROKEN = [
     row("E55", "loss scale", head(loss_scale=128.0), "--loss-scale brings a loss scale"),
     row("E55", "gspo", head(**pg("gspo")), "--pg-objective gspo reads whole sequences"),
     row("E55", "gspo_token", head(**pg("gspo_token")), "--pg-objective gspo_token reads whole sequences"),
+    row("E55", "topr", head(**pg("topr")), "--pg-objective topr reads whole sequences"),
+    row("E55", "vespo", head(**pg("vespo")), "--pg-objective vespo reads whole sequences"),
+    row("E55", "gmpo", head(**pg("gmpo")), "--pg-objective gmpo reads whole sequences"),
     row("E55", "opsm", head(**correction("opsm", high=0.1)), "--pg-correction opsm reads whole sequences"),
     row("E55", "opsm_old", head(**correction("opsm_old", high=0.1)), "--pg-correction opsm_old reads whole sequences"),
 ]
@@ -50,6 +53,7 @@ NEAR_MISSES = [
     row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
     row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),
+    row("E55", "topr by token", head(**pg("topr_token"))),
     # whether it reads whole sequences is known once it was tried
     row("E55", "custom objective", head(**pg("grpo", custom_objective_path="user_package.turns:two"))),
 ]

@@ -15,6 +15,19 @@ BROKEN = [
     row("E24", "dual clip 1", pg("dual_clip", dual_clip=1.0), "--pg-dual-clip must be finite and > 1, got 1.0"),
     row("E24", "cap 0.28", pg("cispo", cispo_cap=0.28), "--pg-cispo-cap must be finite and >= 1 (an absolute cap"),
     row("E24", "tau zero", pg("sapo", sapo_tau_neg=0.0), "--pg-sapo-tau-neg must be finite and > 0, got 0.0"),
+    row("E24", "pull zero", pg("dro", dro_beta=0.0), "--pg-dro-beta must be finite and > 0, got 0.0"),
+    row("E24", "band zero", pg("ipo", ipo_delta_low=0.0), "--pg-ipo-delta-low must be finite and > 0, got 0.0"),
+    row("E24", "pull below", pg("ipo", ipo_tau=-1e-3), "--pg-ipo-tau must be finite and >= 0, got -0.001"),
+    row("E24", "k zero", pg("vespo", vespo_k_neg=0.0), "--pg-vespo-k-neg must be finite and > 0, got 0.0"),
+    row(
+        "E24", "λ NaN", pg("vespo", vespo_lambda_pos=math.nan), "--pg-vespo-lambda-pos must be finite and > 0, got nan"
+    ),
+    row(
+        "E24",
+        "log-ratio bound below",
+        pg("gmpo", gmpo_eps_low=-0.4),
+        "--pg-gmpo-eps-low must be finite and > 0, got -0.4",
+    ),
     row(
         "E24",
         "trust region below",

@@ -517,6 +517,16 @@ NUMBERS = {
     "sapo_tau_neg": 1.05,
     "dppo_delta_low": 0.1,
     "dppo_delta_high": 0.1,
+    "dro_beta": 0.5,
+    "ipo_delta_low": 0.1,
+    "ipo_delta_high": 0.1,
+    "ipo_tau": 0.1,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "gmpo_eps_low": 0.3,
+    "gmpo_eps_high": 0.4,
 }
 TERMS = [*product(OBJECTIVES, ("forward", "recompute"), (False, True))]
 

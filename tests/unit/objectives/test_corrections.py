@@ -193,6 +193,28 @@ def test_a_reducer_that_weighs_a_sequence_unevenly_is_refused_under_gspo(name, d
         token_factors(batch, settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "advantages", "refused"),
+    [
+        ("gmpo", [0.5, 0.5, math.nan], False),  # the third token is not trained
+        ("gmpo", [0.5, 0.500001, 0.5], True),
+        ("gspo", [0.5, -0.5, 0.5], False),
+    ],
+)
+def test_advantages_that_differ_in_a_sample_are_refused_under_gmpo(name, advantages, refused):
+    sample = make_sample(prompt_length=1, mask=[1, 1, 0], rng=random.Random(0), sample_id="s")
+    sample = dataclasses.replace(sample, advantages=torch.tensor(advantages, dtype=torch.float64))
+    batch = pack([sample], qkv_format="thd")
+    settings = simulation.settings(
+        "sample_mean", per_token=False, terms=dataclasses.replace(simulation.GRPO, objective=build(name))
+    )
+    if refused:
+        with pytest.raises(ValueError, match=r"the advantages of sample s go from 0.5 to 0.500001, and gmpo has one"):
+            token_factors(batch, settings)
+    else:
+        token_factors(batch, settings)
+
+
 # --- denominators ---
 
 # rollouts a (2 samples), b, c, d of prompts A = {a, b}, B = {c}, C = {d}: trained and kept tokens of each sample

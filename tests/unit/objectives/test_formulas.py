@@ -70,10 +70,11 @@ def test_a_gradient_that_is_not_that_of_the_equation_would_be_seen():
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("rejects", [None, "by data", "by the model"])
-def test_gspo_has_the_true_gradient_of_its_value(seed, rejects):
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_one_loss_per_sequence_has_the_true_gradient_of_its_value(name, seed, rejects):
     """Nothing held fixed: the ratio of a sequence moves with every token of it, whatever factor its tokens have."""
     opsm = {"opsm_anchor": "rollout_logprobs", "opsm_threshold": 0.0} if rejects == "by the model" else {}
-    loss, logprobs, _ = drawn("gspo", random.Random(seed), **opsm)
+    loss, logprobs, _ = drawn(name, random.Random(seed), **opsm)
     if rejects == "by data":
         factors = torch.rand(sum(SIZES), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
         loss = with_fields(loss, corrections=torch.where(factors < 0.6, 0, factors))
@@ -142,6 +143,23 @@ def coefficient(name: str, *, log_ratio: float, advantage: float, old: float = -
         ("dppo_kl", 4.0, -1.0, 3.0 * (math.log(4) - 1), 3.0),
         ("dppo_kl", 2.0, 1.0, 0.0, 0.0),  # KL of 0.368 from 0.736: 0.297
         ("dppo_kl", 2.0, -1.0, 2.0 * (math.log(2) - 1), 2.0),
+        ("dro", 3.0, 2.0, -2.0 * (math.log(3) - 1) + 0.25 * math.log(3) ** 2, -2.0 + 0.5 * math.log(3)),
+        ("dro", 3.0, 0.0, 0.25 * math.log(3) ** 2, 0.5 * math.log(3)),  # the pull alone
+        ("topr", 4.0, -1.0, math.log(4) - 1, 1.0),  # the cap
+        ("topr", 0.25, -1.0, 0.25 * (math.log(0.25) - 1), 0.25),
+        ("topr", 0.25, 1.0, -(math.log(0.25) - 1), -1.0),  # A > 0: the whole gradient
+        ("topr_token", 0.25, -1.0, 0.25 * (math.log(0.25) - 1), 0.25),
+        ("topr_token", 4.0, 1.0, -(math.log(4) - 1), -1.0),
+        ("ipo", 1.1, 2.0, -2.2 + 0.1 * math.log(1.1) ** 2, -2.2 + 0.2 * math.log(1.1)),  # moved by 0.037
+        ("ipo", 1.5, 1.0, 0.1 * math.log(1.5) ** 2, 0.2 * math.log(1.5)),  # moved by 0.18: the pull alone
+        ("ipo", 1.5, -1.0, 0.1 * math.log(1.5) ** 2, 0.2 * math.log(1.5)),  # against A: dropped too
+        ("ipo", 0.5, 1.0, 0.1 * math.log(2) ** 2, -0.2 * math.log(2)),
+        ("vespo", 2.0, 1.0, -4 * math.exp(-3) * (math.log(2) - 1), -4 * math.exp(-3)),
+        ("vespo", 0.5, -1.0, math.exp(1) / 8 * (math.log(0.5) - 1), math.exp(1) / 8),
+        ("gmpo", 1.4, 2.0, -2.8, -2.8),
+        ("gmpo", 2.0, 2.0, -2 * math.exp(0.4), 0.0),
+        ("gmpo", 2.0, -1.0, 2.0, 2.0),  # the other side is not clipped
+        ("gmpo", 0.5, -1.0, math.exp(-0.3), 0.0),
     ],
 )
 def test_hand_worked_tokens(name, r, advantage, loss, gradient):
@@ -149,18 +167,57 @@ def test_hand_worked_tokens(name, r, advantage, loss, gradient):
     assert found == pytest.approx((loss, gradient), rel=1e-12, abs=1e-14)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+PULLED = ("dro", "ipo")  # back to the sampling policy, whatever the advantage
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in PULLED])
 def test_a_token_without_advantage_has_neither_loss_nor_gradient(name):
     assert coefficient(name, log_ratio=0.7, advantage=0.0) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "reinforce"])
+NOT_CLAMPED = ("reinforce", "dro", "topr", "topr_token", "ipo")  # no ratio above 1 in it, or a pull that must act there
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in NOT_CLAMPED])
 @pytest.mark.parametrize("log_ratio", [21.0, -21.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_meaningless_ratio_gives_a_finite_loss_and_no_gradient(name, log_ratio, advantage):
     loss, gradient = coefficient(name, log_ratio=log_ratio, advantage=advantage, old=-22.0)
     assert math.isfinite(loss)
     assert gradient == 0.0
+
+
+@pytest.mark.parametrize(("log_ratio", "advantage"), [(30.0, -1.0), (-30.0, -1.0), (30.0, 1.0), (-30.0, 1.0)])
+def test_what_has_no_clamp_is_finite_far_from_the_sampling_policy(log_ratio, advantage):
+    arguments = {"log_ratio": log_ratio, "advantage": advantage, "old": -31.0}
+    weight = math.exp(min(log_ratio, 0)) if advantage < 0 else 1.0
+    expected = {
+        "dro": -advantage + 0.5 * log_ratio,
+        "topr": -weight * advantage,
+        "topr_token": -weight * advantage,
+        "ipo": 0.2 * log_ratio,
+    }
+    for name, gradient in expected.items():
+        assert coefficient(name, **arguments)[1] == pytest.approx(gradient, rel=1e-12)
+
+
+def test_products_and_averages_are_over_the_whole_sequence_by_hand():
+    """Two tokens with r = 1.25 and 0.4, so W = 1/2, and one token in a sequence of its own."""
+    fields = TokenFields(
+        targets=torch.zeros(3, dtype=torch.int64),
+        mask=torch.ones(3, dtype=torch.bool),
+        old_logprobs=torch.tensor([-1.0, -2.0, -1.0], dtype=torch.float64),
+        advantages=torch.tensor([-2.0, -2.0, 1.0], dtype=torch.float64),
+        weights=torch.full((3,), 0.5, dtype=torch.float64),
+        sequences=sequences_of([2, 1]),
+    )
+    ratios = torch.tensor([1.25, 0.4, 1.0], dtype=torch.float64)
+    mean = math.exp((math.log(1.25) - 0.3) / 2)
+    expected = {"topr": [0.5, 0.5, -0.5], "vespo": [math.exp(1) / 8] * 2 + [-0.5], "gmpo": [mean, 0.0, -0.5]}
+    for name, gradient in expected.items():
+        logprobs = (fields.old_logprobs + ratios.log()).requires_grad_()
+        PolicyLoss(LossTerms(objective=build(name)), fields)(logprobs).loss.backward()
+        assert logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-14, abs=1e-15), name
 
 
 @pytest.mark.parametrize("r", [0.3, 0.9, 1.0, 1.2, 1.999, 2.0, 2.001, 9.0])
@@ -187,6 +244,32 @@ def test_gspo_token_is_gspo_where_the_advantage_is_per_sequence():
         found.append((float(value.detach()), torch.autograd.grad(value, logprobs)[0]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-15)
     assert torch.allclose(found[0][1], found[1][1], rtol=1e-15, atol=0)
+
+
+@pytest.mark.proof("LUSPO, 2602.05261: gspo with constant, L = 1, is its equation, value and gradient")
+def test_luspo_is_gspo_with_constant_and_divisor_1(evidence):
+    """-(1/G) Σ_i |y_i| min(s_i A_i, clip(s_i) A_i), s_i = (Π r)^(1/|y_i|), of G = 3 responses, in plain float64."""
+    worst = 0.0
+    for seed in range(20):
+        loss, logprobs, _ = drawn("gspo", random.Random(seed))
+        lengths, mask = torch.tensor(SIZES), torch.ones(sum(SIZES), dtype=torch.bool)
+        advantages = torch.repeat_interleave(torch.randn(3, dtype=torch.float64), lengths)
+        step = with_fields(
+            loss, mask=mask, advantages=advantages, sequences=sequences_of(SIZES), weights=mask.double() / 3
+        )
+        ours = step(logprobs).loss
+        (gradient,) = torch.autograd.grad(ours, logprobs)
+        terms = []
+        for new, old, a in zip(
+            *(x.split(SIZES) for x in (logprobs, loss.fields.old_logprobs, advantages)), strict=True
+        ):
+            s = ((new - old).sum() / len(new)).exp()
+            terms.append(len(new) * torch.minimum(s * a[0], s.clamp(0.8, 1.28) * a[0]))
+        theirs = -sum(terms) / 3
+        (expected,) = torch.autograd.grad(theirs, logprobs)
+        worst = max(worst, abs(float((ours - theirs).detach())), float((gradient - expected).abs().max()))
+    evidence(cases=20, worst=worst)
+    assert worst < 5e-15
 
 
 def test_cispo_drops_no_token_where_ppo_drops_a_fifth():

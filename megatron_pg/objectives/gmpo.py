@@ -1,0 +1,34 @@
+"""The clipped surrogate of a whole sequence by the geometric mean of its tokens' clipped ratios."""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.objectives.tokens import Parameters, Tokens, ratio
+
+
+def gmpo(tokens: Tokens, parameters: Parameters) -> Tensor:
+    """Loss of each token, the same for all tokens of a sequence, which has one advantage.
+
+        loss = -G A,   G = exp(average of clipped(log r) over the trained tokens of the whole sequence)
+        clipped(d) = min(d, gmpo_eps_high) where A >= 0,   else max(d, -gmpo_eps_low)
+
+    Each token's gradient is -G A times the average of its sequence's weights, where it is not clipped; the bounds are
+    inclusive. The logarithm of G is clamped to ±20, and beyond there is no gradient.
+
+    Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
+    """
+    return -ratio(tokens.sequence_average) * tokens.sequence_advantages
+
+
+def clipped(tokens: Tokens, parameters: Parameters) -> Tensor:
+    """[T] log r of each token, clipped on the side towards which A moves it: what is averaged over its sequence."""
+    raised, lowered = (
+        tokens.log_ratios.clamp(max=parameters.gmpo_eps_high),
+        tokens.log_ratios.clamp(min=-parameters.gmpo_eps_low),
+    )
+    return torch.where(tokens.advantages < 0, lowered, raised)
+
+
+def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
+    """[T] bool each: log r above and below its bounds, whatever the sign of A."""
+    return tokens.log_ratios > parameters.gmpo_eps_high, tokens.log_ratios < -parameters.gmpo_eps_low

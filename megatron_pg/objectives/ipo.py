@@ -1,0 +1,24 @@
+"""The unclipped surrogate inside a band of probability, with a quadratic pull back to the sampling policy."""
+
+import torch
+from torch import Tensor
+
+from megatron_pg.objectives.tokens import Parameters, Tokens
+
+
+def ipo(tokens: Tokens, parameters: Parameters) -> Tensor:
+    """Loss of each token; the band has no regard to the sign of A, and the pull acts outside of it too.
+
+        loss = -r A + tau (log r)²   where -ipo_delta_low <= π - π_old <= ipo_delta_high,   else tau (log r)²,   tau = ipo_tau
+
+    Source: INTELLECT Policy Optimization, the loss of prime-rl. Its later releases drop a token by the sign of A, as dppo_tv.
+    """
+    above, below = outside(tokens, parameters)
+    surrogate = torch.where(above | below, 0, -tokens.ratios * tokens.advantages)
+    return surrogate + parameters.ipo_tau * tokens.log_ratios.square()
+
+
+def outside(tokens: Tokens, parameters: Parameters) -> tuple[Tensor, Tensor]:
+    """[T] bool each: π above and below the band around π_old."""
+    moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
+    return moved > parameters.ipo_delta_high, moved < -parameters.ipo_delta_low
