@@ -118,6 +118,12 @@ class RolloutWriter:
             ) from error
 
 
+def version_of(samples: Sequence[Sample]) -> int:
+    """The first version of the format that has all their fields."""
+    names = {name for sample in samples for name in _record_of(sample)}
+    return max((FIELDS[name].since for name in names & FIELDS.keys()), default=VERSIONS[0])
+
+
 def _check_goes_on(path: Path, if_exists: str) -> int:
     """The version of a file of samples; refused unless it is whole and shall be appended to."""
     shown = printable(str(path), limit=None)

@@ -178,10 +178,11 @@ def refusal_of(read, path: Path) -> tuple[object, str | None]:
 def same_digest(path: Path) -> None:
     """The digest is what `read_rollouts` reads, or both refuse the file in the same words."""
     samples, expected = refusal_of(read_rollouts, path)
-    found, refusal = refusal_of(digest_rollouts, path)
+    digest, refusal = refusal_of(digest_rollouts, path)
     assert refusal == expected
     if expected is not None:
         return
+    found, _ = digest
     assert [(row.step, row.prompt_id, row.rollout_id) for row in found] == [
         (s.step, s.prompt_id, s.rollout_id) for s in samples
     ]

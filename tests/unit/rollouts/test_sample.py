@@ -97,7 +97,7 @@ def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
     ("lines", "where", "message"),
     [
         ([RECORD], ":1:", "header has format None"),
-        ([HEADER | {"version": 2}, RECORD], ":1:", "version 2"),
+        ([HEADER | {"version": 3}, RECORD], ":1:", "version 3"),
         ([HEADER | {"colour": 1}, RECORD], ":1:", "unknown header field 'colour'"),
         ([HEADER], "", "holds no sample"),
         ([], "", "holds no sample"),
