@@ -35,8 +35,9 @@ class LossTerms:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Fields of the samples that streams need."""
-        return frozenset(name for stream in self.streams for name in stream.reads)
+        """Fields of the samples that streams and OPSM need."""
+        anchor = () if self.opsm_anchor is None else (self.opsm_anchor,)
+        return frozenset((*anchor, *(name for stream in self.streams for name in stream.reads)))
 
     @property
     def reads_entropy(self) -> bool:

@@ -158,6 +158,9 @@ def token_weights(
     found = {"weights": weights, "corrections": factors.corrections}
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
+    for name in settings.terms.reads:
+        if batch.optional_values(name) is None:  # other micro-batches have it
+            found[name] = batch.response_values(name)
     for stream in settings.terms.streams:
         if stream.tokens not in settings.policy:
             found[f"{stream.name}.mask"] = batch.mask_of(stream.tokens)

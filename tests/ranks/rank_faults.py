@@ -14,6 +14,7 @@ from samples import make_sample
 from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import pack
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
@@ -39,6 +40,9 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(
             loss, terms=dataclasses.replace(loss.terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
         )
+    if fault == "noteacher":
+        teacher = Stream(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
     if fault == "norollout":
         return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
     if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
