@@ -9,7 +9,9 @@ Models (arXiv 2306.13649); A Comedy of Estimators (arXiv 2512.21852).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import show
 import torch
 from torch import Tensor
@@ -90,10 +92,26 @@ def cells(rows: list[Row]) -> list[tuple[str, ...]]:
 HEADER = ("form of the loss", "error on-policy", "error off-policy", "effect of the teacher")
 
 
-def main() -> None:
-    """Print the table."""
+def draw(rows: list[Row], folder: Path) -> None:
+    """The errors of the forms, on tokens of the policy and of an older one."""
+    figure, (ax,) = show.panels(1)
+    figure.set_size_inches(8.4, 3.6)
+    places = np.arange(len(rows))
+    ax.barh(places + 0.19, [row.on_policy for row in rows], 0.36, color="#2471a3", label="on-policy")
+    ax.barh(places - 0.19, [row.off_policy for row in rows], 0.36, color="#a9cce3", label="tokens of an older policy")
+    ax.set_yticks(places, [row.form for row in rows], fontsize=8)
+    ax.invert_yaxis()
+    ax.set(xlabel="|E[gradient] − ∇KL(π‖π_T)| / |∇KL(π‖π_T)|")
+    ax.legend(frameon=False, fontsize=8)
+    show.save(figure, folder, "distillation_gradients.png")
+
+
+def main(folder: Path = show.PICTURES) -> None:
+    """Print the table and draw."""
     title = "|E[gradient] - ∇KL(π‖π_T)| / |∇KL(π‖π_T)|, by enumeration; effect: 0, no teacher in the gradient; 1, as it should be"
-    show.table(title, HEADER, cells(measure()))
+    rows = measure()
+    show.table(title, HEADER, cells(rows))
+    draw(rows, folder)
 
 
 if __name__ == "__main__":

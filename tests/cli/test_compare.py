@@ -192,6 +192,28 @@ def same_digest(path: Path) -> None:
     assert [row.magnitude for row in found] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
 
 
+def test_streams_are_counted_and_the_objective_is_compared_alone(tmp_path, capsys):
+    supervised = {k: v for k, v in RECORD.items() if k not in ("old_logprobs", "advantage", "reward")}
+    lines = [
+        RECORD | {"masks": {"echo": [0, 1]}},
+        supervised | {"rollout_id": 7, "stream": "sft", "loss_mask": [1, 1]},
+        supervised | {"rollout_id": 8, "stream": "sft", "loss_mask": [1, 1]},
+    ]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines]))
+    assert main(["compare", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["samples"], document["trained_tokens"]) == (1, 1)
+    counted = [(s["stream"], s["samples"], s["rollouts"], s["trained_tokens"]) for s in document["streams"]]
+    assert counted == [("rl", 1, 1, 1), ("echo", 1, 1, 1), ("sft", 2, 2, 4)]
+    assert main(["compare", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "the objective is scaled by its share, 16.7%" in shown
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines[1:]]))
+    assert main(["compare", str(path)]) != 0
+    assert "no sample is of the objective's stream, rl" in capsys.readouterr().err
+
+
 UNUSUAL = [  # good lines
     {"loss_mask": [1.0, 0.0]},
     {"old_logprobs": [5e-4, -1]},

@@ -168,7 +168,7 @@ def shared_documents() -> SharedDocumentAccumulator:
         shape = {"num_microbatches": count, "rank": plane.rank(), "num_ranks": plane.size()}
         return cut_over_ranks(mine, **shape, max_tokens=16, attention_length=8.0)
 
-    rule = StepRule(num_documents=len(samples(case.layout.options)), policy="exact", end="stop")
+    rule = StepRule(num_documents=len(samples()), policy="exact", end="stop")
     return SharedDocumentAccumulator(rule=rule, cut=cut, room=16 * plane.size(), position=Position(0, (0,)))
 
 
