@@ -100,7 +100,7 @@ class PolicyLoss:
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
         loss, token_losses = self._policy_term(losses, kept, select)
-        further, stream_losses = self._streams(logprobs, entropy)
+        further, stream_losses = self._streams(tokens, logprobs, entropy)
         loss = loss if further is None else loss + further
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
@@ -158,35 +158,36 @@ class PolicyLoss:
         weights = weights if kept is None else torch.where(kept, weights, 0)
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
-    def _streams(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The weighted sum of all streams' losses, and the losses."""
+    def _streams(self, policy: Tokens, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weighted sum of all streams' losses, and the losses; `policy` is what the objective sees."""
         sums, losses = [], []
         for stream in self.terms.streams:
             own = self.fields.of_stream(stream.name)
-            losses.append(torch.where(own.mask, self._stream_losses(stream, own.mask, logprobs, entropy), 0))
-            weights = torch.where(own.mask, own.weights.to(logprobs.dtype), 0)
-            sums.append(stream.weight * (weights * losses[-1]).sum())
+            shared = policy if own.mask is self.fields.of_policy.mask else None
+            losses.append(KINDS[stream.kind].load()(self._of_stream(stream, own.mask, shared, logprobs, entropy)))
+            sums.append(stream.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
         return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)
 
-    def _stream_losses(self, stream: Stream, mask: Tensor, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """[T] the loss of a stream's tokens."""
+    def _of_stream(
+        self, stream: Stream, mask: Tensor, shared: Tokens | None, logprobs: Tensor, entropy: Tensor | None
+    ) -> StreamTokens:
+        """What a stream sees; where its tokens are the objective's, what that sees."""
 
         def select(values: Tensor) -> Tensor:
             return torch.where(mask, values.to(logprobs.dtype), 0)
 
         fields, against = self.fields, KINDS[stream.kind].against
-        log_ratios = torch.zeros_like(logprobs)
-        if "old_logprobs" in stream.reads:
+        log_ratios = None if shared is None else shared.log_ratios
+        if log_ratios is None and "old_logprobs" in stream.reads:
             old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
             log_ratios = torch.where(mask, logprobs - select(old), 0)
-        tokens = StreamTokens(
-            logprobs=select(logprobs),
+        return StreamTokens(
+            logprobs=select(logprobs) if shared is None else shared.logprobs,
             log_ratios=log_ratios,
             against=None if against is None else select(getattr(fields, against)),
-            entropy=None if entropy is None else select(entropy),
+            entropy=select(entropy) if stream.kind == "entropy" else None,
             estimator=stream.estimator,
         )
-        return KINDS[stream.kind].load()(tokens)
 
 
 def clipped_surrogate(

@@ -9,12 +9,12 @@ from megatron_pg.declarations.corrections import KL_ESTIMATORS
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamTokens:
-    """[T] of one dtype each. Tokens that are not of the stream hold 0."""
+    """[T] of one dtype each. Tokens that are not of the stream hold 0, and have the loss 0."""
 
     logprobs: Tensor  # log π, nats, differentiable
-    log_ratios: Tensor  # log π - log π_old, differentiable; 0 where nothing reads it
+    log_ratios: Tensor | None  # log π - log π_old, differentiable; None where nothing reads it
     against: Tensor | None  # nats, of the policy that a divergence is measured from
-    entropy: Tensor | None  # H of the token's distribution, nats, differentiable
+    entropy: Tensor | None  # H of the token's distribution, nats, differentiable; likewise
     estimator: str | None
 
 
