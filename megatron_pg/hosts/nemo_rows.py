@@ -15,8 +15,9 @@ from megatron_pg.batch import pack
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.errors import NonFiniteLossError
 from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import StepPlan, needs_prompt_ids, plan_from_table
+from megatron_pg.step.plan import StepPlan, plan_from_table
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import needs_prompt_ids
 from megatron_pg.step.weights import token_weights
 
 COLUMN, SUM = "megatron_pg_", "megatron_pg_sum/"  # what names of columns and of sums begin with

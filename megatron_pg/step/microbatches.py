@@ -7,8 +7,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.step.plan import LocalTable, StepPlan, local_table_of
+from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import LocalTable, local_table_of
 from megatron_pg.step.weights import TokenFactors, depth_weights, token_factors, token_weights
 
 

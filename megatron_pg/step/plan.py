@@ -4,7 +4,6 @@ Everything later (kernel, context parallelism, pipeline, metrics) only reads the
 rank sees the same table, so a mistake in it is found, and raised, on every rank.
 """
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,30 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import ContextRanks, PackedBatch
-from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.streams import AS_POLICY, Stream
-from megatron_pg.metrics.samples import COLUMNS, SampleFacts, encode_facts
+from megatron_pg.batch import ContextRanks
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.streams import AS_POLICY
+from megatron_pg.metrics.samples import SampleFacts
 from megatron_pg.reducers import StepCounts, reducer_of
-from megatron_pg.rollouts.fields import POLICY, Id, plain
+from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.errors import StepPlanError, message_of
+from megatron_pg.step.table import (
+    KEPT,
+    MODULUS,
+    PROMPT,
+    ROLLOUT,
+    TRAINED,
+    WIDTH,
+    LocalTable,
+    PlanRule,
+    Share,
+    count_positions,
+    table_of_counts,
+    whole_counts,
+)
 from megatron_pg.step.unique_ids import prompts_message, rollouts_message
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange

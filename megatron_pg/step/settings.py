@@ -19,7 +19,7 @@ from megatron_pg.objectives.corrections import Correction
 from megatron_pg.objectives.custom import custom_objective_of
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
 from megatron_pg.rollouts.fields import POLICY
-from megatron_pg.step.plan import PlanRule
+from megatron_pg.step.table import PlanRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

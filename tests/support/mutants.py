@@ -15,6 +15,7 @@ from simulation import Layout
 import megatron_pg.kernels.api
 import megatron_pg.kernels.logprobs
 import megatron_pg.step.plan
+import megatron_pg.step.table
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
@@ -95,8 +96,8 @@ def an_empty_microbatch_counts_as_one_token():
 
 @mutant
 def a_sample_without_trained_tokens_counts_as_one_token():
-    original = megatron_pg.step.plan._tokens_of
-    with mock.patch.object(megatron_pg.step.plan, "_tokens_of", lambda *a: original(*a).clamp(min=1)):
+    original = megatron_pg.step.table._tokens_of
+    with mock.patch.object(megatron_pg.step.table, "_tokens_of", lambda *a: original(*a).clamp(min=1)):
         yield
 
 

@@ -25,8 +25,9 @@ from megatron_pg.objectives.corrections import NONE, Correction
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.contract import Contract
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.plan import local_table_of, plan_from_table
+from megatron_pg.step.plan import plan_from_table
 from megatron_pg.step.settings import LossSettings, metrics_of
+from megatron_pg.step.table import local_table_of
 from megatron_pg.step.weights import token_factors, token_weights
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28

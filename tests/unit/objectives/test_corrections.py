@@ -18,7 +18,8 @@ from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.kernels import PolicyLoss
 from megatron_pg.objectives.corrections import Correction, correction_factors
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.plan import PlanRule, StepPlanError, local_table_of, plan_from_table
+from megatron_pg.step.plan import StepPlanError, plan_from_table
+from megatron_pg.step.table import PlanRule, local_table_of
 from megatron_pg.step.weights import token_factors
 
 

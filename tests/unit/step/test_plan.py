@@ -21,7 +21,8 @@ import megatron_pg.step.plan
 from megatron_pg import ContextRanks, Sample, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.streams import Stream
-from megatron_pg.step.plan import PlanRule, _local_table, check_count, local_table_of, plan_from_table
+from megatron_pg.step.plan import check_count, plan_from_table
+from megatron_pg.step.table import PlanRule, local_table_of, table_of_counts
 
 MODES = sorted(AGGREGATIONS)
 
@@ -174,7 +175,7 @@ def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 2, rank)
         rule = PlanRule(aggregation="sample_mean", undivided=kinds)
-        table = _local_table(rule, group, torch.tensor([1]), [rollouts[rank]], ["p"])
+        table = table_of_counts(rule, group, torch.tensor([1]), [rollouts[rank]], ["p"])
         return plan_from_table(table, rule, error=None, group=group)
 
     if named is None:
@@ -202,7 +203,7 @@ def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 2, rank)
         rule = PlanRule(aggregation="sample_mean")
-        table = _local_table(rule, group, torch.tensor([1]), None, None)
+        table = table_of_counts(rule, group, torch.tensor([1]), None, None)
         return plan_from_table(None if rank else table, rule, error=error if rank else None, group=group)
 
     with pytest.raises(StepPlanError, match=message):
