@@ -103,13 +103,14 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
 def _stream_row(stream: Stream) -> tuple[str, str]:
     """The term of a stream, and what its denominators count."""
     by = f" by {stream.estimator}" if stream.estimator else ""
-    tokens = f"the tokens of {stream.tokens}"
-    if stream.aggregation == AS_POLICY:
-        weights = "the weights of pg_loss"
-    else:
-        declared = AGGREGATIONS[stream.aggregation]
-        weights = f"1/δ, δ = {declared.denominator.format(counted='', tokens='trained', divisor=stream.divisor)}"
-    text = f"+ {stream.weight:g} Σ v·({KINDS[stream.kind].formula}){by} over {tokens}, v = {weights}, of its own tokens  ({stream.flag})"
+    weights = "with v = the weights of pg_loss"
+    if stream.aggregation != AS_POLICY:
+        denominator = AGGREGATIONS[stream.aggregation].denominator
+        weights = (
+            f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=stream.divisor)}"
+        )
+    term = f"+ {stream.weight:g} Σ v·({KINDS[stream.kind].formula}){by} over the tokens of {stream.tokens}"
+    text = f"{term}, {weights}  ({stream.flag})"
     return stream.name, text
 
 

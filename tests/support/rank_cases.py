@@ -150,8 +150,10 @@ MTP_REFERENCES = [
     for mode in MODES
     for option in ("-mtp", "-mtp2", "-mtp-own", "-mtp2-own", "-tied-mtp", "-tied-mtp2", "-experts-mtp")
 ]
+MTP_FULL += ["cp2t-token_mean-mtp-streams", "pp2-token_mean-mtp-fused-streams"]
 MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
 MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
+MTP_REFERENCES += ["dp1-token_mean-mtp-streams"]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
 MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
@@ -182,6 +184,7 @@ DYNAMIC_FULL = [
     for mode in MODES
     for option in ("", "-rope", "-rope-fused-dist-overlap", "-gspo", "-rope-activations")
 ]
+DYNAMIC_FULL += ["dp2t-constant-rope-dynamic-streams", "dp2t-constant-rope-dynamic-docs-streams"]
 DYNAMIC_4 = [
     f"{layout}-{mode}-rope{option}-dynamic"
     for layout in ("dp4t", "dp2cp2t", "dp2tp2ts")
@@ -189,6 +192,7 @@ DYNAMIC_4 = [
     for option in ("", "-recompute-dist-overlap")
 ]
 REFERENCES += [f"dp1-{mode}-rope" for mode in MODES]
+REFERENCES += ["dp1-constant-rope-streams"]
 # Megatron-FSDP, which shards everything (mfsdp), gradients and optimizer (mfsdp2), or the optimizer's state (mfsdp1)
 FSDP = [
     *("ep2-token_mean-experts-mfsdp", "ep2-constant-experts-mfsdp1"),

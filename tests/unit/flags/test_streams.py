@@ -136,8 +136,8 @@ def test_a_weight_of_0_drops_a_stream_and_the_shorthands_are_streams():
 def test_the_banner_says_the_whole_sum():
     args = arguments(**streams("sft:ce,weight=0.1,aggregation=token_mean", "t:opd,on=rl,aggregation=policy"))
     text = banner(validate_args(args))
-    assert "+ 0.1 Σ v·(-log π) over the tokens of sft, v = 1/δ, δ = T" in text
-    assert "+ 1 Σ v·(KL(π‖π_teacher)) by k3_weighted over the tokens of rl, v = the weights of pg_loss" in text
+    assert "+ 0.1 Σ v·(-log π) over the tokens of sft, counted alone: v = 1/δ, δ = T" in text
+    assert "+ 1 Σ v·(KL(π‖π_teacher)) by k3_weighted over the tokens of rl, with v = the weights of pg_loss" in text
     assert "--pg-stream sft:ce" in text
     alone = banner(validate_args(arguments(**streams("rl:rl,weight=0", "sft:ce"))))
     assert "objective" in alone
