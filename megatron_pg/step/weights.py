@@ -87,7 +87,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])
                 raise ValueError(
-                    f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} trains, so the loss "
+                    f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} reads, so the loss "
                     "would not be finite. Take the token out of the mask, or repair the value."
                 )
 
