@@ -109,7 +109,7 @@ def _first(sample: Sample) -> int:
 def random_case(rng: random.Random, objective: str) -> Case:
     samples = [_with_engines(sample, rng) for sample in random_step(rng, vocabulary=cases.VOCABULARY)]
     logits = cases.poisoned_logits(samples, rng)
-    expected = _random_settings(rng, objective)
+    expected = random_settings(rng, objective)
     if expected.denominator == "kept" and not _keeps_some(samples, logits, expected):
         expected.denominator = "live"
     return Case(samples, logits, expected, settings_of(expected))
@@ -126,7 +126,7 @@ def _with_engines(sample: Sample, rng: random.Random) -> Sample:
     return dataclasses.replace(sample, old_logprobs=old, rollout_logprobs=rollout, ref_logprobs=ref)
 
 
-def _random_settings(rng: random.Random, objective: str) -> oracle.Settings:
+def random_settings(rng: random.Random, objective: str) -> oracle.Settings:
     numbers = {NUMBERS[n][0]: rng.uniform(*NUMBERS[n][1]) for n in numbers_of(objective)}
     correction = rng.choice(["none", *BOUNDS])
     low, high = BOUNDS.get(correction, (None, None))
