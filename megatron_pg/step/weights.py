@@ -12,7 +12,7 @@ from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
 from megatron_pg.reducers.custom import reducer_weights
-from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.fields import OPTIONAL, POLICY
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
@@ -146,6 +146,9 @@ def token_weights(
     found = {"weights": weights, "corrections": factors.corrections}
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
+    reads = {*settings.terms.reads, settings.terms.opsm_anchor} & {*OPTIONAL}
+    # a micro-batch without a token that reads the field is a micro-batch of the same loss
+    found |= {name: batch.response_values(name) for name in reads if batch.optional_values(name) is None}
     for stream in settings.terms.streams:
         if stream.tokens not in settings.policy:
             found[f"{stream.name}.mask"] = batch.mask_of(stream.tokens)

@@ -307,10 +307,11 @@ def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sampl
 
 def random_field(rng: random.Random, flags: Flags, sample: Sample, name: str) -> Tensor | None:
     """Values where a live stream reads them; elsewhere NaN, as far as a sample may hold it, or no field at all."""
-    read = set(rows_that_read(flags, sample, name))
-    is_required = sample.stream == "rl" and name in ("old_logprobs", "advantages")
-    if not read and not is_required and rng.random() < 0.6:
+    rows = [rows for rows in rows_that_read(flags, sample, name) if rows is not None]
+    is_required = bool(rows) or (sample.stream == "rl" and name in ("old_logprobs", "advantages"))
+    if not is_required and rng.random() < 0.6:
         return None
+    read = {row for own in rows for row in own}
     values = []
     for t, trained in enumerate(sample.loss_mask.tolist()):
         if t not in read and not trained:
@@ -322,16 +323,16 @@ def random_field(rng: random.Random, flags: Flags, sample: Sample, name: str) ->
     return torch.tensor(values, dtype=torch.float64)
 
 
-def rows_that_read(flags: Flags, sample: Sample, name: str) -> Iterable[int]:
-    """Response tokens at which a loss of the step reads a field."""
+def rows_that_read(flags: Flags, sample: Sample, name: str) -> Iterable[list[int] | None]:
+    """For each loss that reads a field the response tokens at which it does, None where the sample is no member."""
     document = documents([sample], [torch.zeros(len(sample.tokens), 1)])[0]
     if flags.has_policy and name in ("old_logprobs", "advantages", "rollout_logprobs"):
-        yield from document.rows("rl") or ()
+        yield document.rows("rl")
     for term in oracle.all_terms(flags.step([sample], [torch.zeros(len(sample.tokens), 1)])):
         against = {"opd": "teacher_logprobs", "kl": "ref_logprobs"}.get(term.kind)
         is_weighted = against is not None and term.estimator.endswith("_weighted")
         if name == against or (name == "old_logprobs" and is_weighted):
-            yield from document.rows(term.tokens) or ()
+            yield document.rows(term.tokens)
 
 
 def live_rows(flags: Flags, sample: Sample) -> set[int]:
