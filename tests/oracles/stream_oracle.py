@@ -4,11 +4,12 @@
 
 The objective is the stream `rl` with lambda 1; its tokens also carry the factor of the correction. A sample is a member of
 the stream that it names, whose tokens are in its mask, and of those that it has a further mask for. Every stream counts its
-members alone: units (rollouts, prompt groups) of a member without a trained token count, those of others do not.
+members alone, by the aggregations of `objective_oracle.document_weights`: a unit (rollout, prompt group) of a member without a
+trained token counts, that of a sample which is no member does not.
 
     scheduled    every unit of its members counts
-    live, kept   over the tokens of rl, only units with a trained token count; kept counts only what the correction keeps,
-                 in the objective's own denominators alone. Streams over other tokens count as under scheduled.
+    live, kept   over the tokens of rl, only units with a trained token count; what the correction rejects is left out under
+                 kept, by the objective alone. Streams over other tokens count as under scheduled.
 
 Trap: a field is read only where a stream that reads it trains the token; everything else may be NaN.
 """
@@ -91,7 +92,7 @@ class StreamResult:
     weight: float  # sum of w
     loss: float  # sum of w loss, before lambda
     mean: float  # of loss, over its tokens; NaN without one
-    magnitude: float  # sum of |w loss|
+    magnitude: float  # sum of |w| times what the loss is computed from: itself and, of a divergence, log pi
     num_tokens: int
     num_rollouts: int  # of its members
 
@@ -99,7 +100,7 @@ class StreamResult:
 @dataclass
 class StepResult:
     loss: float
-    magnitude: float  # sum of |lambda w loss|
+    magnitude: float  # of the streams' magnitudes times lambda
     streams: dict[str, StreamResult]  # by name; the objective and the shorthands too, without those of weight 0
     gradients: list[np.ndarray]  # [R, V], d loss / d logits / grad_divisor
 
@@ -148,10 +149,12 @@ def denominators_of(
     tokens = sum(totals.values())
     found: list[float | None] = []
     for key, count in zip(keys, counts, strict=True):
-        if count is None or (live_only and totals[key] == 0):
+        if count is None:
             found.append(None)
-        elif aggregation == "token_mean":
+        elif aggregation == "token_mean":  # has no units
             found.append(float(max(tokens, 1)))
+        elif live_only and totals[key] == 0:
+            found.append(None)
         elif aggregation == "constant":
             found.append(units * divisor)
         else:
@@ -222,24 +225,20 @@ def negative_entropy(document: StreamDocument, rows, term: StreamTerm, temperatu
     return tokens, -tokens.entropy, np.zeros(len(rows)), 1.0
 
 
-KINDS: dict[str, Callable] = {
-    "ce": cross_entropy,
-    "opd": divergence,
-    "kl": divergence,
-    "entropy": negative_entropy,
-}
+KINDS: dict[str, Callable] = {"ce": cross_entropy, "opd": divergence, "kl": divergence, "entropy": negative_entropy}
 
 
 # ---- The step ----
 
 
-def result_of(step: StreamStep, tokens: str, denominators, losses: Sequence[np.ndarray | None]) -> StreamResult:
-    """Sums of one stream; `losses` of a document that trains nothing are None."""
-    weights, terms, plain = [], [], []
-    for delta, values in zip(denominators, losses, strict=True):
-        for value in () if values is None else values:
+def result_of(step: StreamStep, tokens: str, denominators, losses: Sequence[tuple | None]) -> StreamResult:
+    """Sums of one stream; `losses` of a document that trains nothing are None, else values and their sizes."""
+    weights, terms, sizes, plain = [], [], [], []
+    for delta, pair in zip(denominators, losses, strict=True):
+        for value, size in () if pair is None else zip(*pair, strict=True):
             weights.append(0.0 if delta is None else 1.0 / delta)
             terms.append(weights[-1] * value)
+            sizes.append(weights[-1] * size)
             plain.append(value)
     members = [i for i, document in enumerate(step.documents) if document.rows(tokens) is not None]
     return StreamResult(
@@ -247,7 +246,7 @@ def result_of(step: StreamStep, tokens: str, denominators, losses: Sequence[np.n
         weight=math.fsum(weights),
         loss=math.fsum(terms),
         mean=math.fsum(plain) / len(plain) if plain else math.nan,
-        magnitude=math.fsum(abs(x) for x in terms),
+        magnitude=math.fsum(sizes),
         num_tokens=len(plain),
         num_rollouts=len({rollout_of(step, i) for i in members}),
     )
@@ -271,7 +270,7 @@ def policy_parts(step: StreamStep, gradients: Sequence[np.ndarray]) -> tuple[Str
         kept.append(None if rows is None else 0 if pair is None else int(pair[2].sum()))
         found.append(pair)
     denominators = policy_denominators(step, kept)
-    losses: list[np.ndarray | None] = []
+    losses: list[tuple | None] = []
     for i, document in enumerate(step.documents):
         if found[i] is None:
             losses.append(None)
@@ -279,7 +278,7 @@ def policy_parts(step: StreamStep, gradients: Sequence[np.ndarray]) -> tuple[Str
         tokens, gamma, kappa = found[i]
         factors = np.where(kappa, gamma, 0.0)
         values, slopes = oracle.OBJECTIVES[settings.objective](tokens, settings)
-        losses.append(factors * values)
+        losses.append((factors * values, np.abs(factors * values)))
         w = 0.0 if denominators[i] is None else 1.0 / denominators[i]
         share = oracle.sequence_share(w * factors) if settings.objective == "gspo" else w * factors
         rows_of_logits = oracle.logit_gradient(tokens, share * slopes, 0.0, temperature)
@@ -290,17 +289,38 @@ def policy_parts(step: StreamStep, gradients: Sequence[np.ndarray]) -> tuple[Str
 def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequence[np.ndarray]) -> StreamResult:
     """Sums of a further stream; lambda times its gradient is added."""
     denominators = term_denominators(step, term, of_policy)
-    losses: list[np.ndarray | None] = []
+    losses: list[tuple | None] = []
     for i, document in enumerate(step.documents):
         rows = document.rows(term.tokens)
         if not rows:
             losses.append(None)
             continue
         tokens, values, slopes, bonus = KINDS[term.kind](document, rows, term, step.settings.temperature)
-        losses.append(values)
+        losses.append((values, np.abs(values) + np.abs(tokens.new) * (term.kind in ("opd", "kl"))))
         w = 0.0 if denominators[i] is None else term.weight / denominators[i]
         add_rows(gradients[i], rows, oracle.logit_gradient(tokens, w * slopes, w * bonus, step.settings.temperature))
     return result_of(step, term.tokens, denominators, losses)
+
+
+def policy_means(step: StreamStep) -> dict[str, float]:
+    """Means over the samples with a token of the objective of their means over those tokens; of the reference where there is one."""
+    rows_of_name: dict[str, list[float]] = {}
+    for document in step.documents:
+        if not (rows := document.rows(POLICY)):
+            continue
+        tokens = tokens_at(document, rows, ("old", "advantages", "ref"), step.settings.temperature)
+        values = {
+            "new_logprobs": tokens.new,
+            "old_logprobs": tokens.old,
+            "advantage": tokens.advantages,
+            "entropy": tokens.entropy,
+        }
+        if tokens.ref is not None:
+            gaps = tokens.new - tokens.ref
+            values["kl_new_ref"] = np.expm1(-gaps) + gaps
+        for name, each in values.items():
+            rows_of_name.setdefault(name, []).append(math.fsum(each) / len(rows))
+    return {name: math.fsum(means) / len(means) for name, means in rows_of_name.items()}
 
 
 def run(step: StreamStep) -> StepResult:

@@ -1,6 +1,6 @@
 """Random steps with streams, from flags to samples, and what the oracle expects of them.
 
-Whatever no live stream reads is NaN or absent: fields at other tokens, logits of other rows, fields of samples whose
+A step may lack the tokens of any stream, its samples may be of several, and its rollouts have samples of different ones. Whatever no live stream reads is NaN or absent: fields at other tokens, logits of other rows, fields of samples whose
 tokens no stream asks them of.
 """
 
@@ -65,7 +65,9 @@ class Flags:
         """
         e = self.expected
         texts = [flag_text(term) for term in (*self.terms, *self.dropped)] + ["rl:rl,weight=0"] * (not self.has_policy)
-        numbers = {f"pg_{n}": getattr(e, objective_cases.NUMBERS[n][0]) for n in objective_cases.numbers_of(e.objective)}
+        numbers = {
+            f"pg_{n}": getattr(e, objective_cases.NUMBERS[n][0]) for n in objective_cases.numbers_of(e.objective)
+        }
         low, high = e.bounds
         args = arguments(
             loss_aggregation=None if self.has_root_length else e.aggregation,
@@ -135,6 +137,11 @@ class Case:
         values = {"reported": found.reported, "pg_loss": found.metrics["pg_loss"]}
         errors = {name: scalar_error(value, policy.loss, policy.magnitude) for name, value in values.items()}
         assert found.metrics["num_tokens"] == policy.num_tokens
+        assert found.metrics["num_rollouts"] == policy.num_rollouts
+        means = oracle.policy_means(self.flags.step(self.samples, self.logits))
+        for name, mean in means.items():
+            errors[name] = scalar_error(found.metrics[name], mean, max(abs(mean), 1.0))
+        assert means.keys() & {"kl_new_ref"} == found.metrics.keys() & {"kl_new_ref"}
         for name, sign in (("kl", 1), ("entropy", -1)):
             assert (f"{name}_loss" in found.metrics) == (name in self.wanted.streams)
             if name in self.wanted.streams:
@@ -215,7 +222,7 @@ def random_flags(rng: random.Random, objective: str | None = None, **given) -> F
     while True:
         chosen = objective or rng.choice([*OBJECTIVES, "grpo", "gspo", "gspo"])
         expected = objective_cases.random_settings(rng, chosen)
-        has_root_length = rng.random() < 0.12
+        has_root_length = rng.random() < 0.2
         if not expected.kl_coef and not expected.entropy_coef:
             expected.aux_aggregation = "default"
         expected.per_token = expected.aggregation == "token_mean" or expected.per_token
@@ -237,7 +244,7 @@ def random_flags(rng: random.Random, objective: str | None = None, **given) -> F
         found = Flags(expected, terms, dropped, has_policy, has_root_length)
         found = dataclasses.replace(found, **given)
         try:
-            found.loss
+            assert found.loss is not None
         except ArgumentError:
             continue
         return found
