@@ -179,7 +179,7 @@ def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, e
 @pytest.mark.proof("Streams: without one of them the others weigh the same, bit for bit")
 def test_a_stream_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, evidence):
     rng, seen = random.Random("removed"), 0
-    for case in many(8 if full else 1):
+    for case in many(8) if full else many(1)[::2]:
         removed = rng.choice(case.flags.terms)
         flags = without(case.flags, removed)
         rest = [i for i, s in enumerate(case.samples) if s.stream != removed.name or s.masks]

@@ -218,10 +218,12 @@ def random_case(rng: random.Random, **given) -> Case:
         return case
 
 
-def random_flags(rng: random.Random, objective: str | None = None, **given) -> Flags:
+def random_flags(rng: random.Random, objective: str | None = None, denominator: str | None = None, **given) -> Flags:
     while True:
         chosen = objective or rng.choice([*OBJECTIVES, "grpo", "gspo", "gspo"])
         expected = objective_cases.random_settings(rng, chosen)
+        if denominator not in (None, expected.denominator):
+            continue
         has_root_length = rng.random() < 0.2
         if not expected.kl_coef and not expected.entropy_coef:
             expected.aux_aggregation = "default"
@@ -293,7 +295,7 @@ def random_samples(rng: random.Random, flags: Flags) -> list[Sample]:
 
 def random_mask(rng: random.Random, length: int) -> list[int]:
     kind = rng.random()
-    return [0] * length if kind < 0.12 else [int(kind < 0.4 or rng.random() < 0.6) for _ in range(length)]
+    return [0] * length if kind < 0.2 else [int(kind < 0.45 or rng.random() < 0.6) for _ in range(length)]
 
 
 def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sample:
