@@ -17,7 +17,7 @@ from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.flags.aggregation import is_usable_divisor
-from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.fields import POLICY, Id
 from megatron_pg.rollouts.printable import printable
 
 
@@ -81,9 +81,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def digest_rollouts(path: str | Path) -> list[Row]:
-    """The digest of a whole rollout file, of which one sample at a time is held.
+    """The digest of a whole rollout file's samples of the objective, of which one at a time is held.
 
     Raises:
+        InputError: there is none.
         RolloutFileError: the file that `read_rollouts` refuses, with its message.
     """
     from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
@@ -91,10 +92,17 @@ def digest_rollouts(path: str | Path) -> list[Row]:
     rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
     with progress(f"reading {show_path(path)}", size) as update:
         for sample in iterate_rollouts(path, update=update):
+            if sample.stream != POLICY:
+                continue
             advantages = sample.advantages[sample.loss_mask]
             sums = float(advantages.sum()), float(advantages.abs().sum())
             ids = sample.step, sample.prompt_id, sample.rollout_id
             rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
+    if not rows:
+        raise InputError(
+            f"{show_path(path)}: holds no sample of the stream {POLICY}, so there is no objective whose aggregations differ. Give a file "
+            "with some."
+        )
     return rows
 
 

@@ -161,13 +161,13 @@ def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, e
         assert [getattr(plan, name) for name in totals[::2]] == [getattr(wanted, name) for name in totals[::2]]
         if loss.denominator != "scheduled":
             continue
-        ids = [sample.rollout_id for sample in samples]
+        ids, prompts = [s.rollout_id for s in samples], [s.prompt_id for s in samples]
         by_hand = plan_step(
             [sample.num_trained for sample in samples],
             aggregation=loss.plan_rule.aggregation,
             divisor=loss.plan_rule.divisor,
             rollout_ids=None if None in ids else ids,
-            prompt_ids=[sample.prompt_id for sample in samples],
+            prompt_ids=None if None in prompts else prompts,
         )
         assert found.numpy().tobytes() == by_hand.denominators.numpy().tobytes()
         assert [getattr(plan, name) for name in totals] == [getattr(by_hand, name) for name in totals]
@@ -269,7 +269,7 @@ def test_with_the_reference_for_a_teacher_distillation_is_the_kl_term(estimator,
     rng = random.Random(f"{estimator} {layout}")
     case = plain_case(rng)
     teachers = [sample.ref_logprobs for sample in case.samples]
-    options = {"on": "rl", "estimator": estimator, "weight": 0.3, "aggregation": "prompt_mean"}
+    options = {"on": "rl", "estimator": estimator, "weight": 0.3, "aggregation": "sample_mean"}
     opd = of_terms(case, StreamTerm("t", "opd", **options), teacher_logprobs=teachers)
     kl = of_terms(case, StreamTerm("t", "kl", **options), teacher_logprobs=[None] * len(teachers))
     step = opd.step(layout, rng)
@@ -324,6 +324,23 @@ def test_what_a_stream_reads_of_a_member_must_be_there(broken):
     samples[found[0]] = dataclasses.replace(sample, teacher_logprobs=None if broken is None else values)
     with pytest.raises(ValueError, match=f"sample {sample.sample_id}.*--pg-stream t:opd"):
         planned(samples, case.flags.loss)
+
+
+@pytest.mark.parametrize("kind", ["ce", "entropy", "opd"])
+def test_a_loss_of_a_stream_that_is_not_finite_stops_the_step(kind):
+    """The check that looks at tokens of the objective looks at those of streams too."""
+    rng = random.Random(kind)
+    while True:
+        case = stream_cases.random_case(rng, terms=(StreamTerm("t", kind),), dropped=())
+        of_stream = [i for i, s in enumerate(case.samples) if s.stream == "t" and s.num_trained]
+        if of_stream:
+            break
+    sample, logits = case.samples[of_stream[0]], list(case.logits)
+    position = len(sample.tokens) - sample.response_length - 1 + int(sample.loss_mask.nonzero()[0])
+    logits[of_stream[0]] = logits[of_stream[0]].clone()
+    logits[of_stream[0]][position] = torch.nan
+    found = simulation.run_step(case.samples, logits, LAYOUTS[-1], case.flags.loss, rng)
+    assert found.num_nonfinite == 1
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(microbatches=4)], ids=str)

@@ -116,6 +116,7 @@ class Case:
     def errors(self, found: Outcome) -> dict[str, float]:
         """By subject: loss over Σ|λ·w·ℓ|, gradient over its largest entry, what a stream reports over its magnitudes."""
         wanted = self.wanted
+        assert found.num_nonfinite == 0
         gradients = [_spread(*each) for each in zip(self.samples, self.logits, wanted.gradients, strict=True)]
         errors = {"gradient": gradient_error(found.gradients, gradients)}
         if any(name != "rl" for name in wanted.streams):
@@ -282,12 +283,16 @@ def random_samples(rng: random.Random, flags: Flags) -> list[Sample]:
         weights[0] = 1
     samples: list[Sample] = []
     has_id = rng.random() < 0.9
+    has_prompt = flags.loss.plan_rule.needs_prompt_ids or rng.random() < 0.8
     for prompt in range(rng.randint(1, 4)):
         for rollout in range(rng.randint(1, 3)):
             begin = len(samples)
             for _ in range(rng.choice([1, 1, 1, 2]) if has_id else 1):
                 stream = rng.choices(flags.names_of_tokens, weights)[0]
-                rest = {"rollout_id": f"{prompt}/{rollout}" if has_id else None, "prompt_id": prompt}
+                rest = {
+                    "rollout_id": f"{prompt}/{rollout}" if has_id else None,
+                    "prompt_id": prompt if has_prompt else None,
+                }
                 samples.append(random_sample(rng, flags, stream, sample_id=str(len(samples)), **rest))
             share_an_advantage([sample for sample in samples[begin:] if sample.stream == "rl"])
     return samples
