@@ -363,3 +363,16 @@ def test_a_micro_batch_without_a_token_of_a_stream_needs_none_of_its_fields(layo
         steps.append(dataclasses.replace(case.step(layout, rng), cells=cells))
     for case, found in zip(cases, simulation.run_steps(steps, layout), strict=True):
         assert max(case.errors(found).values()) <= LIMIT
+
+
+def test_a_micro_batch_of_another_stream_needs_nothing_of_the_correction():
+    """opsm reads the engine's log-probabilities inside the loss; the samples of cross-entropy have none."""
+    rng, layout = random.Random("opsm"), Layout(microbatches=2)
+    while True:
+        case = stream_cases.random_case(rng, terms=(StreamTerm("sft", "ce", 0.5),), dropped=(), has_policy=True)
+        lacks = [sample.rollout_logprobs is None for sample in case.samples]
+        if case.flags.expected.correction == "opsm" and {*lacks} == {True, False}:
+            break
+    cells = [[[i for i, each in enumerate(lacks) if each == lacking] for lacking in (True, False)]]
+    (found,) = simulation.run_steps([dataclasses.replace(case.step(layout, rng), cells=cells)], layout)
+    assert max(case.errors(found).values()) <= LIMIT

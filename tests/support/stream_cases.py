@@ -128,6 +128,12 @@ class Case:
             assert not any(name.startswith(f"{term.name}/") for name in found.metrics), term
         return errors
 
+    @property
+    def _mean_reward(self) -> float | None:
+        """Of the samples of the objective, whatever a sample of another stream carries; sums of these are exact."""
+        rewards = [s.reward for s in self.samples if s.stream == "rl" and s.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
     def _policy_errors(self, found: Outcome) -> dict[str, float]:
         """pg_loss and the shorthands, which are absent without a token of the objective."""
         policy = self.wanted.streams.get("rl")
@@ -139,6 +145,7 @@ class Case:
         errors = {name: scalar_error(value, policy.loss, policy.magnitude) for name, value in values.items()}
         assert found.metrics["num_tokens"] == policy.num_tokens
         assert found.metrics["num_rollouts"] == policy.num_rollouts
+        assert found.metrics.get("reward") == self._mean_reward
         means = oracle.policy_means(self.flags.step(self.samples, self.logits))
         for name, mean in means.items():
             errors[name] = scalar_error(found.metrics[name], mean, max(abs(mean), 1.0))
@@ -314,6 +321,7 @@ def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sampl
         masks={name: random_mask(rng, length) for name in others if rng.random() < 0.4},
         old_logprobs=[0.0] * length,
         advantage=0.0,
+        reward=rng.choice([None, 0.0, 1.0, 2.5]),
         **ids,
     )
     return dataclasses.replace(sample, **{name: random_field(rng, flags, sample, name) for name in FIELDS})
