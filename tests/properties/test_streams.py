@@ -308,21 +308,28 @@ def student_logprobs(sample: Sample, table: torch.Tensor, temperature: float) ->
 # ---- What is read must be there ----
 
 
-@pytest.mark.parametrize("broken", [float("nan"), None])
-def test_what_a_stream_reads_of_a_member_must_be_there(broken):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.nan, "is nan at response token .*, which --pg-stream t:opd trains"),
+        (-torch.inf, "is -inf at response token .*, which --pg-stream t:opd trains"),
+        (1.5, "teacher_logprobs of sample .* reach 1.5, log-probabilities are at most 0"),
+        (None, "has no teacher_logprobs, which --pg-stream t:opd needs"),
+    ],
+)
+def test_what_a_stream_reads_of_a_member_must_be_there(value, message):
+    """At tokens that the sample's own mask leaves out, so that the sample by itself may hold anything there."""
     rng = random.Random(7)
-    reads = (StreamTerm("t", "opd", 0.5),)
     while True:
-        case = stream_cases.random_case(rng, terms=reads, dropped=())
+        case = stream_cases.random_case(rng, terms=(StreamTerm("t", "opd", 0.5),), dropped=())
         found = [i for i, s in enumerate(case.samples) if "t" in s.masks and (s.masks["t"] & ~s.loss_mask).any()]
         if found:
             break
-    sample = case.samples[found[0]]
-    values = sample.teacher_logprobs.clone()
-    values[sample.masks["t"] & ~sample.loss_mask] = torch.nan
-    samples = list(case.samples)
-    samples[found[0]] = dataclasses.replace(sample, teacher_logprobs=None if broken is None else values)
-    with pytest.raises(ValueError, match=f"sample {sample.sample_id}.*--pg-stream t:opd"):
+    sample, samples = case.samples[found[0]], list(case.samples)
+    further = sample.masks["t"] & ~sample.loss_mask
+    values = None if value is None else torch.where(further, value, sample.teacher_logprobs)
+    samples[found[0]] = dataclasses.replace(sample, teacher_logprobs=values)
+    with pytest.raises(ValueError, match=message):
         planned(samples, case.flags.loss)
 
 
