@@ -280,9 +280,15 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
             f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, so the loss "
             "would not be finite. Mask the token or repair the value."
         )
-    if name in LOGPROBS and (values[mask] > 1e-3).any():  # rounding may leave a little above 0
+    if name in LOGPROBS:
+        check_logprobs(name, values[mask], label)
+
+
+def check_logprobs(name: str, values: Tensor, label: str) -> None:
+    """Refuse values that are no log-probabilities; rounding may leave a little above 0."""
+    if (values > 1e-3).any():
         raise ValueError(
-            f"{name} of sample {label} reach {float(values[mask].max()):g}, log-probabilities are at most 0, so the ratio would be "
+            f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio would be "
             "wrong. Were probabilities or negative log-likelihoods given?"
         )
 

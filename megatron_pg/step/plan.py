@@ -171,18 +171,19 @@ def plan_from_table(
 def _plan_streams(
     rule: PlanRule, columns: Mapping[str, Tensor], count: Callable[..., StepCounts]
 ) -> dict[str, StreamPlan]:
-    """Every stream by itself; over the objective's tokens it counts the units that the objective counts."""
-    counts = {
-        name: count(columns[name], live_only=rule.live_only and name in rule.policy)
-        for name in dict.fromkeys(stream.tokens for stream in rule.streams)
-    }
+    """Every stream by itself; over the objective's tokens its denominators count the units that the objective's count."""
+    names = dict.fromkeys(stream.tokens for stream in rule.streams)
+    counts = {name: count(columns[name], live_only=rule.live_only and name in rule.policy) for name in names}
+    rollouts = {name: count(columns[name]).num_rollouts for name in names} if rule.live_only else {}
     found = {}
     for stream in rule.streams:
         own, denominators = counts[stream.tokens], None
         if stream.aggregation != AS_POLICY:
             denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
         found[stream.name] = StreamPlan(
-            denominators=denominators, num_tokens=own.num_tokens, num_rollouts=own.num_rollouts
+            denominators=denominators,
+            num_tokens=own.num_tokens,
+            num_rollouts=rollouts.get(stream.tokens, own.num_rollouts),
         )
     return found
 

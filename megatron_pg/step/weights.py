@@ -13,7 +13,7 @@ from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
-from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.sample import Sample, check_logprobs
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
 
@@ -69,7 +69,7 @@ def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample])
 
 
 def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
-    """What a loss reads is there, and finite, wherever it has tokens."""
+    """What a loss reads is there, and a log-probability, wherever it has tokens."""
     needs: list[tuple[str, str, str]] = []  # stream of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
         needs += [(stream, field, f"--pg-correction {settings.correction.name}") for stream in settings.policy]
@@ -90,6 +90,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                     f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} reads, so the loss "
                     "would not be finite. Take the token out of the mask, or repair the value."
                 )
+            check_logprobs(name, values[mask], sample.sample_id)
 
 
 def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
@@ -159,7 +160,7 @@ def token_weights(
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
     for name in settings.terms.reads:
-        if batch.optional_values(name) is None:  # other micro-batches have it
+        if batch.optional_values(name) is None:  # a micro-batch without a token that reads it is one of the same loss
             found[name] = batch.response_values(name)
     for stream in settings.terms.streams:
         if stream.tokens not in settings.policy:

@@ -320,6 +320,24 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, caps
     assert message in err
 
 
+def test_samples_of_other_streams_are_not_the_objectives(tmp_path, capsys):
+    """They have no advantages, and no aggregation of the objective counts them."""
+    header = HEADER | {"version": 2}
+    records = random_records(random.Random(5))
+    of_stream = [
+        {name: value for name, value in record.items() if name not in ("advantage", "old_logprobs", "reward")}
+        | {"stream": "sft", "prompt_id": f"sft {i}", "rollout_id": f"sft {i}"}
+        for i, record in enumerate(records[:4])
+    ]
+    alone, mixed = (
+        digest_rollouts(write(tmp_path / f"{len(rows)}.jsonl", rows, header)) for rows in (records, of_stream + records)
+    )
+    assert mixed[0] == alone[0]
+    code, _, err = run(capsys, write(tmp_path / "sft.jsonl", of_stream, header))
+    assert code == 2
+    assert "no sample is of the objective's stream, rl" in err
+
+
 @pytest.mark.parametrize("advantage", [1e308, -1e308, [1e38, 3e38]])
 def test_an_advantage_beyond_float32_is_named(advantage, tmp_path, capsys):
     """Sums of it overflow; training would compute its loss in float32."""

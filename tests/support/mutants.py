@@ -490,3 +490,173 @@ def divisor_applied_to_the_loss_too():
 
     with mock.patch.object(PolicyLoss, "__call__", mutated):
         yield
+
+
+# --- streams: noticed by the cases of `stream_cases`, on LAYOUT ---
+
+STREAM_MUTANTS: dict[str, tuple[dict[str, str], Callable[[], contextlib.AbstractContextManager]]] = {
+    "correction_multiplies_the_loss_of_a_stream": ({}, OBJECTIVE_MUTANTS["correction_multiplies_the_kl_term_too"][1])
+}
+
+
+def stream_mutant(**given: str) -> Callable:
+    """Register a mistake together with what its cases are not to draw."""
+
+    def register(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        STREAM_MUTANTS[function.__name__] = given, contextlib.contextmanager(function)
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def plans_by(rule: Callable) -> Iterator[None]:
+    """Replace the plan of a step: rule(plan, plan rule) -> changed fields."""
+    original = simulation.plan_from_table
+
+    def mutated(table, plan_rule, **rest):
+        plan = original(table, plan_rule, **rest)
+        return dataclasses.replace(plan, **rule(plan, plan_rule))
+
+    with mock.patch.object(simulation, "plan_from_table", mutated):
+        yield
+
+
+@contextlib.contextmanager
+def stream_plans_by(rule: Callable) -> Iterator[None]:
+    """Replace what streams are planned by: rule(plan rule, columns, count) -> arguments of the original."""
+    original = megatron_pg.step.plan._plan_streams
+    with mock.patch.object(megatron_pg.step.plan, "_plan_streams", lambda *given: original(*rule(*given))):
+        yield
+
+
+@stream_mutant()
+def one_number_of_tokens_for_all_streams():
+    def rule(plan, plan_rule):
+        shared = torch.full_like(plan.denominators, plan.num_trained)
+        is_shared = {stream.name: stream.aggregation == "token_mean" for stream in plan_rule.streams}
+        return {
+            "denominators": shared if plan.aggregation == "token_mean" else plan.denominators,
+            "streams": {
+                name: dataclasses.replace(own, denominators=shared) if is_shared[name] else own
+                for name, own in plan.streams.items()
+            },
+        }
+
+    with plans_by(rule):
+        yield
+
+
+@stream_mutant()
+def samples_that_are_not_of_a_stream_counted_as_units_of_it():
+    original = megatron_pg.step.plan._count_units
+
+    def mutated(table, held, tokens, **rest):
+        return original(table, held, tokens.clamp(min=0), **rest)
+
+    with mock.patch.object(megatron_pg.step.plan, "_count_units", mutated):
+        yield
+
+
+@stream_mutant()
+def members_without_a_token_left_out_of_a_stream():
+    def rule(plan_rule, columns, count):
+        return plan_rule, {name: torch.where(own > 0, own, -1) for name, own in columns.items()}, count
+
+    with stream_plans_by(rule):
+        yield
+
+
+@stream_mutant(denominator="live")
+def live_units_counted_over_tokens_that_are_not_the_objectives():
+    def rule(plan_rule, columns, count):
+        return dataclasses.replace(plan_rule, policy=(*plan_rule.policy, *plan_rule.own_tokens)), columns, count
+
+    with stream_plans_by(rule):
+        yield
+
+
+@stream_mutant(denominator="kept")
+def streams_count_what_the_correction_leaves():
+    def rule(plan_rule, columns, count):
+        is_kept = plan_rule.denominator == "kept"
+        return plan_rule, columns | ({"rl": count.args[0][:, 3]} if is_kept else {}), count
+
+    with stream_plans_by(rule):
+        yield
+
+
+@stream_mutant()
+def masks_of_streams_sliced_otherwise_than_tokens():
+    def rule(batch, local, rank, size):
+        own = local.fields.streams
+        rolled = {name: each if each.mask is None else dataclasses.replace(each, mask=each.mask.roll(1)) for name, each in own.items()}  # fmt: skip
+        return {"streams": rolled}
+
+    with slices_by(rule):
+        yield
+
+
+@stream_mutant()
+def weights_of_streams_sliced_contiguously():
+    def rule(batch, local, rank, size):
+        own = local.fields.streams
+        rolled = {name: each if each.weights is None else dataclasses.replace(each, weights=each.weights.roll(1)) for name, each in own.items()}  # fmt: skip
+        return {"streams": rolled}
+
+    with slices_by(rule):
+        yield
+
+
+@stream_mutant()
+def weight_of_a_stream_ignored():
+    original = PolicyLoss._streams
+
+    def mutated(self, *given):
+        streams = tuple(dataclasses.replace(stream, weight=1.0) for stream in self.terms.streams)
+        return original(PolicyLoss(dataclasses.replace(self.terms, streams=streams), self.fields), *given)
+
+    with mock.patch.object(PolicyLoss, "_streams", mutated):
+        yield
+
+
+@stream_mutant()
+def objective_over_the_tokens_of_all_streams():
+    with mock.patch.object(TokenFields, "of_policy", property(lambda self: self)):
+        yield
+
+
+@stream_mutant()
+def streams_over_the_tokens_of_all_streams():
+    original = TokenFields.of_stream
+
+    def mutated(self, name):
+        return dataclasses.replace(original(self, name), mask=self.mask)
+
+    with mock.patch.object(TokenFields, "of_stream", mutated):
+        yield
+
+
+@stream_mutant(objective="gspo")
+def sequence_means_divided_by_the_tokens_of_all_streams():
+    def rule(batch, local, rank, size):
+        sequences = local.fields.sequences
+        streams = {name for sample in batch.samples for name in (sample.stream, *sample.masks)}
+        counts = torch.tensor(batch.tokens_of(*streams), dtype=torch.float64).clamp(min=1)
+        return {} if sequences is None else {"sequences": dataclasses.replace(sequences, counts=counts)}
+
+    with slices_by(rule):
+        yield
+
+
+@stream_mutant()
+def distillation_against_the_reference():
+    original = PolicyLoss._of_stream
+
+    def mutated(self, *given):
+        other = self.fields.ref_logprobs
+        fields = self.fields if other is None else dataclasses.replace(self.fields, teacher_logprobs=other)
+        return original(PolicyLoss(self.terms, fields), *given)
+
+    with mock.patch.object(PolicyLoss, "_of_stream", mutated):
+        yield

@@ -117,7 +117,7 @@ def _first(sample: Sample) -> int:
 def random_case(rng: random.Random, objective: str) -> Case:
     samples = [_with_engines(sample, rng) for sample in random_step(rng, vocabulary=cases.VOCABULARY)]
     logits = cases.poisoned_logits(samples, rng)
-    expected = _random_settings(rng, objective)
+    expected = random_settings(rng, objective)
     if OBJECTIVES[objective].has_one_advantage_per_sequence:
         samples = [_with_one_advantage(sample) for sample in samples]
     if objective in PRODUCTS:
@@ -153,7 +153,7 @@ def _with_near_anchor(sample: Sample, table: Tensor, temperature: float, rng: ra
     return dataclasses.replace(sample, old_logprobs=old)
 
 
-def _random_settings(rng: random.Random, objective: str) -> oracle.Settings:
+def random_settings(rng: random.Random, objective: str) -> oracle.Settings:
     numbers = {NUMBERS[n][0]: rng.uniform(*NUMBERS[n][1]) for n in numbers_of(objective)}
     correction = rng.choice(["none", *BOUNDS])
     low, high = BOUNDS.get(correction, (None, None))

@@ -81,13 +81,13 @@ def random_step(
                         optional=[name for name in fields if rng.random() < 0.8],
                     )
                 )
-            _share_an_advantage(samples[begin:])
+            share_an_advantage(samples[begin:])
     if not any(sample.num_trained for sample in samples):
         return random_step(rng, vocabulary=vocabulary, poison=poison, most_tokens=most_tokens)
     return samples
 
 
-def _share_an_advantage(siblings: Sequence[Sample]) -> None:
+def share_an_advantage(siblings: Sequence[Sample]) -> None:
     """That of their first trained token, by which a step knows the samples of a rollout for siblings."""
     trained = [sample for sample in siblings if sample.num_trained]
     firsts = [int(sample.loss_mask.nonzero()[0]) for sample in trained]

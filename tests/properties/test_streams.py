@@ -1,0 +1,386 @@
+"""Steps with streams: every further loss has its own tokens and denominators, in every layout.
+
+Loss, the gradient of every logit and what every stream reports equal an independent oracle in float64; and a stream is
+nothing to the others: neither their denominators nor their weights know whether it is there.
+"""
+
+import dataclasses
+import functools
+import random
+from collections import Counter
+
+import objective_oracle
+import pytest
+import simulation
+import stream_cases
+import torch
+from compare import metrics_error, same_bits
+from head_simulation import through_the_fused_head  # noqa: F401, a fixture
+from objective_oracle import KL_ESTIMATORS
+from simulation import Layout
+from stream_cases import Case, Flags
+from stream_oracle import StreamTerm
+
+from megatron_pg.batch import pack
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.plan import StepPlan, plan_from_table, plan_step
+from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import local_table_of
+from megatron_pg.step.weights import token_factors, token_weights
+
+LAYOUTS = [
+    Layout(),
+    Layout(microbatches=3, qkv_format="bshd"),
+    Layout(data=2, microbatches=2),
+    Layout(context=2, microbatches=2),
+    Layout(context=2, microbatches=2, qkv_format="bshd"),
+    Layout(context=4, padding=1),
+    Layout(tensor=2, microbatches=2),
+    Layout(data=2, context=2, tensor=2, microbatches=2),
+]
+FULL = {1: 1200, 2: 700, 4: 500, 8: 300}  # cases of a layout, by the size of its world: 6,000
+LIMIT = 1e-12
+SOFT = {"objective": "reinforce", "correction": "none", "denominator": "scheduled", "grad_divisor": 1.0}
+
+pytestmark = pytest.mark.usefixtures("rank_zero")
+
+
+@functools.cache
+def drawn(layout: Layout, block: int) -> list[Case]:
+    """20 cases for a layout."""
+    rng = random.Random(f"streams {layout} {block}")
+    return [stream_cases.random_case(rng) for _ in range(20)]
+
+
+def worst_of(found: list[Case], layout: Layout, rng: random.Random) -> float:
+    """Worst error of the cases in a layout; what misses the limit is named."""
+    outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
+    errors = [case.errors(outcome) for case, outcome in zip(found, outcomes, strict=True)]
+    bad = {
+        f"{layout} case {i}, {subject}": (error, found[i].flags)
+        for i, own in enumerate(errors)
+        for subject, error in own.items()
+        if not error <= LIMIT
+    }
+    assert not bad, bad
+    return max(max(own.values()) for own in errors)
+
+
+@pytest.mark.proof("Streams over layouts, float64: loss, gradient and every stream's sums within 1e-12 of the oracle")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_loss_gradients_and_sums_of_every_stream_equal_the_oracle(layout, full, evidence):
+    for block in range(FULL[layout.world_size] // 20 if full else 1):
+        found = drawn(layout, block)
+        evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block)))
+
+
+@pytest.mark.proof("Fused head: streams over layouts, float64: within 1e-12 of the oracle")
+@pytest.mark.parametrize("layout", LAYOUTS[2::2], ids=str)
+@pytest.mark.usefixtures("through_the_fused_head")
+def test_the_fused_head_equals_the_oracle(layout, full, evidence):
+    for block in range(5 if full else 1):
+        found = drawn(layout, block)[: 20 if full else 3]
+        evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block)))
+
+
+def what_occurs(case: Case) -> set[str]:
+    flags, streams = case.flags, case.wanted.streams
+    masks = [
+        {name: mask for name in flags.names_of_tokens if (mask := s.mask_of(name)) is not None} for s in case.samples
+    ]
+    rollouts = Counter(rollout for rollout, _ in {(s.rollout_id, s.stream) for s in case.samples})
+    of_policy = streams.get("rl")
+    is_kept = flags.expected.denominator == "kept"
+    found = {
+        "no objective": not flags.has_policy,
+        "no token of the objective": of_policy is not None and not of_policy.num_tokens,
+        "no token of a stream": any(not own.num_tokens for own in streams.values()),
+        "a token of two streams": any(sum(m.int() for m in own.values()).max() > 1 for own in masks if own),
+        "a stream trains what the mask of the sample masks": any(
+            (mask & ~s.loss_mask).any() for s, own in zip(case.samples, masks, strict=True) for mask in own.values()
+        ),
+        "a member without a token": any(
+            not mask.any() for own in masks for name, mask in own.items() if name != "rl" and len(own) == 1
+        ),
+        "a rollout in two streams": any(n > 1 and rollout is not None for rollout, n in rollouts.items()),
+        "a sample without advantages": any(s.advantages is None for s in case.samples),
+        "a stream of weight 0": bool(flags.dropped),
+        "live": flags.expected.denominator == "live" and any(t.tokens == "rl" for t in flags.terms),
+        "kept, with rejections": is_kept and any(t.tokens == "rl" for t in flags.terms),
+        "kept, beside other tokens": is_kept and any(t.tokens != "rl" for t in flags.terms),
+        "the weights of the objective": any(t.aggregation == "policy" for t in flags.terms),
+        "a custom reducer": flags.has_root_length and flags.has_policy,
+        "its weights": flags.has_root_length and any(t.aggregation == "policy" for t in flags.terms),
+        "one loss per sequence": flags.expected.objective == "gspo" and flags.has_policy,
+        "KL and entropy terms": {"kl", "entropy"} <= streams.keys(),
+        "per token": flags.expected.per_token,
+        "not per token": not flags.expected.per_token,
+    }  # fmt: skip
+    return {name for name, occurs in found.items() if occurs}
+
+
+def test_the_cases_hold_what_breaks_such_code():
+    seen = Counter(name for case in many(1) for name in what_occurs(case))
+    assert len(seen) == 19, sorted(seen)
+
+
+# ---- What a stream is to the others: nothing ----
+
+
+def planned(samples: list[Sample], loss: LossSettings) -> tuple[StepPlan, dict]:
+    """Plan and weights of the samples as one micro-batch of one process."""
+    batch = pack(samples, qkv_format="thd")
+    factors = token_factors(batch, loss)
+    table = local_table_of([batch], loss.plan_rule, None, factors.kept_per_sample(batch, loss.policy))
+    plan = plan_from_table(table, loss.plan_rule, error=None, group=None)
+    return plan, token_weights(batch, plan, 0, factors=factors, settings=loss)
+
+
+def of_policy(case: Case) -> tuple[list[Sample], list[int]]:
+    indices = [i for i, sample in enumerate(case.samples) if sample.stream == "rl"]
+    return [case.samples[i] for i in indices], indices
+
+
+def many(blocks: int) -> list[Case]:
+    return [case for layout in LAYOUTS for block in range(blocks) for case in drawn(layout, block)]
+
+
+@pytest.mark.proof("Streams: the objective's denominators are, bit for bit, those of its samples alone")
+def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, evidence):
+    seen = cases = 0
+    for case in many(8 if full else 1):
+        samples, indices = of_policy(case)
+        if not case.flags.has_policy or not any(sample.num_trained for sample in samples):
+            continue
+        seen += 1
+        loss = case.flags.loss
+        alone = dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=()))
+        plan, _ = planned(case.samples, loss)
+        found, wanted = plan.denominators[indices], planned(samples, alone)[0]
+        assert found.numpy().tobytes() == wanted.denominators.numpy().tobytes()
+        totals = ("num_rollouts", "num_prompts", "num_tokens")
+        assert [getattr(plan, name) for name in totals[::2]] == [getattr(wanted, name) for name in totals[::2]]
+        if loss.denominator != "scheduled":
+            continue
+        ids, prompts = [s.rollout_id for s in samples], [s.prompt_id for s in samples]
+        by_hand = plan_step(
+            [sample.num_trained for sample in samples],
+            aggregation=loss.plan_rule.aggregation,
+            divisor=loss.plan_rule.divisor,
+            rollout_ids=None if None in ids else ids,
+            prompt_ids=None if None in prompts else prompts,
+        )
+        assert found.numpy().tobytes() == by_hand.denominators.numpy().tobytes()
+        assert [getattr(plan, name) for name in totals] == [getattr(by_hand, name) for name in totals]
+        cases += 1
+    evidence(cases=seen)
+    assert cases > seen / 4
+
+
+@pytest.mark.proof("Streams: without one of them the others weigh the same, bit for bit")
+def test_a_stream_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, evidence):
+    rng, seen = random.Random("removed"), 0
+    for case in many(8) if full else many(1)[::2]:
+        removed = rng.choice(case.flags.terms)
+        flags = without(case.flags, removed)
+        rest = [i for i, s in enumerate(case.samples) if s.stream != removed.name or s.masks]
+        samples = [strip(case.samples[i], removed.name) for i in rest]
+        if any(t.on == removed.name for t in flags.terms) or not any(stream_cases.live_rows(flags, s) for s in samples):
+            continue
+        seen += 1
+        _, before = planned(case.samples, case.flags.loss)
+        _, dropped = planned(case.samples, flags.loss)
+        _, away = planned(samples, flags.loss)
+        lengths, names = [s.response_length for s in case.samples], [t.name for t in flags.terms]
+        for name in ["weights", *(f"{n}.{kind}" for n in names for kind in ("weights", "mask"))]:
+            assert (name in before) == (name in dropped) == (name in away), name
+            if before.get(name) is None:
+                continue
+            parts = before[name].split(lengths)
+            assert before[name].numpy().tobytes() == dropped[name].numpy().tobytes(), name
+            assert torch.cat([parts[i] for i in rest]).numpy().tobytes() == away[name].numpy().tobytes(), name
+    evidence(cases=seen)
+
+
+def without(flags: Flags, removed: StreamTerm) -> Flags:
+    """The flags with the stream's weight at 0, so that samples may still name it."""
+    terms = tuple(term for term in flags.terms if term != removed)
+    dropped = (dataclasses.replace(removed, weight=0.0),) if removed.on is None else ()
+    return dataclasses.replace(flags, terms=terms, dropped=(*flags.dropped, *dropped))
+
+
+def strip(sample: Sample, stream: str) -> Sample:
+    return dataclasses.replace(sample, masks={name: mask for name, mask in sample.masks.items() if name != stream})
+
+
+def silenced(sample: Sample, stream: str) -> Sample:
+    """The sample, of whose tokens the stream trains none."""
+    nothing = torch.zeros_like(sample.loss_mask)
+    masks = {name: nothing if name == stream else mask for name, mask in sample.masks.items()}
+    return dataclasses.replace(sample, masks=masks, loss_mask=nothing if sample.stream == stream else sample.loss_mask)
+
+
+@pytest.mark.proof("Streams: weight 0 is, bit for bit, the same micro-batches without its tokens")
+@pytest.mark.parametrize("layout", LAYOUTS[1::3], ids=str)
+def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidence):
+    rng = random.Random(f"weight 0 {layout}")
+    off = StreamTerm("off", "ce", 0.0)
+    cases = [stream_cases.random_case(rng, dropped=(off,)) for _ in range(60 if full else 6)]
+    cases = [case for case in cases if not any(term.on == "off" for term in case.flags.terms)]
+    steps = []
+    for case in cases:
+        terms = (*case.flags.terms, dataclasses.replace(off, weight=rng.choice([0.5, 1e6])))
+        with_weight = dataclasses.replace(case.flags, terms=terms, dropped=()).loss
+        step = case.step(layout, rng)
+        masked = dataclasses.replace(step, samples=[silenced(sample, "off") for sample in case.samples])
+        steps += [step, masked, dataclasses.replace(masked, loss=with_weight)]
+    found = simulation.run_steps(steps, layout)
+    for dropped, masked, weighted in zip(found[::3], found[1::3], found[2::3], strict=True):
+        for other in (masked, weighted):
+            assert same_bits(dropped.gradients, other.gradients)
+        assert dropped.metrics == masked.metrics
+        assert dropped.reported == masked.reported
+        # tables of another height are summed in another order
+        assert metrics_error(weighted.metrics, dropped.metrics) <= 1e-14
+    evidence(cases=len(cases))
+
+
+# ---- One stream in the place of another ----
+
+
+def of_terms(case: Case, *terms: StreamTerm, **fields) -> Case:
+    samples = [
+        dataclasses.replace(s, **{n: values[i] for n, values in fields.items()}) for i, s in enumerate(case.samples)
+    ]
+    return Case(samples, case.logits, dataclasses.replace(case.flags, terms=terms, dropped=()))
+
+
+def plain_case(rng: random.Random) -> Case:
+    """One whose samples are all of the objective, with all fields."""
+    expected = objective_oracle.Settings(temperature=0.7)
+    reads = (StreamTerm("r", "kl", on="rl", estimator="k3"), StreamTerm("t", "opd", on="rl"))
+    return stream_cases.random_case(
+        rng, expected=expected, terms=reads, dropped=(), has_policy=True, has_root_length=False
+    )
+
+
+@pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
+@pytest.mark.parametrize("layout", LAYOUTS[3::4], ids=str)
+def test_with_the_reference_for_a_teacher_distillation_is_the_kl_term(estimator, layout):
+    rng = random.Random(f"{estimator} {layout}")
+    case = plain_case(rng)
+    teachers = [sample.ref_logprobs for sample in case.samples]
+    options = {"on": "rl", "estimator": estimator, "weight": 0.3, "aggregation": "sample_mean"}
+    opd = of_terms(case, StreamTerm("t", "opd", **options), teacher_logprobs=teachers)
+    kl = of_terms(case, StreamTerm("t", "kl", **options), teacher_logprobs=[None] * len(teachers))
+    step = opd.step(layout, rng)
+    other = dataclasses.replace(step, samples=kl.samples, loss=kl.flags.loss)
+    found, wanted = simulation.run_steps([step, other], layout)
+    assert same_bits(found.gradients, wanted.gradients)
+    assert found.metrics == wanted.metrics
+    assert found.metrics["t/loss"] != 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[3::4], ids=str)
+def test_a_teacher_that_is_the_student_teaches_nothing(layout):
+    rng = random.Random(f"student {layout}")
+    case = plain_case(rng)
+    flags = dataclasses.replace(case.flags, has_policy=False)
+    own = [student_logprobs(*each, flags.expected.temperature) for each in zip(case.samples, case.logits, strict=True)]
+    term = StreamTerm("t", "opd", on="rl", aggregation="token_mean")
+    taught, other = (
+        of_terms(Case(case.samples, case.logits, flags), term, teacher_logprobs=[shift + values for values in own])
+        for shift in (0.0, -1.0)
+    )
+    step = taught.step(layout, rng)
+    steps = [step, dataclasses.replace(step, samples=other.samples)]
+    found, moved = simulation.run_steps(steps, layout)
+    scale = max(float(rows.abs().max()) for rows in moved.gradients)
+    assert max(float(rows.abs().max()) for rows in found.gradients) <= 1e-14 * scale
+    assert abs(found.metrics["loss"]) <= 1e-14 * moved.metrics["loss"]
+
+
+def student_logprobs(sample: Sample, table: torch.Tensor, temperature: float) -> torch.Tensor:
+    first = len(sample.tokens) - sample.response_length
+    log_p = torch.log_softmax(table[first - 1 : -1] / temperature, dim=1)
+    return log_p.gather(1, sample.tokens[first:, None])[:, 0]
+
+
+# ---- What is read must be there ----
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.nan, "is nan at response token .*, which --pg-stream t:opd reads"),
+        (-torch.inf, "is -inf at response token .*, which --pg-stream t:opd reads"),
+        (1.5, "teacher_logprobs of sample .* reach 1.5, log-probabilities are at most 0"),
+        (None, "has no teacher_logprobs, which --pg-stream t:opd needs"),
+    ],
+)
+def test_what_a_stream_reads_of_a_member_must_be_there(value, message):
+    """At tokens that the sample's own mask leaves out, so that the sample by itself may hold anything there."""
+    rng = random.Random(7)
+    while True:
+        case = stream_cases.random_case(rng, terms=(StreamTerm("t", "opd", 0.5),), dropped=())
+        found = [i for i, s in enumerate(case.samples) if "t" in s.masks and (s.masks["t"] & ~s.loss_mask).any()]
+        if found:
+            break
+    sample, samples = case.samples[found[0]], list(case.samples)
+    further = sample.masks["t"] & ~sample.loss_mask
+    values = None if value is None else torch.where(further, value, sample.teacher_logprobs)
+    samples[found[0]] = dataclasses.replace(sample, teacher_logprobs=values)
+    with pytest.raises(ValueError, match=message):
+        planned(samples, case.flags.loss)
+
+
+@pytest.mark.parametrize("kind", ["ce", "entropy", "opd"])
+def test_a_loss_of_a_stream_that_is_not_finite_stops_the_step(kind):
+    """The check that looks at tokens of the objective looks at those of streams too."""
+    rng = random.Random(kind)
+    while True:
+        case = stream_cases.random_case(rng, terms=(StreamTerm("t", kind),), dropped=())
+        of_stream = [i for i, s in enumerate(case.samples) if s.stream == "t" and s.num_trained]
+        if of_stream:
+            break
+    sample, logits = case.samples[of_stream[0]], list(case.logits)
+    position = len(sample.tokens) - sample.response_length - 1 + int(sample.loss_mask.nonzero()[0])
+    logits[of_stream[0]] = logits[of_stream[0]].clone()
+    logits[of_stream[0]][position] = torch.nan
+    found = simulation.run_step(case.samples, logits, LAYOUTS[-1], case.flags.loss, rng)
+    assert found.num_nonfinite == 1
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(microbatches=4)], ids=str)
+def test_a_micro_batch_without_a_token_of_a_stream_needs_none_of_its_fields(layout):
+    """Here every sample has a micro-batch or rank of its own."""
+    rng, cases = random.Random(f"fields {layout}"), []
+    while len(cases) < 4:
+        case = stream_cases.random_case(rng, terms=(StreamTerm("t", "opd", 0.5),), dropped=())
+        lacks = {
+            sample.teacher_logprobs is None for sample in case.samples if stream_cases.live_rows(case.flags, sample)
+        }
+        if lacks == {True, False}:
+            cases.append(case)
+    steps = []
+    for case in cases:
+        cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
+        for i, sample in enumerate(case.samples):
+            lacks = sample.teacher_logprobs is None
+            cells[lacks % layout.data][lacks % layout.microbatches].append(i)
+        steps.append(dataclasses.replace(case.step(layout, rng), cells=cells))
+    for case, found in zip(cases, simulation.run_steps(steps, layout), strict=True):
+        assert max(case.errors(found).values()) <= LIMIT
+
+
+def test_a_micro_batch_of_another_stream_needs_nothing_of_the_correction():
+    """opsm reads the engine's log-probabilities inside the loss; the samples of cross-entropy have none."""
+    rng, layout = random.Random("opsm"), Layout(microbatches=2)
+    while True:
+        case = stream_cases.random_case(rng, terms=(StreamTerm("sft", "ce", 0.5),), dropped=(), has_policy=True)
+        lacks = [sample.rollout_logprobs is None for sample in case.samples]
+        if case.flags.expected.correction == "opsm" and {*lacks} == {True, False}:
+            break
+    cells = [[[i for i, each in enumerate(lacks) if each == lacking] for lacking in (True, False)]]
+    (found,) = simulation.run_steps([dataclasses.replace(case.step(layout, rng), cells=cells)], layout)
+    assert max(case.errors(found).values()) <= LIMIT
