@@ -16,6 +16,7 @@ class Field:
     is_required: bool = True
     is_per_token: bool = False  # a list with one entry per response token
     is_logprob: bool = False  # in nats, at most 0
+    is_origin: bool = False  # says where the sample's log-probabilities come from
 
 
 def plain(value: Any) -> Any:
@@ -79,7 +80,11 @@ FIELDS = {
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
+    "weight_version": Field(lambda value: is_int(value) and 0 <= value < 2**62, is_required=False, is_origin=True),
+    "worker": Field(is_id, is_required=False, is_origin=True),
+    "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
 }
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
 OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)
+ORIGINS = tuple(name for name, each in FIELDS.items() if each.is_origin)
 LOGPROBS = tuple(name for name, each in FIELDS.items() if each.is_logprob)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, REQUIRED
+from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, ORIGINS, REQUIRED
 from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSION,
@@ -169,6 +169,7 @@ def _line(sample: Sample) -> bytes:
     }
     if sample.truncated is not None:
         record["truncated"] = sample.truncated
+    record |= {name: value for name in ORIGINS if (value := getattr(sample, name)) is not None}
     if sample.routed_experts is not None:
         record["routed_experts"] = sample.routed_experts.tolist()
     optional = {name: getattr(sample, name) for name in OPTIONAL}

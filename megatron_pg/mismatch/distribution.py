@@ -1,0 +1,165 @@
+"""Causes that change the whole distribution: probability that is missing, a temperature, a heavy tail, coarse logits.
+
+The tokens are drawn from the engine's distribution q, so E_q[π/q] = E[e^d] is the mass that π gives to what q can draw: 1 unless
+columns are left out on one side, whatever else differs.
+"""
+
+import numpy as np
+
+from megatron_pg.mismatch.causes import Test, cannot_tell, decided
+from megatron_pg.mismatch.gap import Floats, Gap
+from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above
+from megatron_pg.mismatch.noise import bins_of, noise_of, robust
+
+_LARGEST = 3.0  # of d in e^d
+_FEWEST = 100  # tokens that a scale is of
+MOST_SCALE = 0.05  # nats: what bfloat16 does to a whole model stays below
+
+
+def _ratios(d: Floats) -> Floats:
+    return np.expm1(np.minimum(d, _LARGEST))
+
+
+# --- missing mass ---
+
+
+def normaliser(gap: Gap, level: float) -> tuple[Test, Test]:
+    """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts. Returns the tests of truncation and padding."""
+    d, seen = gap.difference, gap.observation
+    if len(np.unique(seen)) < FEWEST:
+        why = f"fewer than {FEWEST} documents"
+        return cannot_tell("truncation", why), cannot_tell("padding", why)
+    forward = _missing(gap, d)
+    backward = _missing(gap, -d)
+    sided = _one_sided(d)
+    is_forward = forward[0] >= 0.003 and forward[1] <= level and sided > 0
+    is_backward = (
+        not is_forward and backward[0] >= 0.003 and backward[1] <= level and sided < 0 and _one_sided(d) < -0.5
+    )
+    missing, p = backward if is_backward else forward
+    cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
+    text = f"E[π/q] = {1 - forward[0]:.4f}: {missing:.2%} of the probability is missing on one side; {why}"
+    of_cause = decided(cause, p, level, is_forward or is_backward, text, missing=missing, kept=1 - missing)
+    if cause == "truncation":
+        return of_cause, decided("padding", p, level, False, text)
+    return decided("truncation", p, level, False, text), of_cause
+
+
+def _missing(gap: Gap, d: Floats) -> tuple[float, float]:
+    """1 - mean e^d and its p-value; of all tokens, and without the certain ones, whose values are cut at 0."""
+    means = [mean_over(-_ratios(d[part]), gap.observation[part]) for part in (slice(None), gap.surprise > 0.1)]
+    return means[0].value, max(p_above(mean, 0.001) for mean in means)
+
+
+def _one_sided(d: Floats) -> float:
+    """(Σ d² where d < 0 - Σ d² where d > 0)/Σ d², of d within its 1 and 99 % quantiles."""
+    d = d[np.abs(d) <= np.quantile(np.abs(d), 0.995)]
+    total = float(d @ d)
+    return float((d * np.abs(d)).sum() / -total) if total > 0 else 0.0
+
+
+def _which(gap: Gap) -> tuple[str, str]:
+    """Truncation or padding, and why: a truncated engine is certain (log q = 0) where one token remains."""
+    d, q = gap.difference, gap.engine
+    certain = (q > -1e-6) & (d < -0.003)
+    nearly = (q <= -1e-6) & (q > -0.02)
+    if certain.sum() >= 10 and certain.sum() > 0.5 * nearly.sum():
+        return (
+            "truncation",
+            f"the engine is certain (log q = 0) of {certain.mean():.1%} of the tokens, and the trainer is not",
+        )
+    likely, usual = (gap.surprise > 0.003) & (gap.surprise < 0.05), (gap.surprise > 0.5) & (gap.surprise < 3)
+    if likely.sum() >= 50 and usual.sum() >= 50:
+        share = float(np.median(d[likely])) / min(float(np.median(d[usual])), -1e-9)
+        if share < 0.04:
+            return "truncation", "likely tokens lose nothing, which is so where the least likely columns are left out"
+    return "padding", "likely tokens lose too, and no token is certain: columns of their own take the probability"
+
+
+# --- temperature ---
+
+
+def temperature(gap: Gap, level: float) -> Test:
+    """κ of π ∝ q^κ, from E_q[(e^d - 1)·A] = 0 with A = κ·log q - log π = log Σ q^κ, which depends on the context alone.
+
+    So κ = cov(e^d - 1, log π)/cov(e^d - 1, log q): d must rise with log q and change its sign.
+    """
+    d, q, seen = gap.difference, gap.engine, gap.observation
+    if len(np.unique(seen)) < FEWEST:
+        return cannot_tell("temperature", f"fewer than {FEWEST} documents")
+    kept = np.abs(d) <= max(np.quantile(np.abs(d), 0.995), 1e-9)
+    d, q, seen = d[kept], q[kept], seen[kept]
+    products = (d - d.mean()) * (q - q.mean())
+    mean = mean_over(products, seen)
+    correlation = float(mean.value / max(d.std() * q.std(), 1e-12))
+    slope = mean.value / max(float(q.var()), 1e-12)
+    kappa = 1 + float(d.var() / mean.value) if mean.value else 1.0
+    if abs(slope) > 0.02:  # exact, not to first order
+        e = _ratios(d) - _ratios(d).mean()
+        kappa = float((e @ (gap.trainer[kept])) / (e @ q))
+    high, low = _extremes(d, q)
+    changes = high > 0 > low and min(high, -low) > 0.1 * max(high, -low)
+    p = p_above(mean_over(products * np.sign(mean.value), seen))
+    evidence = f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from {low:+.4f} to {high:+.4f}"
+    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and changes
+    return decided(
+        "temperature", min(2 * p, 1.0), level, is_large, evidence, engine_over_trainer=kappa, at_least=1 + slope
+    )
+
+
+def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
+    """The largest and the smallest mean of d over stretches of log q that hold enough tokens."""
+    stretches = np.searchsorted([-8.0, -4.0, -2.0, -1.0, -0.5, -0.1], q)
+    means = [d[stretches == each].mean() for each in range(6) if (stretches == each).sum() >= 50] or [0.0]
+    return float(max(means)), float(min(means))
+
+
+# --- tail and spread ---
+
+
+def routing(gap: Gap, scale: Floats, level: float) -> Test:
+    """Share of tokens beyond 10 scales and 0.1 nats, on both sides; a Student's t with 3 degrees of freedom has 0.15 % of them."""
+    noise = noise_of(gap)
+    z = noise.standardised(gap) / scale
+    beyond = (np.abs(z) > 10) & (np.abs(gap.difference) > 0.1)
+    mean = mean_over(beyond.astype(float), gap.observation)
+    up = float((beyond & (z > 0)).sum() / max(beyond.sum(), 1))
+    spread = _clustering(gap, beyond)
+    evidence = f"{mean.value:.2%} of the tokens are more than 10 scales and 0.1 nats apart ({up:.0%} of them upwards); documents differ in their number {spread:.1f} times as much as by chance"
+    is_large = 0.1 <= up <= 0.9 and (mean.value >= 0.003 or (mean.value >= 0.001 and spread >= 1.4))
+    return decided("routing", p_above(mean, 0.0005), level, is_large, evidence, share=mean.value, clustering=spread)
+
+
+def _clustering(gap: Gap, hits: np.ndarray) -> float:
+    """Variance of the number of hits of a document over that of independent hits."""
+    sizes = np.bincount(gap.document, minlength=len(gap.step))
+    counts = np.bincount(gap.document, weights=hits, minlength=len(gap.step))[sizes > 0]
+    expected = sizes[sizes > 0] * hits.mean()
+    return float(((counts - expected) ** 2).sum() / expected.sum()) if expected.sum() else 1.0
+
+
+def head_precision(gap: Gap, scale: Floats, rounding: Floats, level: float, *, alone: bool) -> Test:
+    """Scale of d beyond 4 nats of surprise against that at 0.5 to 1.5, where noise of the hidden states has ceased to grow.
+
+    `alone`: nothing else was found, so that a scale above 0.05 nats, whatever its shape, is of the arithmetic too.
+    """
+    noise = noise_of(gap)
+    d = (gap.difference - noise.centre[bins_of(gap)]) / scale
+    near, far = (gap.surprise > 0.5) & (gap.surprise < 1.5), gap.surprise > 4
+    if near.sum() < _FEWEST:
+        return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.5 to 1.5 nats")
+    usual, p, growth = robust(d[near])[1], 1.0, 1.0
+    if far.sum() >= _FEWEST:
+        floor = 2.0 * np.hypot(usual, np.median(rounding[far]))
+        p = p_above(mean_over((np.abs(d[far]) > 0.6745 * floor) - 0.5, gap.observation[far]))
+        growth = robust(d[far])[1] / max(usual, 1e-9)
+    if alone:
+        p = min(
+            1.0, 2 * p, 2 * p_above(mean_over((np.abs(d[near]) > 0.6745 * MOST_SCALE) - 0.5, gap.observation[near]))
+        )
+    up = float((gap.difference[near | far] > 0).mean())
+    evidence = (
+        f"the scale of log π - log q is {usual:.4f} nats at 0.5 to 1.5 nats and {growth:.2f} times that beyond 4 nats"
+    )
+    is_large = (growth >= 2.0 or (alone and usual >= MOST_SCALE)) and 0.25 < up < 0.75
+    return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=usual)

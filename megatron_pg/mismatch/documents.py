@@ -1,0 +1,134 @@
+"""Causes that show between documents or along them: their begin, their age, who made them."""
+
+import numpy as np
+
+from megatron_pg.mismatch.causes import Test, cannot_tell, decided
+from megatron_pg.mismatch.gap import FACTORS, Booleans, Floats, Gap
+from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above, tail
+from megatron_pg.mismatch.noise import bins_of, noise_of
+
+_MOST = 20.0  # scales that a token counts with at most
+_LEAST_SURPRISE = 0.05  # nats
+_FEWEST_TOKENS = 4  # of a document that counts
+_EARLY = 8  # tokens that are the begin of a response
+
+
+def _uncertain(gap: Gap) -> Gap:
+    """Without the tokens of which both sides are certain: their d is nearly 0 whatever is wrong."""
+    return gap.where(gap.surprise > _LEAST_SURPRISE)
+
+
+def _sizes(gap: Gap) -> Floats:
+    """[T] |d| over its mean among the tokens of like surprise behind the begin; each at most 20 scales."""
+    late = gap.position >= 4 * _EARLY
+    like = gap.where(late) if late.mean() > 0.3 else gap
+    noise = noise_of(like)
+    sizes, of_like = (np.minimum(np.abs(noise.standardised(each, centred=False)), _MOST) for each in (gap, like))
+    count = np.bincount(bins_of(like), minlength=len(noise.scale))
+    mean = np.bincount(bins_of(like), weights=of_like, minlength=len(noise.scale)) / np.maximum(count, 1)
+    mean = np.where(count >= 30, mean, of_like.mean() if len(of_like) else 1.0)
+    return sizes / np.maximum(mean[bins_of(gap)], 1e-9)
+
+
+def template(gap: Gap, level: float) -> tuple[Test, int]:
+    """|d| at the first 8 tokens of a response against that of the later half; the test, and how many tokens it lasts."""
+    gap = _uncertain(gap)
+    last = np.zeros(len(gap.step), int)
+    np.maximum.at(last, gap.document, gap.position)
+    half = last[gap.document] / 2
+    early, late = gap.position < _EARLY, (gap.position >= half) & (gap.position >= 2 * _EARLY)
+    both = np.isin(gap.document, np.intersect1d(gap.document[early], gap.document[late]))
+    early, late = early & both, late & both
+    if len(np.unique(gap.document[early])) < FEWEST:
+        return cannot_tell(
+            "template", f"fewer than {FEWEST} documents have trained tokens at their begin and 16 behind it"
+        ), 0
+    sizes = _sizes(gap)
+    usual = float(sizes[late].mean())
+    mean = mean_over(sizes[early] - 1.6 * usual, gap.document[early])
+    ratio = float(sizes[early].mean()) / max(usual, 1e-9)
+    edges = [e for e in (0, 4, 8, 16, 32, 64, 128, 256, 512) if e <= last.max()]
+    stretches = np.searchsorted(edges, gap.position, side="right") - 1
+    profile = np.bincount(stretches, weights=sizes) / np.maximum(np.bincount(stretches), 1)
+    lasts = next((edge for edge, each in zip(edges, profile, strict=False) if each < 1.25 * usual), edges[-1])
+    evidence = (
+        f"|log π - log q| is {ratio:.1f} times as large in the first {_EARLY} tokens of a response as in its later half"
+    )
+    return decided("template", p_above(mean), level, ratio >= 1.6, evidence, ratio=ratio, lasts=int(lasts)), int(lasts)
+
+
+def _of_documents(gap: Gap) -> tuple[Floats, np.ndarray]:
+    """Log mean size of d of every document that has tokens, and their numbers."""
+    gap = _uncertain(gap)
+    size, count = _sizes(gap), np.bincount(gap.document, minlength=len(gap.step))
+    total = np.bincount(gap.document, weights=size, minlength=len(gap.step))
+    there = np.flatnonzero(count >= _FEWEST_TOKENS)
+    return np.log(total[there] / count[there] + 0.05), there
+
+
+def groups(gap: Gap, level: float) -> tuple[Test, Booleans]:
+    """Documents of each worker, rank and file against all others, by Welch's t; the test, and the documents [D] that are not theirs."""
+    values, there = _of_documents(gap)
+    fine, found, tested = np.ones(len(gap.step), bool), [], 0
+    for factor in FACTORS:
+        labels = gap.groups.get(factor) or []
+        names = sorted({labels[i] for i in there} - {None}, key=str) if labels else []
+        if len(names) < 2:
+            continue
+        own = {name: np.array([labels[i] == name for i in there]) for name in names}
+        medians = {name: float(np.median(values[mask])) for name, mask in own.items()}
+        centre = float(np.median(list(medians.values())))
+        for name, mask in own.items():
+            tested += 1
+            rest = ~mask & np.array([abs(medians.get(labels[i], centre) - centre) < 0.3 for i in there])
+            if mask.sum() < 4 or rest.sum() < 4:
+                continue
+            distance = float(values[mask].mean() - values[rest].mean())
+            error = np.sqrt(values[mask].var(ddof=1) / mask.sum() + values[rest].var(ddof=1) / rest.sum())
+            p = 2 * tail(abs(distance) / max(error, 1e-12), int(min(mask.sum(), rest.sum())) - 1)
+            found.append((p, factor, name, distance, there[mask]))
+    if not tested:
+        return cannot_tell(
+            "group", "no worker, data_parallel_rank or second file is given, so documents cannot be grouped"
+        ), fine
+    bad = [each for each in found if each[0] * tested <= level and abs(each[3]) >= 0.35]
+    p = min((tested * each[0] for each in found), default=1.0)
+    for *_, documents in bad:
+        fine[documents] = False
+    if bad and fine[there].mean() < 0.3:
+        bad, fine = sorted(bad, key=lambda each: each[0])[:1], np.ones(len(gap.step), bool)
+        fine[bad[0][4]] = False
+    shown = bad or sorted(found, key=lambda each: each[0])[:1]
+    evidence = "; ".join(
+        f"{f} {n}: |log π - log q| is {np.exp(x):.2f} times that of the others" for _, f, n, x, _ in shown
+    )
+    estimate = [{"factor": f, "group": n, "ratio": float(np.exp(x))} for _, f, n, x, _ in bad]
+    return decided(
+        "group", min(p, 1.0), level, bool(bad), evidence or "too few documents in every group", groups=estimate
+    ), fine
+
+
+def staleness(gap: Gap, level: float) -> tuple[Test, Floats]:
+    """Log size of d against the age of the weights; the test, and [D] the factor by which age has multiplied d."""
+    values, there = _of_documents(gap)
+    known = ~np.isnan(gap.weight_version).any()
+    age = (gap.step - gap.weight_version if known else gap.step - gap.step.min()).astype(float)
+    x, ones = age[there], np.ones(len(gap.step))
+    what = "step - weight_version" if known else "steps since the begin of the rollouts (no weight_version is given)"
+    if len(np.unique(x)) < (2 if known else 3) or len(x) < FEWEST:
+        return cannot_tell("staleness", f"all documents have the same {what}"), ones
+    centred = x - x.mean()
+    slope = float(centred @ values / (centred @ centred))
+    rest = values - values.mean() - slope * centred
+    error = float(np.sqrt((centred**2 * rest**2).sum()) / (centred @ centred)) * np.sqrt(len(x) / (len(x) - 2))
+    low, high = np.quantile(x, [0.1, 0.9])
+    growth = float(np.exp(slope * (high - low)))
+    evidence = f"|log π - log q| grows {growth:.2f} times from {low:.0f} to {high:.0f} {what}"
+    p = tail(slope / max(error, 1e-12), len(x) - 2)
+    test = decided(
+        "staleness", p, level, growth >= (1.3 if known else 1.5), evidence, growth=growth, steps=float(high - low)
+    )
+    levels = {each: np.exp(np.median(values[x == each])) for each in np.unique(x)}
+    least = min(levels.values())
+    factors = np.array([levels.get(each, 1.0) / least for each in age])
+    return test, factors if test.outcome == "found" else ones
