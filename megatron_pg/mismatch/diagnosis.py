@@ -84,10 +84,8 @@ def diagnose(gap: Gap, level: float = LEVEL) -> Diagnosis:
 
 def _test_values(course: _Course) -> None:
     course.add(values.grid(course.gap, course.level))
-    test, documents_at = values.shift(course.gap, course.level)
+    test, course.gap = values.shift(course.gap, course.level)
     course.add(test)
-    if test.outcome == "found":
-        course.gap = values.realigned(course.gap, documents_at)
     course.add(*values.vocabulary(course.gap, course.level))
 
 
@@ -105,7 +103,6 @@ def _test_documents(course: _Course) -> Floats:
 
 def _test_distribution(course: _Course, factors: Floats) -> None:
     gap, level = course.gap, course.level
-    scale = factors[gap.document]
     if "vocabulary" in course.found:
         why = "the contexts hold tokens that the trainer reads as others"
         course.add(distribution.temperature(gap, level))
@@ -114,12 +111,13 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
     for test in distribution.normaliser(gap, level):
         course.add(test)
     course.add(distribution.temperature(gap, level))
-    course.add(distribution.routing(gap, scale, level))
+    even = gap.divided(factors)
+    course.add(distribution.routing(even, level))
     if course.found & {"temperature", "truncation", "padding"}:
         course.give_up("what was found spreads unlikely tokens more, too", "head_precision")
     else:
         alone = not course.found - _SHARED
-        course.add(distribution.head_precision(gap, scale, values.rounding_scale(gap), level, alone=alone))
+        course.add(distribution.head_precision(even, values.rounding_scale(gap), level, alone=alone))
 
 
 def summarise(gap: Gap) -> dict[str, float]:

@@ -16,8 +16,8 @@ _FEWEST = 100  # tokens that a scale is of
 MOST_SCALE = 0.05  # nats: what bfloat16 does to a whole model stays below
 
 
-def _ratios(d: Floats) -> Floats:
-    return np.expm1(np.minimum(d, _LARGEST))
+def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
+    return np.expm1(np.minimum(d, most))
 
 
 # --- missing mass ---
@@ -29,25 +29,26 @@ def normaliser(gap: Gap, level: float) -> tuple[Test, Test]:
     if len(np.unique(seen)) < FEWEST:
         why = f"fewer than {FEWEST} documents"
         return cannot_tell("truncation", why), cannot_tell("padding", why)
-    forward = _missing(gap, d)
-    backward = _missing(gap, -d)
     sided = _one_sided(d)
-    is_forward = forward[0] >= 0.003 and forward[1] <= level and sided > 0
-    is_backward = (
-        not is_forward and backward[0] >= 0.003 and backward[1] <= level and sided < 0 and _one_sided(d) < -0.5
-    )
+    forward, backward = _missing(gap, d, gap.engine), _missing(gap, -d, gap.trainer)
+    least = max(0.003, 0.15 * float(np.abs(d).mean()))
+    is_forward = forward[0] >= least and forward[1] <= level and sided > 0
+    is_backward = backward[0] >= least and backward[1] <= level and sided < -0.5
     missing, p = backward if is_backward else forward
     cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
-    text = f"E[π/q] = {1 - forward[0]:.4f}: {missing:.2%} of the probability is missing on one side; {why}"
+    text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
     of_cause = decided(cause, p, level, is_forward or is_backward, text, missing=missing, kept=1 - missing)
     if cause == "truncation":
         return of_cause, decided("padding", p, level, False, text)
     return decided("truncation", p, level, False, text), of_cause
 
 
-def _missing(gap: Gap, d: Floats) -> tuple[float, float]:
-    """1 - mean e^d and its p-value; of all tokens, and without the certain ones, whose values are cut at 0."""
-    means = [mean_over(-_ratios(d[part]), gap.observation[part]) for part in (slice(None), gap.surprise > 0.1)]
+def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:
+    """1 - mean e^d and its p-value: of all tokens, and of those whose values are not cut at 0; with d up to 3, and up to 12."""
+    parts = [np.ones(len(d), bool), sampler < -0.2]
+    means = [
+        mean_over(-_ratios(d[part], most), gap.observation[part]) for part in parts for most in (_LARGEST, 4 * _LARGEST)
+    ]
     return means[0].value, max(p_above(mean, 0.001) for mean in means)
 
 
@@ -59,7 +60,11 @@ def _one_sided(d: Floats) -> float:
 
 
 def _which(gap: Gap) -> tuple[str, str]:
-    """Truncation or padding, and why: a truncated engine is certain (log q = 0) where one token remains."""
+    """Truncation or padding, and why.
+
+    Truncation leaves out the least likely columns: where one remains, log q = 0, and each that is left out is less likely than the
+    token that was drawn, so 1 - e^d <= V·π. Columns of their own keep to neither.
+    """
     d, q = gap.difference, gap.engine
     certain = (q > -1e-6) & (d < -0.003)
     nearly = (q <= -1e-6) & (q > -0.02)
@@ -68,12 +73,14 @@ def _which(gap: Gap) -> tuple[str, str]:
             "truncation",
             f"the engine is certain (log q = 0) of {certain.mean():.1%} of the tokens, and the trainer is not",
         )
-    likely, usual = (gap.surprise > 0.003) & (gap.surprise < 0.05), (gap.surprise > 0.5) & (gap.surprise < 3)
-    if likely.sum() >= 50 and usual.sum() >= 50:
-        share = float(np.median(d[likely])) / min(float(np.median(d[usual])), -1e-9)
-        if share < 0.04:
-            return "truncation", "likely tokens lose nothing, which is so where the least likely columns are left out"
-    return "padding", "likely tokens lose too, and no token is certain: columns of their own take the probability"
+    columns, noise = len(np.unique(gap.ids)), 5 * noise_of(gap).scale[bins_of(gap)].min()
+    heavy = (-np.expm1(d) > np.maximum(2 * columns * np.exp(gap.trainer), noise)) & (d < -0.01)
+    if heavy.sum() >= max(3, 2e-4 * len(d)):
+        return (
+            "padding",
+            f"at {int(heavy.sum())} unlikely tokens more is missing than {columns} columns less likely than they can hold",
+        )
+    return "truncation", "nowhere is more missing than the columns less likely than the token can hold"
 
 
 # --- temperature ---
@@ -95,16 +102,24 @@ def temperature(gap: Gap, level: float) -> Test:
     slope = mean.value / max(float(q.var()), 1e-12)
     kappa = 1 + float(d.var() / mean.value) if mean.value else 1.0
     if abs(slope) > 0.02:  # exact, not to first order
-        e = _ratios(d) - _ratios(d).mean()
-        kappa = float((e @ (gap.trainer[kept])) / (e @ q))
+        kappa = _exponent(gap.trainer[kept], q)
     high, low = _extremes(d, q)
-    changes = high > 0 > low and min(high, -low) > 0.1 * max(high, -low)
+    changes = min(high, -low) > max(0.04 * max(high, -low), 0.003)
+    missing = min(abs(float(_ratios(d).mean())), abs(float(_ratios(-d).mean())))
+    is_balanced = abs(float(d.mean())) > 0.01 and missing < 0.25 * abs(float(d.mean()))  # both sides sum to 1
     p = p_above(mean_over(products * np.sign(mean.value), seen))
     evidence = f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from {low:+.4f} to {high:+.4f}"
-    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and changes
+    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and (changes or is_balanced)
     return decided(
         "temperature", min(2 * p, 1.0), level, is_large, evidence, engine_over_trainer=kappa, at_least=1 + slope
     )
+
+
+def _exponent(trainer: Floats, engine: Floats) -> float:
+    """κ of π ∝ q^κ for tokens drawn from the engine's q or, where E[q/π] is nearer to 1 than E[π/q], from the trainer's π."""
+    forward, backward = _ratios(trainer - engine), _ratios(engine - trainer)
+    e = forward if abs(forward.mean()) <= abs(backward.mean()) else backward
+    return float((e - e.mean()) @ trainer / ((e - e.mean()) @ engine))
 
 
 def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
@@ -117,10 +132,10 @@ def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
 # --- tail and spread ---
 
 
-def routing(gap: Gap, scale: Floats, level: float) -> Test:
+def routing(gap: Gap, level: float) -> Test:
     """Share of tokens beyond 10 scales and 0.1 nats, on both sides; a Student's t with 3 degrees of freedom has 0.15 % of them."""
     noise = noise_of(gap)
-    z = noise.standardised(gap) / scale
+    z = noise.standardised(gap)
     beyond = (np.abs(z) > 10) & (np.abs(gap.difference) > 0.1)
     mean = mean_over(beyond.astype(float), gap.observation)
     up = float((beyond & (z > 0)).sum() / max(beyond.sum(), 1))
@@ -138,13 +153,13 @@ def _clustering(gap: Gap, hits: np.ndarray) -> float:
     return float(((counts - expected) ** 2).sum() / expected.sum()) if expected.sum() else 1.0
 
 
-def head_precision(gap: Gap, scale: Floats, rounding: Floats, level: float, *, alone: bool) -> Test:
+def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> Test:
     """Scale of d beyond 4 nats of surprise against that at 0.5 to 1.5, where noise of the hidden states has ceased to grow.
 
     `alone`: nothing else was found, so that a scale above 0.05 nats, whatever its shape, is of the arithmetic too.
     """
     noise = noise_of(gap)
-    d = (gap.difference - noise.centre[bins_of(gap)]) / scale
+    d = gap.difference - noise.centre[bins_of(gap)]
     near, far = (gap.surprise > 0.5) & (gap.surprise < 1.5), gap.surprise > 4
     if near.sum() < _FEWEST:
         return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.5 to 1.5 nats")
@@ -161,5 +176,5 @@ def head_precision(gap: Gap, scale: Floats, rounding: Floats, level: float, *, a
     evidence = (
         f"the scale of log π - log q is {usual:.4f} nats at 0.5 to 1.5 nats and {growth:.2f} times that beyond 4 nats"
     )
-    is_large = (growth >= 2.0 or (alone and usual >= MOST_SCALE)) and 0.25 < up < 0.75
+    is_large = ((growth >= 2.0 and growth * usual >= 0.03) or (alone and usual >= MOST_SCALE)) and 0.25 < up < 0.75
     return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=usual)

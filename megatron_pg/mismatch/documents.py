@@ -7,6 +7,7 @@ from megatron_pg.mismatch.gap import FACTORS, Booleans, Floats, Gap
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above, tail
 from megatron_pg.mismatch.noise import bins_of, noise_of
 
+_HARMLESS = 0.1  # of log |d|: engines and ages may differ by a tenth
 _MOST = 20.0  # scales that a token counts with at most
 _LEAST_SURPRISE = 0.05  # nats
 _FEWEST_TOKENS = 4  # of a document that counts
@@ -21,9 +22,9 @@ def _uncertain(gap: Gap) -> Gap:
 def _sizes(gap: Gap) -> Floats:
     """[T] |d| over its mean among the tokens of like surprise behind the begin; each at most 20 scales."""
     late = gap.position >= 4 * _EARLY
-    like = gap.where(late) if late.mean() > 0.3 else gap
+    like = gap.where(late) if late.sum() > 0.3 * len(late) else gap
     noise = noise_of(like)
-    sizes, of_like = (np.minimum(np.abs(noise.standardised(each, centred=False)), _MOST) for each in (gap, like))
+    sizes, of_like = (np.minimum(np.abs(noise.standardised(each)), _MOST) for each in (gap, like))
     count = np.bincount(bins_of(like), minlength=len(noise.scale))
     mean = np.bincount(bins_of(like), weights=of_like, minlength=len(noise.scale)) / np.maximum(count, 1)
     mean = np.where(count >= 30, mean, of_like.mean() if len(of_like) else 1.0)
@@ -85,7 +86,7 @@ def groups(gap: Gap, level: float) -> tuple[Test, Booleans]:
                 continue
             distance = float(values[mask].mean() - values[rest].mean())
             error = np.sqrt(values[mask].var(ddof=1) / mask.sum() + values[rest].var(ddof=1) / rest.sum())
-            p = 2 * tail(abs(distance) / max(error, 1e-12), int(min(mask.sum(), rest.sum())) - 1)
+            p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), int(min(mask.sum(), rest.sum())) - 1)
             found.append((p, factor, name, distance, there[mask]))
     if not tested:
         return cannot_tell(
@@ -124,7 +125,7 @@ def staleness(gap: Gap, level: float) -> tuple[Test, Floats]:
     low, high = np.quantile(x, [0.1, 0.9])
     growth = float(np.exp(slope * (high - low)))
     evidence = f"|log π - log q| grows {growth:.2f} times from {low:.0f} to {high:.0f} {what}"
-    p = tail(slope / max(error, 1e-12), len(x) - 2)
+    p = tail((slope - _HARMLESS / (high - low)) / max(error, 1e-12), len(x) - 2) if high > low else 1.0
     test = decided(
         "staleness", p, level, growth >= (1.3 if known else 1.5), evidence, growth=growth, steps=float(high - low)
     )

@@ -42,8 +42,12 @@ class Gap:
         """[T] numbers of what is taken for independent: documents, long ones in blocks of 512 tokens."""
         return self.document * 2**24 + self.position // _BLOCK
 
-    def where(self, mask: Booleans) -> "Gap":
-        """The tokens that the mask has; documents keep their numbers."""
+    def divided(self, factors: Floats) -> "Gap":
+        """With d divided by factors [D] of the documents."""
+        return replace(self, trainer=self.engine + self.difference / factors[self.document])
+
+    def where(self, mask: Booleans | Integers) -> "Gap":
+        """The tokens of a mask or of numbers; documents keep theirs."""
         names = ("engine", "trainer", "ids", "position", "document")
         return replace(self, **{name: getattr(self, name)[mask] for name in names})
 

@@ -22,11 +22,10 @@ class Noise:
     count: Floats  # [bins] tokens
     level: float  # scale of the tokens between 0.4 and 4 nats, or of all
 
-    def standardised(self, gap: Gap, *, centred: bool = True) -> Floats:
+    def standardised(self, gap: Gap) -> Floats:
         """[T] (d - centre)/scale, the scale at least 0.3 of the level."""
         bins = bins_of(gap)
-        centre = self.centre[bins] if centred else 0.0
-        return (gap.difference - centre) / np.maximum(self.scale[bins], max(_LEAST_SHARE * self.level, 1e-6))
+        return (gap.difference - self.centre[bins]) / np.maximum(self.scale[bins], max(_LEAST_SHARE * self.level, 1e-6))
 
 
 def bins_of(gap: Gap) -> np.ndarray:

@@ -30,6 +30,34 @@ class Drawn:
     rank: list[int | None]
     truth: dict[str, str] = field(default_factory=dict)  # cause: strength
 
+    def records(self) -> list[dict]:
+        """The samples as lines of a rollout file."""
+        length = self.engine.shape[1]
+        return [
+            {
+                "step": self.step[i],
+                "prompt_id": i,
+                "rollout_id": i,
+                "tokens": self.tokens[i].tolist(),
+                "response_length": length,
+                "loss_mask": [1] * length,
+                "old_logprobs": self.trainer[i].tolist(),
+                "rollout_logprobs": self.engine[i].tolist(),
+                "reward": 0.0,
+                "advantage": 0.0,
+            }
+            | {
+                name: values[i]
+                for name, values in (
+                    ("weight_version", self.weight_version),
+                    ("worker", self.worker),
+                    ("data_parallel_rank", self.rank),
+                )
+                if values[i] is not None
+            }
+            for i in range(len(self.step))
+        ]
+
 
 @dataclass
 class World:
