@@ -199,7 +199,7 @@ TOGETHER = {
     "metrics/*": "tests/unit/metrics/test_table.py",
     "step/*": "tests/properties/test_partition_invariance.py",
     "cli/*": "tests/cli",
-    "mismatch/*": "tests/cli/test_mismatch.py",
+    "mismatch/*": "tests/unit/mismatch/test_diagnosis.py",
     "hosts/verl*": "tests/hosts/test_verl.py",
     "hosts/nemo_*.py": "tests/hosts/test_nemo_rl.py",
     "nemo_rl.py": "tests/hosts/test_nemo_rl.py",

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path
-from megatron_pg.mismatch.causes import CAUSES, Test
+from megatron_pg.mismatch.causes import CAUSES, Answer
 from megatron_pg.mismatch.diagnosis import LEVEL, Diagnosis, diagnose
 from megatron_pg.mismatch.gap import Gap, gap_of
 from megatron_pg.mismatch.noise import EDGES, bins_of, noise_of
@@ -105,10 +105,10 @@ def _show(paths: Sequence[str], gap: Gap, found: Diagnosis) -> None:
                 say(f"  {test.cause:<15} {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")
 
 
-def _estimate(test: Test) -> str:
+def _estimate(test: Answer) -> str:
     """What a reader wants to know first."""
     texts = {
-        "temperature": "; trainer's = engine's × {engine_over_trainer:.3f}^-1",
+        "temperature": "; trainer's = engine's × {trainer_over_engine:.3f}",
         "truncation": "; kept mass {kept:.3f}",
         "padding": "; {missing:.2%} of the probability",
         "shift": "; by {lag:+d}, in {share:.0%} of the blocks",

@@ -64,7 +64,7 @@ Outcome = Literal["found", "not found", "cannot tell"]
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class Answer:
     """What one test said."""
 
     cause: str  # of CAUSES
@@ -74,11 +74,11 @@ class Test:
     estimate: dict[str, Any] = field(default_factory=dict)  # its size
 
 
-def cannot_tell(cause: str, why: str) -> Test:
+def cannot_tell(cause: str, why: str) -> Answer:
     """A test that could not be made."""
-    return Test(cause, "cannot tell", why)
+    return Answer(cause, "cannot tell", why)
 
 
-def decided(cause: str, p: float, level: float, is_large: bool, evidence: str, **estimate: Any) -> Test:
+def decided(cause: str, p: float, level: float, is_large: bool, evidence: str, **estimate: Any) -> Answer:
     """Found when the noise model is rejected and the effect is larger than what does no harm."""
-    return Test(cause, "found" if p <= level and is_large else "not found", evidence, p, estimate)
+    return Answer(cause, "found" if p <= level and is_large else "not found", evidence, p, estimate)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from megatron_pg.mismatch import distribution, documents, values
-from megatron_pg.mismatch.causes import CAUSES, Test, cannot_tell
+from megatron_pg.mismatch.causes import CAUSES, Answer, cannot_tell
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap
 from megatron_pg.mismatch.noise import noise_of
 
@@ -19,11 +19,11 @@ _SHARED = {"bfloat16_grid", "shift", "group"}  # whose tokens are taken out, or 
 class Diagnosis:
     """What the tests of one set of rollouts said."""
 
-    tests: list[Test]  # in the order in which they were made, one for each of CAUSES
+    tests: list[Answer]  # in the order in which they were made, one for each of CAUSES
     summary: dict[str, float]  # of d = log π - log q over all trained tokens
 
     @property
-    def found(self) -> list[Test]:
+    def found(self) -> list[Answer]:
         """The tests that found their cause."""
         return [test for test in self.tests if test.outcome == "found"]
 
@@ -49,13 +49,13 @@ class _Course:
 
     gap: Gap
     level: float  # of each test
-    tests: list[Test] = field(default_factory=list)
+    tests: list[Answer] = field(default_factory=list)
 
     @property
     def found(self) -> set[str]:
         return {test.cause for test in self.tests if test.outcome == "found"}
 
-    def add(self, test: Test, kept: Booleans | None = None) -> None:
+    def add(self, test: Answer, kept: Booleans | None = None) -> None:
         """Note a test; where it found its cause, go on with the tokens that are kept."""
         self.tests.append(test)
         if test.outcome == "found" and kept is not None:

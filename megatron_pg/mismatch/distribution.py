@@ -6,7 +6,7 @@ columns are left out on one side, whatever else differs.
 
 import numpy as np
 
-from megatron_pg.mismatch.causes import Test, cannot_tell, decided
+from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Floats, Gap
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above
 from megatron_pg.mismatch.noise import bins_of, noise_of, robust
@@ -23,7 +23,7 @@ def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
 # --- missing mass ---
 
 
-def normaliser(gap: Gap, level: float) -> tuple[Test, Test]:
+def normaliser(gap: Gap, level: float) -> tuple[Answer, Answer]:
     """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts. Returns the tests of truncation and padding."""
     d, seen = gap.difference, gap.observation
     if len(np.unique(seen)) < FEWEST:
@@ -31,6 +31,7 @@ def normaliser(gap: Gap, level: float) -> tuple[Test, Test]:
         return cannot_tell("truncation", why), cannot_tell("padding", why)
     sided = _one_sided(d)
     forward, backward = _missing(gap, d, gap.engine), _missing(gap, -d, gap.trainer)
+    forward = forward[0], min(forward[1], _p_certain(gap))
     least = max(0.003, 0.15 * float(np.abs(d).mean()))
     is_forward = forward[0] >= least and forward[1] <= level and sided > 0
     is_backward = backward[0] >= least and backward[1] <= level and sided < -0.5
@@ -50,6 +51,12 @@ def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:
         mean_over(-_ratios(d[part], most), gap.observation[part]) for part in parts for most in (_LARGEST, 4 * _LARGEST)
     ]
     return means[0].value, max(p_above(mean, 0.001) for mean in means)
+
+
+def _p_certain(gap: Gap) -> float:
+    """Of: at most 1 % of the tokens are certain for the engine and less likely than e^-0.1 for the trainer."""
+    certain = (gap.engine > -1e-6) & (gap.difference < -0.1)
+    return p_above(mean_over(certain.astype(float), gap.observation), 0.01)
 
 
 def _one_sided(d: Floats) -> float:
@@ -86,7 +93,7 @@ def _which(gap: Gap) -> tuple[str, str]:
 # --- temperature ---
 
 
-def temperature(gap: Gap, level: float) -> Test:
+def temperature(gap: Gap, level: float) -> Answer:
     """κ of π ∝ q^κ, from E_q[(e^d - 1)·A] = 0 with A = κ·log q - log π = log Σ q^κ, which depends on the context alone.
 
     So κ = cov(e^d - 1, log π)/cov(e^d - 1, log q): d must rise with log q and change its sign.
@@ -109,10 +116,8 @@ def temperature(gap: Gap, level: float) -> Test:
     is_balanced = abs(float(d.mean())) > 0.01 and missing < 0.25 * abs(float(d.mean()))  # both sides sum to 1
     p = p_above(mean_over(products * np.sign(mean.value), seen))
     evidence = f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from {low:+.4f} to {high:+.4f}"
-    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and (changes or is_balanced)
-    return decided(
-        "temperature", min(2 * p, 1.0), level, is_large, evidence, engine_over_trainer=kappa, at_least=1 + slope
-    )
+    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and (changes or is_balanced) and kappa > 0.05
+    return decided("temperature", min(2 * p, 1.0), level, is_large, evidence, trainer_over_engine=1 / max(kappa, 1e-3))
 
 
 def _exponent(trainer: Floats, engine: Floats) -> float:
@@ -132,7 +137,7 @@ def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
 # --- tail and spread ---
 
 
-def routing(gap: Gap, level: float) -> Test:
+def routing(gap: Gap, level: float) -> Answer:
     """Share of tokens beyond 10 scales and 0.1 nats, on both sides; a Student's t with 3 degrees of freedom has 0.15 % of them."""
     noise = noise_of(gap)
     z = noise.standardised(gap)
@@ -153,7 +158,7 @@ def _clustering(gap: Gap, hits: np.ndarray) -> float:
     return float(((counts - expected) ** 2).sum() / expected.sum()) if expected.sum() else 1.0
 
 
-def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> Test:
+def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> Answer:
     """Scale of d beyond 4 nats of surprise against that at 0.5 to 1.5, where noise of the hidden states has ceased to grow.
 
     `alone`: nothing else was found, so that a scale above 0.05 nats, whatever its shape, is of the arithmetic too.
@@ -161,6 +166,7 @@ def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> 
     noise = noise_of(gap)
     d = gap.difference - noise.centre[bins_of(gap)]
     near, far = (gap.surprise > 0.5) & (gap.surprise < 1.5), gap.surprise > 4
+    middle = (gap.surprise > 0.4) & (gap.surprise < 4)
     if near.sum() < _FEWEST:
         return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.5 to 1.5 nats")
     usual, p, growth = robust(d[near])[1], 1.0, 1.0
@@ -169,12 +175,10 @@ def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> 
         p = p_above(mean_over((np.abs(d[far]) > 0.6745 * floor) - 0.5, gap.observation[far]))
         growth = robust(d[far])[1] / max(usual, 1e-9)
     if alone:
-        p = min(
-            1.0, 2 * p, 2 * p_above(mean_over((np.abs(d[near]) > 0.6745 * MOST_SCALE) - 0.5, gap.observation[near]))
-        )
+        wide = mean_over((np.abs(d[middle]) > 0.6745 * MOST_SCALE) - 0.5, gap.observation[middle])
+        p = min(1.0, 2 * p, 2 * p_above(wide))
     up = float((gap.difference[near | far] > 0).mean())
-    evidence = (
-        f"the scale of log π - log q is {usual:.4f} nats at 0.5 to 1.5 nats and {growth:.2f} times that beyond 4 nats"
-    )
-    is_large = ((growth >= 2.0 and growth * usual >= 0.03) or (alone and usual >= MOST_SCALE)) and 0.25 < up < 0.75
-    return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=usual)
+    evidence = f"the scale of log π - log q is {noise.level:.4f} nats; beyond 4 nats it is {growth:.2f} times that at 0.5 to 1.5"
+    is_grown, is_wide = growth >= 2.0 and growth * usual >= 0.03, alone and noise.level >= MOST_SCALE
+    is_large = (is_grown or is_wide) and 0.25 < up < 0.75
+    return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=noise.level)

@@ -1,11 +1,13 @@
 """Causes that show between documents or along them: their begin, their age, who made them."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from megatron_pg.mismatch.causes import Test, cannot_tell, decided
+from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import FACTORS, Booleans, Floats, Gap
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above, tail
-from megatron_pg.mismatch.noise import bins_of, noise_of
+from megatron_pg.mismatch.noise import Noise, bins_of, noise_of
 
 _HARMLESS = 0.1  # of log |d|: engines and ages may differ by a tenth
 _MOST = 20.0  # scales that a token counts with at most
@@ -19,11 +21,15 @@ def _uncertain(gap: Gap) -> Gap:
     return gap.where(gap.surprise > _LEAST_SURPRISE)
 
 
-def _sizes(gap: Gap) -> Floats:
-    """[T] |d| over its mean among the tokens of like surprise behind the begin; each at most 20 scales."""
+def _behind(gap: Gap) -> Gap:
+    """The tokens behind the begin, where they are enough."""
     late = gap.position >= 4 * _EARLY
-    like = gap.where(late) if late.sum() > 0.3 * len(late) else gap
-    noise = noise_of(like)
+    return gap.where(late) if late.sum() > 0.3 * len(late) else gap
+
+
+def _sizes(gap: Gap, noise: Noise) -> Floats:
+    """[T] |d - centre| over its mean among the tokens of like surprise behind the begin; each at most 20 scales."""
+    like = _behind(gap)
     sizes, of_like = (np.minimum(np.abs(noise.standardised(each)), _MOST) for each in (gap, like))
     count = np.bincount(bins_of(like), minlength=len(noise.scale))
     mean = np.bincount(bins_of(like), weights=of_like, minlength=len(noise.scale)) / np.maximum(count, 1)
@@ -31,7 +37,7 @@ def _sizes(gap: Gap) -> Floats:
     return sizes / np.maximum(mean[bins_of(gap)], 1e-9)
 
 
-def template(gap: Gap, level: float) -> tuple[Test, int]:
+def template(gap: Gap, level: float) -> tuple[Answer, int]:
     """|d| at the first 8 tokens of a response against that of the later half; the test, and how many tokens it lasts."""
     gap = _uncertain(gap)
     last = np.zeros(len(gap.step), int)
@@ -44,7 +50,8 @@ def template(gap: Gap, level: float) -> tuple[Test, int]:
         return cannot_tell(
             "template", f"fewer than {FEWEST} documents have trained tokens at their begin and 16 behind it"
         ), 0
-    sizes = _sizes(gap)
+    noise = noise_of(_behind(gap))
+    sizes = _sizes(gap, replace(noise, centre=np.zeros_like(noise.centre)))
     usual = float(sizes[late].mean())
     mean = mean_over(sizes[early] - 1.6 * usual, gap.document[early])
     ratio = float(sizes[early].mean()) / max(usual, 1e-9)
@@ -61,13 +68,13 @@ def template(gap: Gap, level: float) -> tuple[Test, int]:
 def _of_documents(gap: Gap) -> tuple[Floats, np.ndarray]:
     """Log mean size of d of every document that has tokens, and their numbers."""
     gap = _uncertain(gap)
-    size, count = _sizes(gap), np.bincount(gap.document, minlength=len(gap.step))
+    size, count = _sizes(gap, noise_of(_behind(gap))), np.bincount(gap.document, minlength=len(gap.step))
     total = np.bincount(gap.document, weights=size, minlength=len(gap.step))
     there = np.flatnonzero(count >= _FEWEST_TOKENS)
     return np.log(total[there] / count[there] + 0.05), there
 
 
-def groups(gap: Gap, level: float) -> tuple[Test, Booleans]:
+def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     """Documents of each worker, rank and file against all others, by Welch's t; the test, and the documents [D] that are not theirs."""
     values, there = _of_documents(gap)
     fine, found, tested = np.ones(len(gap.step), bool), [], 0
@@ -109,7 +116,7 @@ def groups(gap: Gap, level: float) -> tuple[Test, Booleans]:
     ), fine
 
 
-def staleness(gap: Gap, level: float) -> tuple[Test, Floats]:
+def staleness(gap: Gap, level: float) -> tuple[Answer, Floats]:
     """Log size of d against the age of the weights; the test, and [D] the factor by which age has multiplied d."""
     values, there = _of_documents(gap)
     known = ~np.isnan(gap.weight_version).any()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_pg.mismatch.causes import Test, cannot_tell, decided
+from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
 
@@ -23,7 +23,7 @@ def on_grid(values: Floats) -> Booleans:
     return (single == values.astype(np.float64).astype(np.float32)) & ((single.view(np.uint32) & 0xFFFF) == 0)
 
 
-def grid(gap: Gap, level: float) -> Test:
+def grid(gap: Gap, level: float) -> Answer:
     """Share of values on bfloat16's grid, which hits a float32 by chance once in 2^16 and, after cancellation, once in 2^8."""
     shares, p = {}, 1.0
     for side in ("engine", "trainer"):
@@ -66,14 +66,15 @@ def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, np.ndarr
     return np.bincount(blocks[t], weights=distance, minlength=size) / np.maximum(pairs, 1), pairs
 
 
-def shift(gap: Gap, level: float) -> tuple[Test, Gap]:
+def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
     """Blocks of 32 consecutive tokens that agree at another lag and not at 0; the test, and the tokens as they agree."""
     blocks = _blocks(gap)
     here, pairs = _distances(gap, 0, blocks)
     usable = (pairs >= 8) & (here > 0.1)
+    # unrelated sides agree by chance in a block of a hundred, and then at any lag
     if not (pairs >= 8).any():
         return cannot_tell("shift", "no document has 8 consecutive trained tokens"), gap
-    best, best_lag = here / 2, np.zeros(len(here), int)
+    best, best_lag = 0.7 * here, np.zeros(len(here), int)
     for lag in _LAGS:
         there, _ = _distances(gap, lag, blocks)
         better = usable & (there < best)
@@ -81,7 +82,7 @@ def shift(gap: Gap, level: float) -> tuple[Test, Gap]:
     votes = {lag: int((best_lag == lag).sum()) for lag in _LAGS}
     lag = max(votes, key=votes.__getitem__)
     total, others = int((pairs >= 8).sum()), sum(votes.values()) - votes[lag]
-    share, p = votes[lag] / total, binomial_tail(votes[lag], total, 0.002)
+    share, p = votes[lag] / total, binomial_tail(votes[lag], total, 0.01)
     is_large = share >= 0.02 and votes[lag] >= max(3, 3 * others)
     evidence = f"{share:.1%} of {total} blocks of {_BLOCK} tokens agree when the trainer's values move by {lag:+d}"
     test = decided("shift", p, level, is_large, evidence, lag=lag, share=share)
@@ -132,7 +133,7 @@ def _elsewhere(gap: Gap, mask: Booleans) -> Integers:
     )
 
 
-def vocabulary(gap: Gap, level: float) -> tuple[Test, Booleans]:
+def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     """Whole: the sides are unrelated at every token. In part: tokens that the trainer does not expect have ids of their own.
 
     Returns the test and [T] the tokens that remain when those ids are left out (none where it is the whole vocabulary).
