@@ -113,7 +113,7 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
     course.add(distribution.temperature(gap, level))
     even = gap.divided(factors)
     course.add(distribution.routing(even, level))
-    if course.found & {"temperature", "truncation", "padding"}:
+    if course.found & {"staleness", "temperature", "truncation", "padding"}:
         course.give_up("what was found spreads unlikely tokens more, too", "head_precision")
     else:
         alone = not course.found - _SHARED

@@ -13,7 +13,7 @@ from megatron_pg.mismatch.noise import bins_of, noise_of, robust
 
 _LARGEST = 3.0  # of d in e^d
 _FEWEST = 100  # tokens that a scale is of
-MOST_SCALE = 0.05  # nats: what bfloat16 does to a whole model stays below
+MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
 
 
 def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
@@ -161,7 +161,7 @@ def _clustering(gap: Gap, hits: np.ndarray) -> float:
 def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> Answer:
     """Scale of d beyond 4 nats of surprise against that at 0.5 to 1.5, where noise of the hidden states has ceased to grow.
 
-    `alone`: nothing else was found, so that a scale above 0.05 nats, whatever its shape, is of the arithmetic too.
+    `alone`: nothing else was found, so that a scale above 0.04 nats, whatever its shape, is of the arithmetic too.
     """
     noise = noise_of(gap)
     d = gap.difference - noise.centre[bins_of(gap)]

@@ -6,10 +6,12 @@ strength: where all tokens are others, nothing else can be seen.
 """
 
 import itertools
+import multiprocessing
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +19,7 @@ from language import Parameters, Text, initial, read_text, train
 from mismatch_cases import FAULTS, STRENGTHS, Drawn, World, clean, faulty
 
 from megatron_pg import Sample
-from megatron_pg.mismatch.causes import CAUSES
-from megatron_pg.mismatch.diagnosis import Diagnosis, diagnose
+from megatron_pg.mismatch.diagnosis import diagnose
 from megatron_pg.mismatch.gap import Gap, gap_of
 
 SEEDED = (*FAULTS, "truncation")
@@ -56,21 +57,29 @@ def cases(repeats: int) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def outcomes(
-    text: Text, parameters: Parameters, jobs: Iterable[tuple[str, dict[str, str]]], seed: int
-) -> Iterator[Outcome]:
+    text: Text, parameters: Parameters, jobs: Iterable[tuple[str, dict[str, str]]], seed: int, processes: int = 2
+) -> list[Outcome]:
     """Seed and diagnose every case."""
-    for number, (kind, faults) in enumerate(jobs):
-        rng = random.Random(1000 * seed + number)
-        sharpness, noise = rng.uniform(1.2, 2.8), rng.choice([0.5, 1.0, 1.5])
-        world = World(text, parameters, sharpness, noise, rng.choice([64, 128]), 1000 * seed + number)
-        with torch.no_grad():
-            drawn = faulty(world, faults) if faults else clean(world)
-        yield outcome_of(kind, faults, diagnose(gap_of_drawn(drawn)))
+    numbered = [(text, parameters, kind, faults, 1000 * seed + n) for n, (kind, faults) in enumerate(jobs)]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(outcome_of, numbered))
 
 
-def outcome_of(kind: str, faults: dict[str, str], found: Diagnosis) -> Outcome:
+def outcome_of(job: tuple[Text, Parameters, str, dict[str, str], int]) -> Outcome:
+    """One case, in a world of its own."""
+    text, parameters, kind, faults, number = job
+    torch.set_num_threads(1)
+    rng = random.Random(number)
+    sharpness, noise = rng.uniform(1.2, 2.8), rng.choice([0.5, 1.0, 1.5])
+    world = World(text, parameters, sharpness, noise, rng.choice([48, 96]), number)
+    with torch.no_grad():
+        drawn = faulty(world, faults) if faults else clean(world)
+    found = diagnose(gap_of_drawn(drawn))
     silent = tuple(test.cause for test in found.tests if test.outcome == "cannot tell")
-    return Outcome(kind, tuple(faults), tuple(test.cause for test in found.found), silent)
+    outcome = Outcome(kind, tuple(faults), tuple(test.cause for test in found.found), silent)
+    if set(outcome.found) != set(faults):
+        print(f"{kind:7} {'+'.join(faults):32} -> {', '.join(outcome.found) or '–'}", file=sys.stderr, flush=True)
+    return outcome
 
 
 # --- tables ---
@@ -111,17 +120,8 @@ def table(all_outcomes: list[Outcome]) -> str:
 def main() -> None:
     text, parameters = language()
     repeats, seed = int(sys.argv[1]) if len(sys.argv) > 1 else 4, int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    found = []
-    for each in outcomes(text, parameters, cases(repeats), seed):
-        found.append(each)
-        if set(each.found) != set(each.seeded):
-            print(
-                f"{each.kind:7} {'+'.join(each.seeded):32} -> {', '.join(each.found) or '–'}",
-                file=sys.stderr,
-                flush=True,
-            )
+    found = outcomes(text, parameters, cases(repeats), seed)
     print(table(found))
-    assert set(CAUSES) == set(SEEDED)
 
 
 if __name__ == "__main__":
