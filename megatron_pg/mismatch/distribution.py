@@ -36,12 +36,14 @@ def normaliser(gap: Gap, level: float) -> tuple[Answer, Answer]:
     is_forward = forward[0] >= least and forward[1] <= level and sided > 0
     is_backward = backward[0] >= least and backward[1] <= level and sided < -0.5
     missing, p = backward if is_backward else forward
+    if not (is_forward or is_backward):
+        text = f"E[π/q] = {1 - forward[0]:.4f}, E[q/π] = {1 - backward[0]:.4f}: no probability is missing on one side alone"
+        return decided("truncation", p, level, False, text), decided("padding", p, level, False, text)
     cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
     text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
-    of_cause = decided(cause, p, level, is_forward or is_backward, text, missing=missing, kept=1 - missing)
-    if cause == "truncation":
-        return of_cause, decided("padding", p, level, False, text)
-    return decided("truncation", p, level, False, text), of_cause
+    found = decided(cause, p, level, True, text, missing=missing, kept=1 - missing)
+    other = decided("padding" if cause == "truncation" else "truncation", p, level, False, text)
+    return (found, other) if cause == "truncation" else (other, found)
 
 
 def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:

@@ -4,44 +4,11 @@ import json
 import random
 import re
 
-import numpy as np
 import pytest
-from rollout_files import HEADER
+from rollout_files import HEADER, two_sides
 
 from megatron_pg.cli import main
 from megatron_pg.mismatch.causes import CAUSES
-
-
-def records(rng: random.Random, *, documents: int = 30, temperature: float = 1.0, **rest) -> list[dict]:
-    """Documents over a few tokens of known logits; the trainer divides them by `temperature`."""
-    found = []
-    for number in range(documents):
-        engine, trainer, tokens = [], [], [7]
-        for _ in range(40):
-            logits = np.array([rng.gauss(0, 2) for _ in range(12)])
-            weights = np.exp(logits - logits.max())
-            token = rng.choices(range(12), weights)[0]
-            scaled = logits / temperature
-            engine.append(float(np.log(weights[token] / weights.sum())))
-            of_trainer = scaled[token] - np.log(np.exp(scaled).sum()) + rng.gauss(0, 0.005)
-            trainer.append(min(float(of_trainer), 0.0))
-            tokens.append(token)
-        found.append(
-            {
-                "step": number % 3,
-                "prompt_id": number,
-                "rollout_id": number,
-                "tokens": tokens,
-                "response_length": 40,
-                "loss_mask": [1] * 40,
-                "old_logprobs": trainer,
-                "rollout_logprobs": engine,
-                "reward": 0.0,
-                "advantage": 0.0,
-            }
-            | rest
-        )
-    return found
 
 
 @pytest.fixture
@@ -61,7 +28,7 @@ def run(capsys, *words) -> tuple[int, str, str]:
 
 
 def test_a_temperature_is_named_with_its_estimate_and_what_to_do(write, capsys):
-    path = write("r.jsonl", records(random.Random(1), temperature=1.25))
+    path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
     code, out, err = run(capsys, path)
     assert (code, err) == (0, "")
     ratio = re.search(r"temperature: the temperatures differ; trainer's = engine's × ([\d.]+)", out)[1]
@@ -71,7 +38,7 @@ def test_a_temperature_is_named_with_its_estimate_and_what_to_do(write, capsys):
 
 
 def test_the_document_holds_every_test(write, capsys):
-    path = write("r.jsonl", records(random.Random(2), temperature=0.8))
+    path = write("r.jsonl", two_sides(random.Random(2), temperature=0.8))
     code, out, _ = run(capsys, path, "--json")
     said = json.loads(out)
     assert code == 0
@@ -83,7 +50,7 @@ def test_the_document_holds_every_test(write, capsys):
 
 
 def test_rollouts_without_a_fault(write, capsys):
-    path = write("r.jsonl", records(random.Random(3)))
+    path = write("r.jsonl", two_sides(random.Random(3)))
     code, out, _ = run(capsys, path)
     assert code == 0
     assert "nothing found: the difference is what rounding to bfloat16 does to a model" in out
@@ -91,7 +58,9 @@ def test_rollouts_without_a_fault(write, capsys):
 
 def test_one_file_of_several_is_named(write, capsys):
     rng = random.Random(4)
-    paths = [write(f"rank{i}.jsonl", records(rng, documents=20, temperature=1.3 if i == 2 else 1.0)) for i in range(4)]
+    paths = [
+        write(f"rank{i}.jsonl", two_sides(rng, documents=20, temperature=1.3 if i == 2 else 1.0)) for i in range(4)
+    ]
     code, out, _ = run(capsys, *paths, "--json")
     (finding,) = json.loads(out)["findings"]
     assert (code, finding["cause"]) == (0, "group")
@@ -100,7 +69,7 @@ def test_one_file_of_several_is_named(write, capsys):
 
 def test_what_a_level_does(write, capsys):
     """A level of nearly 0 names nothing; the effect and its evidence are still shown."""
-    path = write("r.jsonl", records(random.Random(1), temperature=1.25))
+    path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
     _, out, _ = run(capsys, path, "--level", "1e-300", "--json")
     said = json.loads(out)
     assert said["findings"] == []
@@ -110,7 +79,7 @@ def test_what_a_level_does(write, capsys):
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_picture(suffix, write, capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = write("r.jsonl", records(random.Random(5), documents=14))
+    path = write("r.jsonl", two_sides(random.Random(5), documents=14))
     code, _, err = run(capsys, path, "--output", tmp_path / f"p{suffix}")
     assert (code, err) == (0, "")
     assert (tmp_path / f"p{suffix}").stat().st_size > 1000
@@ -131,7 +100,7 @@ def test_a_picture(suffix, write, capsys, tmp_path):
 )
 def test_what_cannot_be_read_is_one_line_and_exit_code_2(change, words, message, write, capsys):
     lines = [
-        {k: v for k, v in (each | change).items() if v is not None} for each in records(random.Random(6), documents=2)
+        {k: v for k, v in (each | change).items() if v is not None} for each in two_sides(random.Random(6), documents=2)
     ]
     path = write("r.jsonl", lines)
     code, out, err = run(capsys, path, *[path if word == "AGAIN" else word for word in words])
