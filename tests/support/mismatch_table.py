@@ -35,7 +35,7 @@ class Outcome:
     cannot_tell: tuple[str, ...]
 
 
-def language(*, vocabulary: int = 1024, width: int = 96, layers: int = 2, steps: int = 400) -> tuple[Text, Parameters]:
+def language(*, vocabulary: int = 512, width: int = 64, layers: int = 2, steps: int = 250) -> tuple[Text, Parameters]:
     """The text and the parameters of a model trained on it."""
     text = read_text(vocabulary)
     return text, train(text, initial(text.vocabulary, width, layers, 0), steps)
@@ -118,6 +118,7 @@ def table(all_outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # two processes of one thread each
     text, parameters = language()
     repeats, seed = int(sys.argv[1]) if len(sys.argv) > 1 else 4, int(sys.argv[2]) if len(sys.argv) > 2 else 0
     found = outcomes(text, parameters, cases(repeats), seed)
