@@ -1,6 +1,7 @@
 """`megatron-pg mismatch`: why the trainer's log-probabilities are not the rollout engine's, from rollout files alone."""
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,12 +64,9 @@ def read_gap(paths: Sequence[str]) -> Gap:
         raise InputError(
             f"{show_path(again[0])}: is given twice, so its documents would count twice. Give every file once."
         )
+    several, (samples, files) = len(paths) > 1, itertools.tee(_samples(paths))  # read in step, so one sample is held
     try:
-        return (
-            gap_of(*zip(*_samples(paths), strict=True))
-            if len(paths) > 1
-            else gap_of(each for each, _ in _samples(paths))
-        )
+        return gap_of((sample for sample, _ in samples), (name for _, name in files) if several else None)
     except ValueError as error:
         if type(error) is not ValueError:
             raise
