@@ -31,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rollouts", nargs="+", metavar="ROLLOUTS", help=files)
     level = f"chance of a false alarm in rollouts without a fault, over all tests together (default {LEVEL:g})"
     parser.add_argument("--level", type=float, default=LEVEL, metavar="P", help=level)
+    by = "a field of your own (x_…) that divides samples into groups to compare, beside worker, data_parallel_rank and file"
+    parser.add_argument("--by", action="append", metavar="FIELD", help=by)
     add_picture_options(parser)
 
 
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.level < 1:
         raise InputError(f"--level {options.level:g} is no chance. Give more than 0 and less than 1.")
     check_picture(options)
-    gap = read_gap(options.rollouts)
+    gap = read_gap(options.rollouts, options.by or ())
     found = diagnose(gap, options.level)
     if options.output:
         _draw(options, gap)
@@ -51,12 +53,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_gap(paths: Sequence[str]) -> Gap:
+def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
     """The trained tokens of all files.
 
     Raises:
         RolloutFileError: a file that `read_rollouts` refuses, with its message.
-        InputError: a file is given twice, or holds nothing to compare.
+        InputError: a file is given twice, or holds nothing to compare, or no field of `by`.
     """
     if again := [
         path for i, path in enumerate(paths) if Path(path).absolute() in map(Path.absolute, map(Path, paths[:i]))
@@ -66,7 +68,7 @@ def read_gap(paths: Sequence[str]) -> Gap:
         )
     several, (samples, files) = len(paths) > 1, itertools.tee(_samples(paths))  # read in step, so one sample is held
     try:
-        return gap_of((sample for sample, _ in samples), (name for _, name in files) if several else None)
+        return gap_of((sample for sample, _ in samples), (name for _, name in files) if several else None, by)
     except ValueError as error:
         if type(error) is not ValueError:
             raise

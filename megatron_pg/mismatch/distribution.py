@@ -13,6 +13,7 @@ from megatron_pg.mismatch.noise import bins_of, noise_of, robust
 
 _LARGEST = 3.0  # of d in e^d
 _FEWEST = 100  # tokens that a scale is of
+_GROWTH = 1.8  # of the scale beyond 4 nats
 MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
 
 
@@ -173,7 +174,7 @@ def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> 
         return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.5 to 1.5 nats")
     usual, p, growth = robust(d[near])[1], 1.0, 1.0
     if far.sum() >= _FEWEST:
-        floor = 2.0 * np.hypot(usual, np.median(rounding[far]))
+        floor = _GROWTH * np.hypot(usual, np.median(rounding[far]))
         p = p_above(mean_over((np.abs(d[far]) > 0.6745 * floor) - 0.5, gap.observation[far]))
         growth = robust(d[far])[1] / max(usual, 1e-9)
     if alone:
@@ -181,6 +182,6 @@ def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> 
         p = min(1.0, 2 * p, 2 * p_above(wide))
     up = float((gap.difference[near | far] > 0).mean())
     evidence = f"the scale of log π - log q is {noise.level:.4f} nats; beyond 4 nats it is {growth:.2f} times that at 0.5 to 1.5"
-    is_grown, is_wide = growth >= 2.0 and growth * usual >= 0.03, alone and noise.level >= MOST_SCALE
+    is_grown, is_wide = growth >= _GROWTH and growth * usual >= 0.03, alone and noise.level >= MOST_SCALE
     is_large = (is_grown or is_wide) and 0.25 < up < 0.75
     return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=noise.level)

@@ -1,11 +1,13 @@
 """Causes that show between documents or along them: their begin, their age, who made them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
-from megatron_pg.mismatch.gap import FACTORS, Booleans, Floats, Gap
+from megatron_pg.mismatch.gap import Booleans, Floats, Gap
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above, tail
 from megatron_pg.mismatch.noise import Noise, bins_of, noise_of
 
@@ -13,6 +15,7 @@ _HARMLESS = 0.1  # of log |d|: engines and ages may differ by a tenth
 _MOST = 20.0  # scales that a token counts with at most
 _LEAST_SURPRISE = 0.05  # nats
 _FEWEST_TOKENS = 4  # of a document that counts
+_FEWEST_DOCUMENTS = 4  # of a group
 _EARLY = 8  # tokens that are the begin of a response
 
 
@@ -75,45 +78,65 @@ def _of_documents(gap: Gap) -> tuple[Floats, np.ndarray]:
 
 
 def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
-    """Documents of each worker, rank and file against all others, by Welch's t; the test, and the documents [D] that are not theirs."""
+    """Documents of each worker, rank, file and so on against all others; the test, and the documents [D] that are not of a bad one."""
     values, there = _of_documents(gap)
-    fine, found, tested = np.ones(len(gap.step), bool), [], 0
-    for factor in FACTORS:
-        labels = gap.groups.get(factor) or []
-        names = sorted({labels[i] for i in there} - {None}, key=str) if labels else []
-        if len(names) < 2:
-            continue
-        own = {name: np.array([labels[i] == name for i in there]) for name in names}
-        medians = {name: float(np.median(values[mask])) for name, mask in own.items()}
-        centre = float(np.median(list(medians.values())))
-        for name, mask in own.items():
-            tested += 1
-            rest = ~mask & np.array([abs(medians.get(labels[i], centre) - centre) < 0.3 for i in there])
-            if mask.sum() < 4 or rest.sum() < 4:
-                continue
-            distance = float(values[mask].mean() - values[rest].mean())
-            error = np.sqrt(values[mask].var(ddof=1) / mask.sum() + values[rest].var(ddof=1) / rest.sum())
-            p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), int(min(mask.sum(), rest.sum())) - 1)
-            found.append((p, factor, name, distance, there[mask]))
-    if not tested:
-        return cannot_tell(
-            "group", "no worker, data_parallel_rank or second file is given, so documents cannot be grouped"
-        ), fine
-    bad = [each for each in found if each[0] * tested <= level and abs(each[3]) >= 0.35]
-    p = min((tested * each[0] for each in found), default=1.0)
-    for *_, documents in bad:
-        fine[documents] = False
-    if bad and fine[there].mean() < 0.3:
-        bad, fine = sorted(bad, key=lambda each: each[0])[:1], np.ones(len(gap.step), bool)
-        fine[bad[0][4]] = False
-    shown = bad or sorted(found, key=lambda each: each[0])[:1]
-    evidence = "; ".join(
-        f"{f} {n}: |log π - log q| is {np.exp(x):.2f} times that of the others" for _, f, n, x, _ in shown
-    )
+    fine, found = np.ones(len(gap.step), bool), []
+    for factor, labels in gap.groups.items():
+        found += [(p, factor, *rest) for p, *rest in _against_others(values, [labels[i] for i in there])]
+    if not found:
+        why = "no two workers, data_parallel_ranks or files of 4 documents are given, so documents cannot be compared by them"
+        return cannot_tell("group", why), fine
+    found.sort(key=lambda each: each[0])
+    bad = [each for each in found if each[0] * len(found) <= level and abs(each[3]) >= 0.35]
+    if sum(each[4].sum() for each in bad) > 0.7 * len(there):
+        bad = bad[:1]  # most would be bad: the surest one, and what is left is tested
+    for each in bad:
+        fine[there[each[4]]] = False
+    shown = [
+        f"{f} {n}: |log π - log q| is {np.exp(x):.2f} times that of the others" for _, f, n, x, _ in bad or found[:1]
+    ]
     estimate = [{"factor": f, "group": n, "ratio": float(np.exp(x))} for _, f, n, x, _ in bad]
-    return decided(
-        "group", min(p, 1.0), level, bool(bad), evidence or "too few documents in every group", groups=estimate
-    ), fine
+    p = min(1.0, found[0][0] * len(found))
+    return decided("group", p, level, bool(bad), "; ".join(shown), groups=estimate), fine
+
+
+def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, Any, float, Booleans]]:
+    """p (Welch), label, distance and members of every group of 4 documents; against those whose median is not far from the usual."""
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
+    codes = np.array([numbers.get(label, len(numbers)) for label in labels])
+    order = np.argsort(codes, kind="stable")
+    parts = np.split(order, np.cumsum(np.bincount(codes, minlength=len(numbers) + 1))[:-1])[: len(numbers)]
+    large = [(label, part) for label, part in zip(numbers, parts, strict=True) if len(part) >= _FEWEST_DOCUMENTS]
+    if len(large) < 2:
+        return []
+    medians = np.array([np.median(values[part]) for _, part in large])
+    is_odd = np.abs(medians - np.median(medians)) >= 0.3
+    pool = np.ones(len(values), bool)
+    for (_, part), odd in zip(large, is_odd, strict=True):
+        pool[part] = not odd
+    found = []
+    for (label, part), odd in zip(large, is_odd, strict=True):
+        members = np.zeros(len(values), bool)
+        members[part] = True
+        count, mean, variance = _moments(values[pool], values[part] if not odd else values[:0])
+        if count < _FEWEST_DOCUMENTS:
+            continue
+        distance = float(values[part].mean() - mean)
+        error = float(np.sqrt(values[part].var(ddof=1) / len(part) + variance / count))
+        p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), min(len(part), count) - 1)
+        found.append((min(p, 1.0), label, distance, members))
+    return found
+
+
+def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:
+    """Number, mean and variance of values, without some of them."""
+    count = len(values) - len(without)
+    if count < 2:
+        return count, 0.0, 0.0
+    shift = float(values.mean())
+    total = (values - shift).sum() - (without - shift).sum()
+    squares = ((values - shift) ** 2).sum() - ((without - shift) ** 2).sum()
+    return count, shift + float(total) / count, max(float(squares - total**2 / count), 0.0) / (count - 1)
 
 
 def staleness(gap: Gap, level: float) -> tuple[Answer, Floats]:

@@ -1,6 +1,6 @@
 """The trained tokens of rollouts as columns, and views of a part of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
-FACTORS = ("worker", "data_parallel_rank", "file")  # what may divide documents into groups
 _BLOCK = 512  # tokens of a document that count as one observation: a longer one is several
 
 
@@ -25,7 +24,9 @@ class Gap:
     document: Integers  # [T] in [0, D), not decreasing
     step: Integers  # [D] optimizer step
     weight_version: Floats  # [D] step whose weights the engine had, NaN where not known
-    groups: dict[str, list[Any]] = field(default_factory=dict)  # of FACTORS: [D] labels, None where not known
+    groups: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # by what divides documents: [D] labels, None where not known
 
     @property
     def difference(self) -> Floats:
@@ -52,15 +53,20 @@ class Gap:
         return replace(self, **{name: getattr(self, name)[mask] for name in names})
 
 
-def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None) -> Gap:
-    """The columns of samples (`megatron_pg.Sample`) that hold `rollout_logprobs`; `files` names the file of each.
+def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Sequence[str] = ()) -> Gap:
+    """The columns of samples that hold `rollout_logprobs`.
+
+    Args:
+        samples: `megatron_pg.Sample`s.
+        files: the name of each one's file.
+        by: names of the user's own `x_` fields that divide documents into groups, beside worker, data_parallel_rank and file.
 
     Raises:
-        ValueError: a sample has no `rollout_logprobs`, or no token is trained.
+        ValueError: a sample has no `rollout_logprobs`, none has a field of `by`, or no token is trained.
     """
     names = iter(files) if files is not None else None
     columns: dict[str, list] = {name: [] for name in ("engine", "trainer", "ids", "position", "document")}
-    groups: dict[str, list] = {name: [] for name in FACTORS}
+    groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
     step, version = [], []
     for number, sample in enumerate(samples):
         if sample.rollout_logprobs is None:
@@ -79,7 +85,11 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None) -> Gap:
         groups["worker"].append(sample.worker)
         groups["data_parallel_rank"].append(sample.data_parallel_rank)
         groups["file"].append(next(names) if names is not None else None)
+        for name in by:
+            groups[name].append(None if name not in sample.extra else str(sample.extra[name]))
     if not sum(map(len, columns["engine"])):
         raise ValueError("no token is trained (loss_mask is 0 everywhere), so nothing can be compared. Give rollouts.")
+    if absent := [name for name in by if not any(label is not None for label in groups[name])]:
+        raise ValueError(f"no sample has the field {absent[0]}, so nothing can be compared by it. Is it misspelt?")
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     return Gap(**joined, step=np.array(step), weight_version=np.array(version, dtype=float), groups=groups)

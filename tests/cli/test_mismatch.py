@@ -67,6 +67,20 @@ def test_one_file_of_several_is_named(write, capsys):
     assert [(each["factor"], each["group"]) for each in finding["estimate"]["groups"]] == [("file", paths[2])]
 
 
+def test_a_field_of_the_users_own_divides_documents(write, capsys):
+    rng = random.Random(8)
+    rows = [each | {"x_node": f"n{i % 4}"} for i, each in enumerate(two_sides(rng, documents=80))]
+    bad = two_sides(rng, documents=80, temperature=1.3)
+    rows = [
+        each | {name: bad[i][name] for name in ("tokens", "old_logprobs", "rollout_logprobs")} if i % 4 == 1 else each
+        for i, each in enumerate(rows)
+    ]
+    code, out, _ = run(capsys, write("r.jsonl", rows), "--by", "x_node", "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert (code, finding["cause"]) == (0, "group")
+    assert [(each["factor"], each["group"]) for each in finding["estimate"]["groups"]] == [("x_node", "n1")]
+
+
 def test_what_a_level_does(write, capsys):
     """A level of nearly 0 names nothing; the effect and its evidence are still shown."""
     path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
@@ -94,6 +108,7 @@ def test_a_picture(suffix, write, capsys, tmp_path):
         ({"weight_version": -1}, (), "weight_version=-1 has the wrong type or range"),
         ({}, ("--level", "0"), "--level 0 is no chance"),
         ({}, ("--level", "nan"), "--level nan is no chance"),
+        ({}, ("--by", "x_node"), "no sample has the field x_node"),
         ({}, ("AGAIN",), "is given twice"),
         ({}, ("--output", "p.gif"), "p.gif: is no .png, .svg, .pdf file"),
     ],
