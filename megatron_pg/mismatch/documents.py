@@ -103,7 +103,7 @@ def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
 def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, Any, float, Booleans]]:
     """p (Welch), label, distance and members of every group of 4 documents; against those whose median is not far from the usual."""
     numbers = {label: i for i, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
-    codes = np.array([numbers.get(label, len(numbers)) for label in labels])
+    codes = np.array([numbers.get(label, len(numbers)) for label in labels], dtype=np.int64)
     order = np.argsort(codes, kind="stable")
     parts = np.split(order, np.cumsum(np.bincount(codes, minlength=len(numbers) + 1))[:-1])[: len(numbers)]
     large = [(label, part) for label, part in zip(numbers, parts, strict=True) if len(part) >= _FEWEST_DOCUMENTS]

@@ -350,6 +350,6 @@ def test_every_cause_has_a_fault_and_words():
 
 def test_documents_without_uncertain_tokens_say_nothing():
     engine = np.full(4000, -1e-6)
-    gap = gap_from(engine, engine - 1e-7)
+    gap = gap_from(engine, engine - 1e-7, groups={"worker": ["a", "b"] * 20}, step=np.arange(40))
     assert documents.template(gap, LEVEL)[0].outcome == "cannot tell"
     assert diagnose(gap).verdict == "noise"
