@@ -32,7 +32,7 @@ class Diagnosis:
         """`found`, `noise` (nothing but what bfloat16 does to a model) or `unexplained`."""
         if self.found:
             return "found"
-        is_small = self.summary["k3"] < 0.01 and self.summary["scale"] < distribution.MOST_SCALE
+        is_small = self.summary["k3"] < 0.01 and self.summary["scale"] < 1.5 * distribution.MOST_SCALE
         return "noise" if is_small else "unexplained"
 
     def document(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
         course.add(distribution.temperature(gap, level))
         course.give_up(why, "truncation", "padding", "routing", "head_precision")
         return
-    for test in distribution.normaliser(gap, level):
+    for test in distribution.missing_mass(gap, level):
         course.add(test)
     course.add(distribution.temperature(gap, level))
     even = gap.divided(factors)

@@ -24,7 +24,7 @@ def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
 # --- missing mass ---
 
 
-def normaliser(gap: Gap, level: float) -> tuple[Answer, Answer]:
+def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
     """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts. Returns the tests of truncation and padding."""
     d, seen = gap.difference, gap.observation
     if len(np.unique(seen)) < FEWEST:
