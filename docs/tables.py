@@ -9,6 +9,7 @@ from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.declaration import Reads
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.metrics.table import LIMITS, METRICS, Metric
+from megatron_pg.mismatch.causes import CAUSES
 
 DOCS = Path(__file__).parent
 FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
@@ -188,8 +189,16 @@ def corrections() -> str:
     return table(("correction", "the policy term's factor", "flags (default)", "rejects tokens"), rows)
 
 
+def causes() -> str:
+    """The causes of a mismatch and what to do."""
+    return table(
+        ("cause", "is", "what to do"), [(f"`{name}`", each.title, each.advice) for name, each in CAUSES.items()]
+    )
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"metrics": metrics, "metric names": metric_names},
+    "mismatch.md": {"causes": causes},
     "quickstart.md": {"red flags": red_flags},
     "aggregation.md": {"aggregations": aggregations},
     "objectives.md": {"objectives": objectives, "corrections": corrections},

@@ -17,6 +17,7 @@ ARROWS = {
     "contract": set(),  # of the step, a room of its own: it imports nothing of ours
     "declarations": set(),
     "rollouts": set(),
+    "mismatch": set(),  # numpy alone
     "batch": {"rollouts"},
     "flags": {"declarations", "rollouts"},
     "args": {"declarations", "flags"},
@@ -30,7 +31,10 @@ ARROWS = {
         *("batch", "contract", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers"),
         "rollouts",
     },
-    "cli": {"args", "batch", "declarations", "flags", "metrics", "objectives", "reducers", "rollouts", "step"},
+    "cli": {
+        *("args", "batch", "declarations", "flags", "metrics", "mismatch", "objectives", "reducers", "rollouts"),
+        "step",
+    },
     "pretrain": {"args", "batch", "flags", "metrics", "rollouts", "step"},
     "hosts": {
         *("args", "batch", "cp_utils", "declarations", "flags", "kernels", "lm_head", "metrics", "rollouts"),
@@ -43,7 +47,7 @@ ARROWS = {
     "__init__": {"args", "batch", "rollouts", "step", "contract"},  # lazily, and for type checkers
     "__main__": {"cli"},
 }
-MOST_FLOORS, MOST_ENTRIES = 9, 22  # a host's adapter has a face in the root
+MOST_FLOORS, MOST_ENTRIES = 9, 23  # a host's adapter has a face in the root
 
 
 def room_of(path: Path) -> str:
@@ -195,6 +199,7 @@ TOGETHER = {
     "metrics/*": "tests/unit/metrics/test_table.py",
     "step/*": "tests/properties/test_partition_invariance.py",
     "cli/*": "tests/cli",
+    "mismatch/*": "tests/unit/mismatch/test_diagnosis.py",
     "hosts/verl*": "tests/hosts/test_verl.py",
     "hosts/nemo_*.py": "tests/hosts/test_nemo_rl.py",
     "nemo_rl.py": "tests/hosts/test_nemo_rl.py",

@@ -1,4 +1,4 @@
-"""`megatron-pg explain | validate | compare | plot | report | convert | doctor`.
+"""`megatron-pg explain | validate | compare | mismatch | plot | report | convert | doctor`.
 
 Each subcommand is one module with `add_options(parser)` and `run(options) -> exit code`, imported when it is asked
 for: `explain` needs no torch. Bad input is one line on the standard error, exit code 2, and nothing written.
@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "explain": "the objective that flags or a launch script put in force, as a formula with numbers",
     "validate": "the startup checks of flags or a launch script, without starting; exit code 2 when one fails",
     "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
+    "mismatch": "why the trainer's log-probabilities are not the rollout engine's, from rollout files",
     "plot": "curves of the metrics.jsonl of one or several runs",
     "report": "a page of one or several runs for a browser: objective in force, red flags, curves",
     "convert": "dumps of slime, miles, NeMo-RL, verl and JSON Lines as rollout files",

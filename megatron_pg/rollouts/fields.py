@@ -22,6 +22,7 @@ class Field:
     since: int = 1  # the version of the format that has it
     is_per_token: bool = False  # a list with one entry per response token
     is_logprob: bool = False  # in nats, at most 0
+    is_origin: bool = False  # says where the sample's log-probabilities come from
 
 
 def plain(value: Any) -> Any:
@@ -98,8 +99,12 @@ FIELDS = {
     "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
+    "weight_version": Field(lambda value: is_int(value) and 0 <= value < 2**62, is_required=False, is_origin=True),
+    "worker": Field(is_id, is_required=False, is_origin=True),
+    "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
 }
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
 REQUIRED_OF_ALL = tuple(name for name in REQUIRED if not FIELDS[name].is_of_policy)
 OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)
+ORIGINS = tuple(name for name, each in FIELDS.items() if each.is_origin)
 LOGPROBS = tuple(name for name, each in FIELDS.items() if each.is_logprob)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, POLICY, REQUIRED, REQUIRED_OF_ALL
+from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, ORIGINS, POLICY, REQUIRED, REQUIRED_OF_ALL
 from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSIONS,
@@ -198,6 +198,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         "old_logprobs": None if sample.old_logprobs is None else _finite(sample.old_logprobs),
         "advantage": advantages[0] if advantages and len(set(advantages)) == 1 else advantages,
         "truncated": sample.truncated,
+        **{name: getattr(sample, name) for name in ORIGINS},
         "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
         "stream": None if sample.stream == POLICY else sample.stream,

@@ -15,6 +15,7 @@ from megatron_pg.rollouts.fields import (
     FIELDS,
     LOGPROBS,
     OPTIONAL,
+    ORIGINS,
     POLICY,
     Id,
     is_id,
@@ -58,12 +59,15 @@ class Sample:
     step: int | None = None  # optimizer step that it belongs to
     reward: float | None = None
     truncated: bool | None = None  # the response ended at a length limit; None: not known
+    weight_version: int | None = None  # optimizer steps behind the weights that the rollout engine sampled with
+    worker: Id | None = None  # the rollout engine that sampled it
+    data_parallel_rank: int | None = None  # of the trainer, that computed old_logprobs
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):
         label = _label(self.sample_id)
         object.__setattr__(self, "sample_id", label)
-        for name in ("prompt_id", "rollout_id", "step", "reward", "truncated"):
+        for name in ("prompt_id", "rollout_id", "step", "reward", "truncated", *ORIGINS):
             object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("prompt_id", "rollout_id"):
             value = getattr(self, name)
@@ -84,6 +88,13 @@ class Sample:
             raise ValueError(
                 f"truncated={shorten(self.truncated)} of sample {label} is neither True nor False. Give one, or none."
             )
+        for name in ORIGINS:
+            value = getattr(self, name)
+            if value is not None and not FIELDS[name].accepts(value):
+                raise ValueError(
+                    f"{name}={shorten(value)} of sample {label} does not say where it comes from, so mismatches could not be traced. "
+                    "Give an integer from 0 on (worker: any integer or printable string), or none."
+                )
         if not isinstance(self.extra, dict):
             raise ValueError(f"extra={shorten(self.extra)} of sample {label} is no dict of x_ fields. Give one.")
         tokens, mask = self.tokens, self.loss_mask

@@ -1,6 +1,7 @@
 """Lines of rollout files, good ones, bad ones and damaged ones."""
 
 import json
+import math
 import random
 
 from megatron_pg.rollouts.lines import FORMAT
@@ -88,3 +89,35 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
         at = rng.randrange(len(found))
         found[at : at + rng.choice([0, 1, 1, 5])] = rng.randbytes(rng.choice([0, 1, 1, 3]))
     return bytes(found)
+
+
+def two_sides(rng: random.Random, *, documents: int = 30, temperature: float = 1.0, **rest) -> list[dict]:
+    """Samples over a few tokens of known logits, drawn by the engine; the trainer divides them by `temperature`."""
+    found = []
+    for number in range(documents):
+        engine, trainer, tokens = [], [], [7]
+        for _ in range(40):
+            logits = [rng.gauss(0, 2) for _ in range(12)]
+            weights = [math.exp(each) for each in logits]
+            token = rng.choices(range(12), weights)[0]
+            scaled = [each / temperature for each in logits]
+            engine.append(math.log(weights[token] / sum(weights)))
+            of_trainer = scaled[token] - math.log(sum(map(math.exp, scaled))) + rng.gauss(0, 0.005)
+            trainer.append(min(of_trainer, 0.0))
+            tokens.append(token)
+        found.append(
+            {
+                "step": number % 3,
+                "prompt_id": number,
+                "rollout_id": number,
+                "tokens": tokens,
+                "response_length": 40,
+                "loss_mask": [1] * 40,
+                "old_logprobs": trainer,
+                "rollout_logprobs": engine,
+                "reward": 0.0,
+                "advantage": 0.0,
+            }
+            | rest
+        )
+    return found

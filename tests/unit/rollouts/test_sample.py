@@ -360,6 +360,39 @@ def test_whether_a_response_was_cut_off_is_written_and_read(truncated, tmp_path)
 
 
 @pytest.mark.parametrize(
+    "origin",
+    [
+        {},
+        {"weight_version": 0},
+        {"worker": "engine-3"},
+        {"worker": 7, "data_parallel_rank": 0, "weight_version": 2**61},
+    ],
+)
+def test_where_a_sample_comes_from_is_written_and_read(origin, tmp_path):
+    sample = Sample.build(**GOOD, prompt_id=0, rollout_id=0, step=0, reward=1.0, **origin)
+    with RolloutWriter(tmp_path / "r.jsonl") as writer:
+        writer.write([sample])
+    (found,) = read_rollouts(tmp_path / "r.jsonl")
+    names = ("weight_version", "worker", "data_parallel_rank")
+    assert {name: getattr(found, name) for name in names} == dict.fromkeys(names) | origin
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        {"weight_version": -1},
+        {"weight_version": 1.5},
+        {"worker": "a\nb"},
+        {"worker": [1]},
+        {"data_parallel_rank": True},
+    ],
+)
+def test_where_a_sample_comes_from_is_checked(origin):
+    with pytest.raises(ValueError, match="does not say where it comes from"):
+        Sample.build(**GOOD, **origin)
+
+
+@pytest.mark.parametrize(
     ("extra", "message"),
     [
         ({"mine": 1}, "extra field 'mine'"),

@@ -1,0 +1,1 @@
+"""What differs between the trainer's and the rollout engine's log-probabilities, told from rollouts alone; numpy, no torch."""

@@ -1,0 +1,84 @@
+"""The causes that can be told apart: what each is called, what it means, what to do."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause in words."""
+
+    title: str
+    advice: str
+
+
+CAUSES = {
+    "bfloat16_grid": Cause(
+        "log-probabilities stored in bfloat16",
+        "Store and send log-probabilities in float32: bfloat16 keeps three digits of them, whatever computed them.",
+    ),
+    "shift": Cause(
+        "targets shifted by a token",
+        "Compare which token the first log-probability of a response belongs to on both sides: logits at a position predict the next token.",
+    ),
+    "vocabulary": Cause(
+        "another tokenizer or vocabulary",
+        "Compare tokenizer files, added tokens and the order of the embedding's rows on both sides, and send token ids, not text.",
+    ),
+    "template": Cause(
+        "the documents begin differently (chat template, BOS)",
+        "Print the token ids that each side reads before the response, of one sample, and compare them; send ids, not text.",
+    ),
+    "group": Cause(
+        "one rank or engine only",
+        "Look at that rank or engine alone: its weights after the last update, its settings, its version and its hardware.",
+    ),
+    "staleness": Cause(
+        "stale weights",
+        "Update the engine's weights more often, bound the age of rollouts, or correct with --pg-correction; if updates should have "
+        "arrived, compare a checksum of the weights on both sides after an update.",
+    ),
+    "truncation": Cause(
+        "truncated sampling (top-p, top-k, min-p) that the trainer does not replay",
+        "Sample without top-p, top-k and min-p, or compute old_logprobs over the tokens that the engine kept.",
+    ),
+    "padding": Cause(
+        "columns that are no token take probability",
+        "Mask the padded columns of the vocabulary before the softmax: --pg-vocab-size with the tokenizer's size.",
+    ),
+    "temperature": Cause(
+        "the temperatures differ",
+        "Set --pg-temperature to the engine's sampling temperature, and have the engine report log-probabilities after the temperature.",
+    ),
+    "routing": Cause(
+        "some tokens go through other experts",
+        "Replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens with a correction that rejects.",
+    ),
+    "head_precision": Cause(
+        "precision of the head",
+        "Compute the logits in float32 on both sides: --pg-fused-head or --fp32-lm-head for the trainer, a float32 head in the engine.",
+    ),
+}
+
+Outcome = Literal["found", "not found", "cannot tell"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one test said."""
+
+    cause: str  # of CAUSES
+    outcome: Outcome
+    evidence: str  # the numbers, in words
+    p: float | None = None  # of the noise model; None: nothing was computed
+    estimate: dict[str, Any] = field(default_factory=dict)  # its size
+
+
+def cannot_tell(cause: str, why: str) -> Answer:
+    """A test that could not be made."""
+    return Answer(cause, "cannot tell", why)
+
+
+def decided(cause: str, p: float, level: float, is_large: bool, evidence: str, **estimate: Any) -> Answer:
+    """Found when the noise model is rejected and the effect is larger than what does no harm."""
+    return Answer(cause, "found" if p <= level and is_large else "not found", evidence, p, estimate)

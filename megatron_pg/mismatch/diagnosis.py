@@ -1,0 +1,131 @@
+"""All tests in the order in which one explains another: what is found is taken out before the next test is made."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_pg.mismatch import distribution, documents, values
+from megatron_pg.mismatch.causes import CAUSES, Answer, cannot_tell
+from megatron_pg.mismatch.gap import Booleans, Floats, Gap
+from megatron_pg.mismatch.noise import noise_of
+
+LEVEL = 0.01  # chance of a false alarm in a diagnosis of mere noise, shared out over its tests
+_TESTS = len(CAUSES)
+_SHARED = {"bfloat16_grid", "shift", "group"}  # whose tokens are taken out, or whose share of d is known
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the tests of one set of rollouts said."""
+
+    tests: list[Answer]  # in the order in which they were made, one for each of CAUSES
+    summary: dict[str, float]  # of d = log π - log q over all trained tokens
+
+    @property
+    def found(self) -> list[Answer]:
+        """The tests that found their cause."""
+        return [test for test in self.tests if test.outcome == "found"]
+
+    @property
+    def verdict(self) -> str:
+        """`found`, `noise` (nothing but what bfloat16 does to a model) or `unexplained`."""
+        if self.found:
+            return "found"
+        is_small = self.summary["k3"] < 0.01 and self.summary["scale"] < 1.5 * distribution.MOST_SCALE
+        return "noise" if is_small else "unexplained"
+
+    def document(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        shown = [asdict(test) | {"title": CAUSES[test.cause].title} for test in self.tests]
+        advice = {test.cause: CAUSES[test.cause].advice for test in self.found}
+        findings = [each | {"advice": advice[each["cause"]]} for each in shown if each["cause"] in advice]
+        return {"verdict": self.verdict, "summary": self.summary, "findings": findings, "tests": shown}
+
+
+@dataclass
+class _Course:
+    """The tokens that are left, and what was said so far."""
+
+    gap: Gap
+    level: float  # of each test
+    tests: list[Answer] = field(default_factory=list)
+
+    @property
+    def found(self) -> set[str]:
+        return {test.cause for test in self.tests if test.outcome == "found"}
+
+    def add(self, test: Answer, kept: Booleans | None = None) -> None:
+        """Note a test; where it found its cause, go on with the tokens that are kept."""
+        self.tests.append(test)
+        if test.outcome == "found" and kept is not None:
+            self.gap = self.gap.where(kept)
+
+    def give_up(self, why: str, *causes: str) -> None:
+        self.tests += [cannot_tell(cause, why) for cause in causes]
+
+
+def diagnose(gap: Gap, level: float = LEVEL) -> Diagnosis:
+    """Test every cause, the plainest first; documents are taken for independent.
+
+    Args:
+        gap: the trained tokens of all rollouts.
+        level: the chance of any finding where d is symmetric noise, at most; each test has its share (Bonferroni).
+    """
+    course = _Course(gap, level / _TESTS)
+    _test_values(course)
+    if len(course.gap.engine):
+        _test_distribution(course, _test_documents(course))
+    else:
+        rest = [cause for cause in CAUSES if cause not in {test.cause for test in course.tests}]
+        course.give_up("the sides are unrelated, so there is nothing else to see", *rest)
+    return Diagnosis(course.tests, summarise(gap))
+
+
+def _test_values(course: _Course) -> None:
+    course.add(values.grid(course.gap, course.level))
+    test, course.gap = values.shift(course.gap, course.level)
+    course.add(test)
+    course.add(*values.vocabulary(course.gap, course.level))
+
+
+def _test_documents(course: _Course) -> Floats:
+    """The tests; [D] by how much the age of its weights has multiplied a document's d."""
+    test, lasts = documents.template(course.gap, course.level)
+    late = course.gap.position >= lasts
+    course.add(test, late if late.mean() > 0.1 else None)
+    test, fine = documents.groups(course.gap, course.level)
+    course.add(test, fine[course.gap.document])
+    test, factors = documents.staleness(course.gap, course.level)
+    course.add(test)
+    return factors
+
+
+def _test_distribution(course: _Course, factors: Floats) -> None:
+    gap, level = course.gap, course.level
+    if "vocabulary" in course.found:
+        why = "the contexts hold tokens that the trainer reads as others"
+        course.add(distribution.temperature(gap, level))
+        course.give_up(why, "truncation", "padding", "routing", "head_precision")
+        return
+    for test in distribution.missing_mass(gap, level):
+        course.add(test)
+    course.add(distribution.temperature(gap, level))
+    even = gap.divided(factors)
+    course.add(distribution.routing(even, level))
+    if course.found & {"staleness", "temperature", "truncation", "padding"}:
+        course.give_up("what was found spreads unlikely tokens more, too", "head_precision")
+    else:
+        alone = not course.found - _SHARED
+        course.add(distribution.head_precision(even, values.rounding_scale(gap), level, alone=alone))
+
+
+def summarise(gap: Gap) -> dict[str, float]:
+    """Mean and mean size of d, the k3 estimate of KL(engine‖trainer) in nats, and the robust scale of uncertain tokens."""
+    d = gap.difference
+    return {
+        "mean": float(d.mean()),
+        "mean_abs": float(np.abs(d).mean()),
+        "k3": float((np.expm1(np.minimum(d, 50.0)) - d).mean()),
+        "scale": noise_of(gap).level,
+    }

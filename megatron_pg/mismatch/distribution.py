@@ -1,0 +1,187 @@
+"""Causes that change the whole distribution: probability that is missing, a temperature, a heavy tail, coarse logits.
+
+The tokens are drawn from the engine's distribution q, so E_q[π/q] = E[e^d] is the mass that π gives to what q can draw: 1 unless
+columns are left out on one side, whatever else differs.
+"""
+
+import numpy as np
+
+from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
+from megatron_pg.mismatch.gap import Floats, Gap
+from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above
+from megatron_pg.mismatch.noise import bins_of, noise_of, robust
+
+_LARGEST = 3.0  # of d in e^d
+_FEWEST = 100  # tokens that a scale is of
+_GROWTH = 1.8  # of the scale beyond 4 nats
+MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
+
+
+def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
+    return np.expm1(np.minimum(d, most))
+
+
+# --- missing mass ---
+
+
+def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
+    """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts. Returns the tests of truncation and padding."""
+    d, seen = gap.difference, gap.observation
+    if len(np.unique(seen)) < FEWEST:
+        why = f"fewer than {FEWEST} documents"
+        return cannot_tell("truncation", why), cannot_tell("padding", why)
+    sided = _one_sided(d)
+    forward, backward = _missing(gap, d, gap.engine), _missing(gap, -d, gap.trainer)
+    forward = forward[0], min(forward[1], _p_certain(gap))
+    least = max(0.003, 0.15 * float(np.abs(d).mean()))
+    is_forward = forward[0] >= least and forward[1] <= level and sided > 0
+    is_backward = backward[0] >= least and backward[1] <= level and sided < -0.5
+    missing, p = backward if is_backward else forward
+    if not (is_forward or is_backward):
+        text = f"E[π/q] = {1 - forward[0]:.4f}, E[q/π] = {1 - backward[0]:.4f}: no probability is missing on one side alone"
+        return decided("truncation", p, level, False, text), decided("padding", p, level, False, text)
+    cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
+    text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
+    found = decided(cause, p, level, True, text, missing=missing, kept=1 - missing)
+    other = decided("padding" if cause == "truncation" else "truncation", p, level, False, text)
+    return (found, other) if cause == "truncation" else (other, found)
+
+
+def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:
+    """1 - mean e^d and its p-value: of all tokens, and of those whose values are not cut at 0; with d up to 3, and up to 12."""
+    parts = [np.ones(len(d), bool), sampler < -0.2]
+    means = [
+        mean_over(-_ratios(d[part], most), gap.observation[part]) for part in parts for most in (_LARGEST, 4 * _LARGEST)
+    ]
+    return means[0].value, max(p_above(mean, 0.001) for mean in means)
+
+
+def _p_certain(gap: Gap) -> float:
+    """Of: at most 1 % of the tokens are certain for the engine and less likely than e^-0.1 for the trainer."""
+    certain = (gap.engine > -1e-6) & (gap.difference < -0.1)
+    return p_above(mean_over(certain.astype(float), gap.observation), 0.01)
+
+
+def _one_sided(d: Floats) -> float:
+    """(Σ d² where d < 0 - Σ d² where d > 0)/Σ d², of d within its 1 and 99 % quantiles."""
+    d = d[np.abs(d) <= np.quantile(np.abs(d), 0.995)]
+    total = float(d @ d)
+    return float((d * np.abs(d)).sum() / -total) if total > 0 else 0.0
+
+
+def _which(gap: Gap) -> tuple[str, str]:
+    """Truncation or padding, and why.
+
+    Truncation leaves out the least likely columns: where one remains, log q = 0, and each that is left out is less likely than the
+    token that was drawn, so 1 - e^d <= V·π. Columns of their own keep to neither.
+    """
+    d, q = gap.difference, gap.engine
+    certain = (q > -1e-6) & (d < -0.003)
+    nearly = (q <= -1e-6) & (q > -0.02)
+    if certain.sum() >= 10 and certain.sum() > 0.5 * nearly.sum():
+        return (
+            "truncation",
+            f"the engine is certain (log q = 0) of {certain.mean():.1%} of the tokens, and the trainer is not",
+        )
+    columns, noise = len(np.unique(gap.ids)), 5 * noise_of(gap).scale[bins_of(gap)].min()
+    heavy = (-np.expm1(d) > np.maximum(2 * columns * np.exp(gap.trainer), noise)) & (d < -0.01)
+    if heavy.sum() >= max(3, 2e-4 * len(d)):
+        return (
+            "padding",
+            f"at {int(heavy.sum())} unlikely tokens more is missing than {columns} columns less likely than they can hold",
+        )
+    return "truncation", "nowhere is more missing than the columns less likely than the token can hold"
+
+
+# --- temperature ---
+
+
+def temperature(gap: Gap, level: float) -> Answer:
+    """κ of π ∝ q^κ, from E_q[(e^d - 1)·A] = 0 with A = κ·log q - log π = log Σ q^κ, which depends on the context alone.
+
+    So κ = cov(e^d - 1, log π)/cov(e^d - 1, log q): d must rise with log q and change its sign.
+    """
+    d, q, seen = gap.difference, gap.engine, gap.observation
+    if len(np.unique(seen)) < FEWEST:
+        return cannot_tell("temperature", f"fewer than {FEWEST} documents")
+    kept = np.abs(d) <= max(np.quantile(np.abs(d), 0.995), 1e-9)
+    d, q, seen = d[kept], q[kept], seen[kept]
+    products = (d - d.mean()) * (q - q.mean())
+    mean = mean_over(products, seen)
+    correlation = float(mean.value / max(d.std() * q.std(), 1e-12))
+    slope = mean.value / max(float(q.var()), 1e-12)
+    kappa = 1 + float(d.var() / mean.value) if mean.value else 1.0
+    if abs(slope) > 0.02:  # exact, not to first order
+        kappa = _exponent(gap.trainer[kept], q)
+    high, low = _extremes(d, q)
+    changes = min(high, -low) > max(0.04 * max(high, -low), 0.003)
+    missing = min(abs(float(_ratios(d).mean())), abs(float(_ratios(-d).mean())))
+    is_balanced = abs(float(d.mean())) > 0.01 and missing < 0.25 * abs(float(d.mean()))  # both sides sum to 1
+    p = p_above(mean_over(products * np.sign(mean.value), seen))
+    evidence = f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from {low:+.4f} to {high:+.4f}"
+    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and (changes or is_balanced) and kappa > 0.05
+    return decided("temperature", min(2 * p, 1.0), level, is_large, evidence, trainer_over_engine=1 / max(kappa, 1e-3))
+
+
+def _exponent(trainer: Floats, engine: Floats) -> float:
+    """κ of π ∝ q^κ for tokens drawn from the engine's q or, where E[q/π] is nearer to 1 than E[π/q], from the trainer's π."""
+    forward, backward = _ratios(trainer - engine), _ratios(engine - trainer)
+    e = forward if abs(forward.mean()) <= abs(backward.mean()) else backward
+    return float((e - e.mean()) @ trainer / ((e - e.mean()) @ engine))
+
+
+def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
+    """The largest and the smallest mean of d over stretches of log q that hold enough tokens."""
+    stretches = np.searchsorted([-8.0, -4.0, -2.0, -1.0, -0.5, -0.1], q)
+    means = [d[stretches == each].mean() for each in range(6) if (stretches == each).sum() >= 50] or [0.0]
+    return float(max(means)), float(min(means))
+
+
+# --- tail and spread ---
+
+
+def routing(gap: Gap, level: float) -> Answer:
+    """Share of tokens beyond 10 scales and 0.1 nats, on both sides; a Student's t with 3 degrees of freedom has 0.15 % of them."""
+    noise = noise_of(gap)
+    z = noise.standardised(gap)
+    beyond = (np.abs(z) > 10) & (np.abs(gap.difference) > 0.1)
+    mean = mean_over(beyond.astype(float), gap.observation)
+    up = float((beyond & (z > 0)).sum() / max(beyond.sum(), 1))
+    spread = _clustering(gap, beyond)
+    evidence = f"{mean.value:.2%} of the tokens are more than 10 scales and 0.1 nats apart ({up:.0%} of them upwards); documents differ in their number {spread:.1f} times as much as by chance"
+    is_large = 0.1 <= up <= 0.9 and (mean.value >= 0.003 or (mean.value >= 0.001 and spread >= 1.4))
+    return decided("routing", p_above(mean, 0.0005), level, is_large, evidence, share=mean.value, clustering=spread)
+
+
+def _clustering(gap: Gap, hits: np.ndarray) -> float:
+    """Variance of the number of hits of a document over that of independent hits."""
+    sizes = np.bincount(gap.document, minlength=len(gap.step))
+    counts = np.bincount(gap.document, weights=hits, minlength=len(gap.step))[sizes > 0]
+    expected = sizes[sizes > 0] * hits.mean()
+    return float(((counts - expected) ** 2).sum() / expected.sum()) if expected.sum() else 1.0
+
+
+def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> Answer:
+    """Scale of d beyond 4 nats of surprise against that at 0.5 to 1.5, where noise of the hidden states has ceased to grow.
+
+    `alone`: nothing else was found, so that a scale above 0.04 nats, whatever its shape, is of the arithmetic too.
+    """
+    noise = noise_of(gap)
+    d = gap.difference - noise.centre[bins_of(gap)]
+    near, far = (gap.surprise > 0.5) & (gap.surprise < 1.5), gap.surprise > 4
+    middle = (gap.surprise > 0.4) & (gap.surprise < 4)
+    if near.sum() < _FEWEST:
+        return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.5 to 1.5 nats")
+    usual, p, growth = robust(d[near])[1], 1.0, 1.0
+    if far.sum() >= _FEWEST:
+        floor = _GROWTH * np.hypot(usual, np.median(rounding[far]))
+        p = p_above(mean_over((np.abs(d[far]) > 0.6745 * floor) - 0.5, gap.observation[far]))
+        growth = robust(d[far])[1] / max(usual, 1e-9)
+    if alone:
+        wide = mean_over((np.abs(d[middle]) > 0.6745 * MOST_SCALE) - 0.5, gap.observation[middle])
+        p = min(1.0, 2 * p, 2 * p_above(wide))
+    up = float((gap.difference[near | far] > 0).mean())
+    evidence = f"the scale of log π - log q is {noise.level:.4f} nats; beyond 4 nats it is {growth:.2f} times that at 0.5 to 1.5"
+    is_grown, is_wide = growth >= _GROWTH and growth * usual >= 0.03, alone and noise.level >= MOST_SCALE
+    is_large = (is_grown or is_wide) and 0.25 < up < 0.75
+    return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=noise.level)

@@ -1,0 +1,95 @@
+"""The trained tokens of rollouts as columns, and views of a part of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+_BLOCK = 512  # tokens of a document that count as one observation: a longer one is several
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Trained tokens that have both log-probabilities, in the order of the files: T tokens of D documents."""
+
+    engine: Floats  # [T] log q of the sampled token, nats, as the rollout engine reported it
+    trainer: Floats  # [T] log π of the same token, nats
+    ids: Integers  # [T] the sampled token
+    position: Integers  # [T] in the response, from 0
+    document: Integers  # [T] in [0, D), not decreasing
+    step: Integers  # [D] optimizer step
+    weight_version: Floats  # [D] step whose weights the engine had, NaN where not known
+    groups: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # by what divides documents: [D] labels, None where not known
+
+    @property
+    def difference(self) -> Floats:
+        """[T] d = log π - log q."""
+        return self.trainer - self.engine
+
+    @property
+    def surprise(self) -> Floats:
+        """[T] -(log π + log q)/2, nats: how unlikely the token was, with the two sides treated alike."""
+        return -(self.trainer + self.engine) / 2
+
+    @property
+    def observation(self) -> Integers:
+        """[T] numbers of what is taken for independent: documents, long ones in blocks of 512 tokens."""
+        return self.document * 2**24 + self.position // _BLOCK
+
+    def divided(self, factors: Floats) -> "Gap":
+        """With d divided by factors [D] of the documents."""
+        return replace(self, trainer=self.engine + self.difference / factors[self.document])
+
+    def where(self, mask: Booleans | Integers) -> "Gap":
+        """The tokens of a mask or of numbers; documents keep theirs."""
+        names = ("engine", "trainer", "ids", "position", "document")
+        return replace(self, **{name: getattr(self, name)[mask] for name in names})
+
+
+def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Sequence[str] = ()) -> Gap:
+    """The columns of samples that hold `rollout_logprobs`.
+
+    Args:
+        samples: `megatron_pg.Sample`s.
+        files: the name of each one's file.
+        by: names of the user's own `x_` fields that divide documents into groups, beside worker, data_parallel_rank and file.
+
+    Raises:
+        ValueError: a sample has no `rollout_logprobs`, none has a field of `by`, or no token is trained.
+    """
+    names = iter(files) if files is not None else None
+    columns: dict[str, list] = {name: [] for name in ("engine", "trainer", "ids", "position", "document")}
+    groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
+    step, version = [], []
+    for number, sample in enumerate(samples):
+        if sample.rollout_logprobs is None:
+            raise ValueError(
+                f"sample {sample.sample_id} has no rollout_logprobs, so there is nothing to compare old_logprobs with. Have the engine "
+                "return the log-probability of every token that it samples, and write them."
+            )
+        kept = sample.loss_mask.numpy().nonzero()[0]
+        columns["engine"].append(sample.rollout_logprobs.numpy()[kept])
+        columns["trainer"].append(sample.old_logprobs.numpy()[kept])
+        columns["ids"].append(sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept])
+        columns["position"].append(kept)
+        columns["document"].append(np.full(len(kept), number))
+        step.append(sample.step or 0)
+        version.append(np.nan if sample.weight_version is None else sample.weight_version)
+        groups["worker"].append(sample.worker)
+        groups["data_parallel_rank"].append(sample.data_parallel_rank)
+        groups["file"].append(next(names) if names is not None else None)
+        for name in by:
+            groups[name].append(None if name not in sample.extra else str(sample.extra[name]))
+    if not sum(map(len, columns["engine"])):
+        raise ValueError("no token is trained (loss_mask is 0 everywhere), so nothing can be compared. Give rollouts.")
+    if absent := [name for name in by if not any(label is not None for label in groups[name])]:
+        raise ValueError(f"no sample has the field {absent[0]}, so nothing can be compared by it. Is it misspelt?")
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    return Gap(**joined, step=np.array(step), weight_version=np.array(version, dtype=float), groups=groups)

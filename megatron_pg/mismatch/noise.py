@@ -1,0 +1,60 @@
+"""The noise model: d is symmetric about 0 with a scale that depends on how unlikely the token is, of any shape."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_pg.mismatch.gap import Floats, Gap
+
+EDGES = np.array(
+    [0, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2, 3, 4, 5, 6.5, 8, 10, 13, np.inf]
+)  # nats of surprise
+_FEWEST = 60  # tokens of a bin
+_LEAST_SHARE = 0.3  # of the scale at 0.4 to 4 nats: what certain tokens are measured with at least
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Centre and robust scale of d in bins of surprise; bins with few tokens take those of their neighbour."""
+
+    centre: Floats  # [bins] median of d
+    scale: Floats  # [bins] 1.4826 · median |d - centre|
+    count: Floats  # [bins] tokens
+    level: float  # scale of the tokens between 0.4 and 4 nats, or of all
+
+    def standardised(self, gap: Gap) -> Floats:
+        """[T] (d - centre)/scale, the scale at least 0.3 of the level."""
+        bins = bins_of(gap)
+        return (gap.difference - self.centre[bins]) / np.maximum(self.scale[bins], max(_LEAST_SHARE * self.level, 1e-6))
+
+
+def bins_of(gap: Gap) -> np.ndarray:
+    """[T] the bin of EDGES that a token's surprise is in."""
+    return np.clip(np.searchsorted(EDGES, gap.surprise, side="right") - 1, 0, len(EDGES) - 2)
+
+
+def noise_of(gap: Gap) -> Noise:
+    """The noise model of these tokens; medians leave out what a minority of them has."""
+    bins, d = bins_of(gap), gap.difference
+    count = np.bincount(bins, minlength=len(EDGES) - 1).astype(float)
+    centre, scale = np.full(len(count), np.nan), np.full(len(count), np.nan)
+    for each in np.flatnonzero(count >= _FEWEST):
+        centre[each], scale[each] = robust(d[bins == each])
+    usual = (gap.surprise > 0.4) & (gap.surprise < 4)
+    level = robust(d[usual] if usual.sum() >= _FEWEST else d)[1]
+    return Noise(_filled(centre, 0.0), _filled(scale, level), count, level)
+
+
+def robust(values: Floats) -> tuple[float, float]:
+    """Median and 1.4826 times the median distance from it, which is a normal distribution's standard deviation."""
+    if not len(values):
+        return 0.0, 0.0
+    centre = float(np.median(values))
+    return centre, 1.4826 * float(np.median(np.abs(values - centre)))
+
+
+def _filled(values: Floats, otherwise: float) -> Floats:
+    known = np.flatnonzero(~np.isnan(values))
+    if not len(known):
+        return np.full(len(values), otherwise)
+    return np.interp(np.arange(len(values)), known, values[known])

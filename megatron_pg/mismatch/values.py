@@ -1,0 +1,169 @@
+"""Causes that the values themselves show: a grid, an offset, another vocabulary."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
+from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
+from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
+
+_LEAST = 0.25  # nats: a softmax in float32 rounds smaller log-probabilities to few bits by itself
+_ON_GRID_BY_CHANCE = 2.0**-8  # at 0.25 nats and logits up to 64; 2^-16 for exact float32 values
+_BLOCK = 32  # consecutive tokens that are aligned together
+_LAGS = (-2, -1, 1, 2)
+
+
+# --- bfloat16 ---
+
+
+def on_grid(values: Floats) -> Booleans:
+    """[T] whether bfloat16 holds the value: a float32 whose last 16 bits are 0."""
+    single = values.astype(np.float32)
+    return (single == values.astype(np.float64).astype(np.float32)) & ((single.view(np.uint32) & 0xFFFF) == 0)
+
+
+def grid(gap: Gap, level: float) -> Answer:
+    """Share of values on bfloat16's grid, which hits a float32 by chance once in 2^16 and, after cancellation, once in 2^8."""
+    shares, p = {}, 1.0
+    for side in ("engine", "trainer"):
+        values = getattr(gap, side)
+        values = values[np.abs(values) >= _LEAST]
+        hits = int(on_grid(values).sum())
+        shares[side] = hits / max(len(values), 1)
+        p = min(p, 2 * binomial_tail(hits, len(values), _ON_GRID_BY_CHANCE))
+    evidence = f"{shares['engine']:.1%} of the engine's and {shares['trainer']:.1%} of the trainer's values are on bfloat16's grid"
+    return decided("bfloat16_grid", p, level, max(shares.values()) >= 0.05, evidence, share=shares)
+
+
+def rounding_scale(gap: Gap) -> Floats:
+    """[T] the standard deviation that rounding to bfloat16 has brought into d, 0 where neither value is on the grid."""
+    variance = np.zeros(len(gap.engine))
+    for values in (gap.engine, gap.trainer):
+        _, exponent = np.frexp(values)
+        variance += np.where(on_grid(values) & (values != 0), np.ldexp(1.0, exponent - 8) ** 2 / 12, 0.0)
+    return np.sqrt(variance)
+
+
+# --- an offset ---
+
+
+def _blocks(gap: Gap) -> np.ndarray:
+    """[T] the number of the block of consecutive tokens that a token is in."""
+    gaps = (np.diff(gap.position, prepend=-2) != 1) | (np.diff(gap.document, prepend=-1) != 0)
+    runs = np.cumsum(gaps)
+    begin = np.flatnonzero(gaps)[runs - 1]
+    return np.cumsum(np.diff(runs * 2**32 + (np.arange(len(runs)) - begin) // _BLOCK, prepend=-1) != 0) - 1
+
+
+def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, np.ndarray]:
+    """Mean of min(|log π[t] - log q[t + lag]|, 1) of every block, and the number of pairs that it is over."""
+    size = int(blocks[-1]) + 1
+    t = np.arange(max(0, -lag), len(blocks) - max(0, lag))
+    t = t[blocks[t] == blocks[t + lag]]
+    distance = np.minimum(np.abs(gap.trainer[t] - gap.engine[t + lag]), 1.0)
+    pairs = np.bincount(blocks[t], minlength=size)
+    return np.bincount(blocks[t], weights=distance, minlength=size) / np.maximum(pairs, 1), pairs
+
+
+def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
+    """Blocks of 32 consecutive tokens that agree at another lag and not at 0; the test, and the tokens as they agree."""
+    blocks = _blocks(gap)
+    here, pairs = _distances(gap, 0, blocks)
+    usable = (pairs >= 8) & (here > 0.1)
+    # unrelated sides agree by chance in a block of a hundred, and then at any lag
+    if not (pairs >= 8).any():
+        return cannot_tell("shift", "no document has 8 consecutive trained tokens"), gap
+    best, best_lag = 0.7 * here, np.zeros(len(here), int)
+    for lag in _LAGS:
+        there, _ = _distances(gap, lag, blocks)
+        better = usable & (there < best)
+        best, best_lag = np.where(better, there, best), np.where(better, lag, best_lag)
+    votes = {lag: int((best_lag == lag).sum()) for lag in _LAGS}
+    lag = max(votes, key=votes.__getitem__)
+    total, others = int((pairs >= 8).sum()), sum(votes.values()) - votes[lag]
+    share, p = votes[lag] / total, binomial_tail(votes[lag], total, 0.01)
+    is_large = share >= 0.02 and votes[lag] >= max(3, 3 * others)
+    evidence = f"{share:.1%} of {total} blocks of {_BLOCK} tokens agree when the trainer's values move by {lag:+d}"
+    test = decided("shift", p, level, is_large, evidence, lag=lag, share=share)
+    return test, realigned(gap, lag) if test.outcome == "found" else gap
+
+
+def realigned(gap: Gap, lag: int) -> Gap:
+    """The tokens of all documents, at lag 0 or, where they agree better there, at this one; others' last tokens are left out."""
+    pairs = [_pairs(gap, each) for each in (0, lag)]
+    size = len(gap.step)
+    sums = []
+    for t, other in pairs:
+        distance = np.minimum(np.abs(gap.trainer[t] - gap.engine[other]), 1.0)
+        sums.append(np.bincount(gap.document[t], weights=distance, minlength=size))
+    moves = sums[1] < sums[0]
+    (stay, _), (t, other) = pairs
+    stay, moved = stay[~moves[gap.document[stay]]], moves[gap.document[t]]
+    order = np.argsort(np.concatenate([stay, t[moved]]), kind="stable")
+    trainer, engine = (np.concatenate([stay, each[moved]])[order] for each in (t, other))
+    return replace(gap.where(engine), trainer=gap.trainer[trainer])  # the tokens are those of the engine
+
+
+def _pairs(gap: Gap, lag: int) -> tuple[Integers, Integers]:
+    """Tokens t, and those of their documents that stand `lag` further."""
+    t = np.arange(max(0, -lag), len(gap.position) - max(0, lag))
+    fits = (gap.document[t] == gap.document[t + lag]) & (gap.position[t + lag] - gap.position[t] == lag)
+    return t[fits], t[fits] + lag
+
+
+# --- a vocabulary ---
+
+
+def agreement(gap: Gap) -> float:
+    """Spearman's correlation of the two sides; 1 where a side is constant, as a greedy engine's is."""
+    if min(np.ptp(gap.trainer), np.ptp(gap.engine)) < 1e-3 or (gap.engine < -0.05).mean() < 0.02:
+        return 1.0
+    ranks = [np.unique(side, return_inverse=True, return_counts=True)[1:] for side in (gap.trainer, gap.engine)]
+    middle = [(np.cumsum(counts) - (counts - 1) / 2)[index] for index, counts in ranks]
+    return float(np.corrcoef(middle[0], middle[1])[0, 1])
+
+
+def _elsewhere(gap: Gap, mask: Booleans) -> Integers:
+    """[T] how many tokens of the mask have the same id in other documents."""
+    _, of_id = np.unique(gap.ids, return_inverse=True)
+    _, of_both = np.unique(gap.ids * 2**32 + gap.document, return_inverse=True)
+    return (
+        np.bincount(of_id[mask], minlength=len(mask))[of_id] - np.bincount(of_both[mask], minlength=len(mask))[of_both]
+    )
+
+
+def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
+    """Whole: the sides are unrelated at every token. In part: tokens that the trainer does not expect have ids of their own.
+
+    Returns the test and [T] the tokens that remain when those ids are left out (none where it is the whole vocabulary).
+    """
+    related = agreement(gap)
+    gross = gap.difference < np.minimum(
+        gap.engine, -2.0
+    )  # less than q squared: no temperature up to twice the other does this
+    if gap.difference.mean() < -0.5 and (related < 0.3 or gross.mean() > 0.5):
+        mean = mean_over(gap.difference, gap.observation)
+        evidence = f"the sides are nearly unrelated (rank correlation {related:.2f}), log π - log q is {mean.value:.1f} nats on average"
+        p = p_above(mean_over(-gap.difference, gap.observation))
+        return decided("vocabulary", p, level, True, evidence, share=1.0), np.zeros(len(gap.ids), bool)
+    of_id, gross_of_id = _elsewhere(gap, np.ones(len(gap.ids), bool)), _elsewhere(gap, gross)
+    judged = (of_id >= 1) & (gap.position >= _BLOCK // 4)
+    consistent = (gross_of_id >= 0.5 * of_id) & judged
+    hits, chance = gross & consistent, float(gross[judged].mean()) if judged.any() else 0.0
+    among = float(hits.sum() / max((gross & judged).sum(), 1))
+    p = (
+        p_above(mean_over((hits - chance * consistent)[judged].astype(float), gap.observation[judged]))
+        if judged.any()
+        else 1.0
+    )
+    share = float(hits[judged].mean()) if judged.any() else 0.0
+    bad = np.unique(gap.ids[hits])
+    evidence = (
+        f"{among:.0%} of the {int((gross & judged).sum())} tokens of which the trainer gives less than the engine's probability "
+        f"squared have {len(bad)} ids of which most tokens are so"
+    )
+    test = decided(
+        "vocabulary", p, level, share >= 0.002 and among >= 0.4, evidence, share=share, ids=bad[:20].tolist()
+    )
+    return test, ~np.isin(gap.ids, bad)

@@ -1,0 +1,124 @@
+"""`megatron-pg mismatch`: what it reads, prints, draws and refuses; what it finds is in tests/unit/mismatch."""
+
+import json
+import random
+import re
+
+import pytest
+from rollout_files import HEADER, two_sides
+
+from megatron_pg.cli import main
+from megatron_pg.mismatch.causes import CAUSES
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name: str, lines: list[dict]) -> str:
+        path = tmp_path / name
+        path.write_text("\n".join(json.dumps(each) for each in [HEADER, *lines]) + "\n")
+        return str(path)
+
+    return write
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main(["mismatch", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_temperature_is_named_with_its_estimate_and_what_to_do(write, capsys):
+    path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
+    code, out, err = run(capsys, path)
+    assert (code, err) == (0, "")
+    ratio = re.search(r"temperature: the temperatures differ; trainer's = engine's × ([\d.]+)", out)[1]
+    assert float(ratio) == pytest.approx(1.25, rel=0.03)
+    assert "→ Set --pg-temperature" in out
+    assert "30 samples, 1200 trained tokens" in out
+
+
+def test_the_document_holds_every_test(write, capsys):
+    path = write("r.jsonl", two_sides(random.Random(2), temperature=0.8))
+    code, out, _ = run(capsys, path, "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert (said["verdict"], said["documents"], said["tokens"]) == ("found", 30, 1200)
+    assert [each["cause"] for each in said["findings"]] == ["temperature"]
+    assert sorted(each["cause"] for each in said["tests"]) == sorted(CAUSES)
+    assert {each["outcome"] for each in said["tests"]} == {"found", "not found", "cannot tell"}
+    assert said["findings"][0]["estimate"]["trainer_over_engine"] == pytest.approx(0.8, rel=0.03)
+
+
+def test_rollouts_without_a_fault(write, capsys):
+    path = write("r.jsonl", two_sides(random.Random(3)))
+    code, out, _ = run(capsys, path)
+    assert code == 0
+    assert "nothing found: the difference is what rounding to bfloat16 does to a model" in out
+
+
+def test_one_file_of_several_is_named(write, capsys):
+    rng = random.Random(4)
+    paths = [
+        write(f"rank{i}.jsonl", two_sides(rng, documents=20, temperature=1.3 if i == 2 else 1.0)) for i in range(4)
+    ]
+    code, out, _ = run(capsys, *paths, "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert (code, finding["cause"]) == (0, "group")
+    assert [(each["factor"], each["group"]) for each in finding["estimate"]["groups"]] == [("file", paths[2])]
+
+
+def test_a_field_of_the_users_own_divides_documents(write, capsys):
+    rng = random.Random(8)
+    rows = [each | {"x_node": f"n{i % 4}"} for i, each in enumerate(two_sides(rng, documents=80))]
+    bad = two_sides(rng, documents=80, temperature=1.3)
+    rows = [
+        each | {name: bad[i][name] for name in ("tokens", "old_logprobs", "rollout_logprobs")} if i % 4 == 1 else each
+        for i, each in enumerate(rows)
+    ]
+    code, out, _ = run(capsys, write("r.jsonl", rows), "--by", "x_node", "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert (code, finding["cause"]) == (0, "group")
+    assert [(each["factor"], each["group"]) for each in finding["estimate"]["groups"]] == [("x_node", "n1")]
+
+
+def test_what_a_level_does(write, capsys):
+    """A level of nearly 0 names nothing; the effect and its evidence are still shown."""
+    path = write("r.jsonl", two_sides(random.Random(1), temperature=1.25))
+    _, out, _ = run(capsys, path, "--level", "1e-300", "--json")
+    said = json.loads(out)
+    assert said["findings"] == []
+    assert said["verdict"] == "unexplained"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_picture(suffix, write, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = write("r.jsonl", two_sides(random.Random(5), documents=14))
+    code, _, err = run(capsys, path, "--output", tmp_path / f"p{suffix}")
+    assert (code, err) == (0, "")
+    assert (tmp_path / f"p{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({"rollout_logprobs": None}, (), "has no rollout_logprobs, so there is nothing to compare"),
+        ({"loss_mask": [0] * 40}, (), "no token is trained"),
+        ({"worker": "a\nb"}, (), "worker="),
+        ({"weight_version": -1}, (), "weight_version=-1 has the wrong type or range"),
+        ({}, ("--level", "0"), "--level 0 is no chance"),
+        ({}, ("--level", "nan"), "--level nan is no chance"),
+        ({}, ("--by", "x_node"), "no sample has the field x_node"),
+        ({}, ("AGAIN",), "is given twice"),
+        ({}, ("--output", "p.gif"), "p.gif: is no .png, .svg, .pdf file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(change, words, message, write, capsys):
+    lines = [
+        {k: v for k, v in (each | change).items() if v is not None} for each in two_sides(random.Random(6), documents=2)
+    ]
+    path = write("r.jsonl", lines)
+    code, out, err = run(capsys, path, *[path if word == "AGAIN" else word for word in words])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

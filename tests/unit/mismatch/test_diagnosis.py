@@ -1,0 +1,355 @@
+"""Faults seeded into a small GPT's rollouts are named; the estimates against what is known; the statistics against plain sums."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from mismatch_cases import FAULTS, World, clean, faulty, of_tokens, rounded, top_k, top_p
+from mismatch_table import SEEDED, cases, gap_of_drawn, language, named, outcomes
+
+from megatron_pg import Sample
+from megatron_pg.mismatch import documents, values
+from megatron_pg.mismatch.causes import CAUSES, Answer
+from megatron_pg.mismatch.diagnosis import LEVEL, diagnose
+from megatron_pg.mismatch.gap import Gap, gap_of
+from megatron_pg.mismatch.inference import FEWEST, binomial_tail, mean_over, tail
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    """A GPT of one layer, trained for a few seconds, which is enough for distributions of all shapes."""
+    text, parameters = language(vocabulary=300, width=32, layers=1, steps=60)
+    return World(text, parameters, sharpness=2.0, documents=64, seed=3)
+
+
+def diagnosed(world: World, **faults: str) -> dict[str, Answer]:
+    with torch.no_grad():
+        drawn = faulty(world, faults) if faults else clean(world)
+    return {test.cause: test for test in diagnose(gap_of_drawn(drawn)).tests}
+
+
+def found(tests: dict[str, Answer]) -> set[str]:
+    return {cause for cause, test in tests.items() if test.outcome == "found"}
+
+
+def gap_from(engine, trainer, *, documents: int = 40, **rest) -> Gap:
+    """Columns of documents of equal length."""
+    engine, trainer = np.asarray(engine, float), np.asarray(trainer, float)
+    length = len(engine) // documents
+    fields = {
+        "ids": np.arange(len(engine)) % 97,
+        "position": np.tile(np.arange(length), documents),
+        "document": np.repeat(np.arange(documents), length),
+        "step": np.zeros(documents, int),
+        "weight_version": np.full(documents, np.nan),
+    }
+    return Gap(engine=engine, trainer=trainer, **fields | rest)
+
+
+def contexts(seed: int, count: int = 6000, vocabulary: int = 150):
+    """[N, V] logits of contexts between certain and flat, the tokens drawn from them, and the generator."""
+    rng = np.random.default_rng(seed)
+    logits = -1.1 * np.log(np.arange(1, vocabulary + 1)) + rng.normal(0, 1, (count, vocabulary))
+    logits[np.arange(count), rng.integers(0, vocabulary, count)] += rng.choice([0, 4, 8, 12], count)
+    return logits, (logits + rng.gumbel(size=logits.shape)).argmax(-1), rng
+
+
+def logprobs(logits, tokens):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))[np.arange(len(tokens)), tokens]
+
+
+# --- seeded faults ---
+
+
+@pytest.mark.proof("Mismatch: strong faults in a small GPT's rollouts are named, alone")
+@pytest.mark.parametrize("cause", SEEDED)
+def test_a_strong_fault_is_named_and_nothing_else(cause, world, evidence):
+    assert found(diagnosed(world, **{cause: "strong"})) == {cause}
+    evidence(cases=1)
+
+
+@pytest.mark.proof("Mismatch: rollouts without a fault raise no alarm")
+def test_rounding_alone_is_noise(world, full, evidence):
+    seeds = range(40 if full else 6)
+    for seed in seeds:
+        each = replace(world, seed=seed, sharpness=1.2 + 0.3 * (seed % 6), noise=(0.3, 1.0, 2.0)[seed % 3])
+        with torch.no_grad():
+            diagnosis = diagnose(gap_of_drawn(clean(each)))
+        assert (diagnosis.verdict, diagnosis.found) == ("noise", []), seed
+        assert [test.cause for test in diagnosis.tests] == sorted(CAUSES, key=[t.cause for t in diagnosis.tests].index)
+    evidence(cases=len(seeds))
+
+
+@pytest.mark.parametrize(
+    "pair", [("shift", "temperature"), ("bfloat16_grid", "truncation"), ("template", "shift"), ("routing", "group")]
+)
+def test_two_causes_are_both_named(pair, world):
+    assert found(diagnosed(world, **dict.fromkeys(pair, "strong"))) == set(pair)
+
+
+@pytest.mark.proof("Mismatch: seeded faults of a GPT at three strengths, pairs and clean rollouts")
+def test_the_table_of_faults(full, evidence):
+    if not full:
+        pytest.skip("minutes: the full tier, and `python tests/support/mismatch_table.py`")
+    all_outcomes = outcomes(*language(), cases(4), seed=1)
+    for kind, least in (("strong", 0.95), ("medium", 0.8)):
+        hits, seeded = named(all_outcomes, kind)
+        assert hits >= least * seeded, (kind, hits, seeded)
+    assert not [each for each in all_outcomes if each.kind == "clean" and each.found]
+    evidence(cases=len(all_outcomes))
+
+
+# --- noise of other shapes ---
+
+NOISES = {
+    "normal": lambda rng, p: rng.normal(size=len(p)),
+    "heavy tails": lambda rng, p: rng.standard_t(4, len(p)) * (1 - p),
+    "Laplace": lambda rng, p: rng.laplace(size=len(p)) * 0.7,
+    "documents differ": lambda rng, p: rng.normal(size=len(p)) * np.exp(rng.normal(0, 0.4, 60)).repeat(len(p) // 60),
+}
+
+
+@pytest.mark.proof("Mismatch: noise of other shapes and levels raises no alarm")
+@pytest.mark.parametrize("shape", NOISES)
+def test_noise_of_any_shape_is_no_finding(shape, full, evidence):
+    for seed in range(25 if full else 3):
+        logits, tokens, rng = contexts(seed)
+        engine = logprobs(logits, tokens)
+        level = (0.001, 0.01, 0.03)[seed % 3]
+        trainer = np.minimum(engine + level * NOISES[shape](rng, np.exp(engine)), 0.0)
+        groups = {"worker": [f"w{i % 5}" for i in range(60)], "data_parallel_rank": [i % 4 for i in range(60)]}
+        ages = {"step": np.arange(60) // 8, "weight_version": np.arange(60) // 8 - (np.arange(60) % 3)}
+        gap = gap_from(engine, trainer, documents=60, ids=tokens, groups=groups, **ages)
+        assert diagnose(gap).found == [], seed
+    evidence(cases=25 if full else 3)
+
+
+# --- estimates ---
+
+
+@pytest.mark.proof("Mismatch: the temperature's estimate")
+@pytest.mark.parametrize("temperature", [0.7, 0.9, 0.95, 1.05, 1.1, 1.3])
+@pytest.mark.parametrize("drawn_from", ["reported", "trained"])
+def test_the_ratio_of_temperatures_is_estimated(temperature, drawn_from, evidence):
+    """Drawn from what the engine reports; or the engine reports before its temperature, which the trainer has, too."""
+    logits, tokens, rng = contexts(7)
+    if drawn_from == "trained":
+        tokens = (logits / temperature + rng.gumbel(size=logits.shape)).argmax(-1)
+    trainer = logprobs(logits / temperature, tokens) + rng.normal(0, 0.005, len(tokens))
+    gap = gap_from(logprobs(logits, tokens), np.minimum(trainer, 0), ids=tokens)
+    (test,) = diagnose(gap).found
+    assert test.cause == "temperature"
+    worst = abs(test.estimate["trainer_over_engine"] / temperature - 1)
+    assert worst < 0.03
+    evidence(cases=1, worst=worst)
+
+
+@pytest.mark.parametrize("choose", [top_p(0.8), top_p(0.9), top_k(8), top_k(1)])
+def test_the_kept_mass_is_estimated(choose):
+    logits, _, rng = contexts(11)
+    kept = choose(torch.from_numpy(logits)).numpy()
+    tokens = (kept + rng.gumbel(size=kept.shape)).argmax(-1)
+    mass = np.exp(logprobs(logits, tokens) - logprobs(kept, tokens)).mean()
+    trainer = np.minimum(logprobs(logits, tokens) + rng.normal(0, 0.005, len(tokens)), 0)
+    (test,) = diagnose(gap_from(logprobs(kept, tokens), trainer, ids=tokens)).found
+    assert test.cause == "truncation"
+    assert test.estimate["kept"] == pytest.approx(mass, abs=0.005)
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_padded_columns_of_either_side(side):
+    logits, tokens, rng = contexts(12)
+    masses = np.log(np.exp(logits).sum(-1, keepdims=True)) + np.log(0.06) + rng.normal(0, 0.5, (len(logits), 1))
+    more = np.concatenate([logits, masses], axis=1)
+    sides = {"trainer": logprobs(logits, tokens), "engine": logprobs(logits, tokens)}
+    missing = 1 - np.exp(logprobs(more, tokens) - sides[side]).mean()
+    sides[side] = logprobs(more, tokens)
+    noisy = np.minimum(sides["trainer"] + rng.normal(0, 0.003, len(tokens)), 0)
+    (test,) = diagnose(gap_from(sides["engine"], noisy, ids=tokens)).found
+    assert test.cause == "padding"
+    assert test.estimate["missing"] == pytest.approx(missing, abs=0.004)
+
+
+@pytest.mark.parametrize("lag", [-2, -1, 1, 2])
+def test_a_shift_is_measured_and_undone(lag):
+    logits, tokens, rng = contexts(13)
+    engine = logprobs(logits, tokens).reshape(60, 100)
+    trainer = np.roll(np.minimum(engine + rng.normal(0, 0.01, engine.shape), 0), -lag, axis=1)
+    right = gap_from(engine.ravel(), np.roll(trainer, lag, axis=1).ravel(), documents=60, ids=tokens)
+    test, undone = values.shift(gap_from(engine.ravel(), trainer.ravel(), documents=60, ids=tokens), LEVEL)
+    assert (test.outcome, test.estimate["lag"]) == ("found", lag)
+    inside = right.where((right.position >= max(lag, 0)) & (right.position < 100 + min(lag, 0)))
+    for name in ("engine", "trainer", "ids", "position", "document"):
+        np.testing.assert_array_equal(getattr(undone, name), getattr(inside, name))
+    assert values.shift(undone, LEVEL)[0].outcome == "not found"
+
+
+def test_holes_in_the_loss_mask_are_no_neighbours():
+    """Tokens that stand beside each other in the columns and not in the document are not compared."""
+    logits, tokens, rng = contexts(14)
+    engine = logprobs(logits, tokens)
+    gap = gap_from(engine, np.minimum(engine + rng.normal(0, 0.01, len(engine)), 0), ids=tokens)
+    test, _ = values.shift(replace(gap, position=2 * gap.position), LEVEL)
+    assert test.outcome == "cannot tell"
+
+
+# --- bits ---
+
+
+def test_the_grid_is_that_of_bfloat16():
+    rng = np.random.default_rng(0)
+    drawn = -rng.exponential(3.0, 20_000)
+    coarse = torch.from_numpy(drawn).bfloat16().double().numpy()
+    fine = torch.from_numpy(drawn).float()
+    assert values.on_grid(coarse).all()
+    np.testing.assert_array_equal(values.on_grid(fine.double().numpy()), (fine.bfloat16().float() == fine).numpy())
+
+
+def test_rounding_explains_its_own_spread():
+    """The error of rounding has the standard deviation that is subtracted."""
+    drawn = -np.random.default_rng(1).uniform(0.25, 16.0, 200_000)
+    coarse = torch.from_numpy(drawn).bfloat16().double().numpy()
+    scale = values.rounding_scale(gap_from(coarse, drawn))
+    assert np.mean(((drawn - coarse) / scale) ** 2) == pytest.approx(1.0, abs=0.03)
+
+
+# --- what cannot be told ---
+
+
+def test_without_fields_nothing_is_said_of_groups_and_age(world):
+    with torch.no_grad():
+        drawn = clean(world)
+    count = len(drawn.step)
+    bare = replace(drawn, step=[0] * count, weight_version=[None] * count, worker=[None] * count, rank=[None] * count)
+    outcome = {test.cause: test.outcome for test in diagnose(gap_of_drawn(bare)).tests}
+    assert [cause for cause, each in outcome.items() if each == "cannot tell"] == ["group", "staleness"]
+
+
+@pytest.mark.parametrize("documents", [1, FEWEST - 1])
+def test_too_few_documents_prove_nothing(documents):
+    logits, tokens, _ = contexts(15, count=documents * 20)
+    gap = gap_from(logprobs(logits, tokens), logprobs(logits / 1.3, tokens), documents=documents, ids=tokens)
+    diagnosis = diagnose(gap)
+    assert (diagnosis.verdict, diagnosis.found) == ("unexplained", [])
+
+
+@pytest.mark.parametrize("values_", [np.zeros(3000), np.full(3000, -1.1), np.linspace(-5, 0, 3000)])
+def test_equal_sides_are_noise(values_):
+    assert diagnose(gap_from(values_, values_)).verdict == "noise"
+
+
+def test_a_group_is_named_with_its_ratio(world):
+    test = diagnosed(replace(world, seed=5), group="strong")["group"]
+    (only,) = test.estimate["groups"]
+    assert (only["factor"], only["group"]) in {("worker", "engine-3"), ("data_parallel_rank", 2)}
+    assert only["ratio"] > 1.5
+
+
+def test_the_begin_of_documents_is_left_out_of_what_follows():
+    """A spread at the first tokens is of the template, not of the head."""
+    logits, tokens, rng = contexts(16)
+    engine = logprobs(logits, tokens)
+    position = np.tile(np.arange(150), 40)
+    trainer = np.minimum(engine + rng.normal(0, 1, 6000) * (0.005 + 0.5 * np.exp(-position / 6)), 0)
+    (test,) = diagnose(gap_from(engine, trainer, ids=tokens)).found
+    assert test.cause == "template"
+    assert 16 <= test.estimate["lasts"] <= 64
+
+
+# --- statistics against plain sums ---
+
+
+def test_a_mean_over_documents_is_that_of_a_loop():
+    rng = random.Random(0)
+    rows = [[rng.gauss(i % 3, 1) for _ in range(rng.randint(1, 9))] for i in range(30)]
+    flat = [x for row in rows for x in row]
+    mean = math.fsum(flat) / len(flat)
+    squares = math.fsum(math.fsum(x - mean for x in row) ** 2 for row in rows)
+    found_ = mean_over(np.array(flat), np.repeat(np.arange(30), [len(row) for row in rows]))
+    assert found_.value == pytest.approx(mean)
+    assert found_.error == pytest.approx(math.sqrt(squares * 30 / 29) / len(flat))
+
+
+@pytest.mark.parametrize("freedom", [11, 20, 63, 500])
+@pytest.mark.parametrize("t", [0.0, 1.0, 2.5, 4.0, -1.5])
+def test_the_tail_is_that_of_students_t(t, freedom):
+    x = np.linspace(t, t + 400.0, 2_000_001)
+    log_density = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
+    density = np.exp(log_density - (freedom + 1) / 2 * np.log1p(x * x / freedom))
+    exact = float(((density[1:] + density[:-1]) / 2).sum() * (x[1] - x[0]))
+    assert tail(t, freedom) == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize(("hits", "trials", "chance"), [(3, 40, 0.01), (10, 200, 0.02), (40, 40, 0.5), (0, 5, 0.1)])
+def test_the_bound_of_a_count_is_above_its_tail(hits, trials, chance):
+    exact = math.fsum(math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(hits, trials + 1))
+    assert exact <= binomial_tail(hits, trials, chance) <= 1.0
+
+
+def test_one_document_is_as_many_observations_as_it_has_blocks():
+    gap = gap_from(np.full(2000, -1.0), np.full(2000, -1.0), documents=1)
+    assert len(np.unique(gap.observation)) == 4
+
+
+# --- from samples ---
+
+
+def sample(**rest) -> Sample:
+    fields = {"tokens": [5, 6, 7, 8], "response_length": 3, "loss_mask": [1, 0, 1], "advantage": 0.0}
+    return Sample.build(**fields | {"old_logprobs": [-1.0, -2.0, -3.0], "rollout_logprobs": [-1.5, -2.5, -3.5]} | rest)
+
+
+def test_columns_hold_the_trained_tokens():
+    samples = [sample(step=4, weight_version=2, worker="e0"), sample(data_parallel_rank=1, step=5)]
+    gap = gap_of(samples, ["a", "b"])
+    assert gap.ids.tolist() == [6, 8, 6, 8]
+    assert gap.position.tolist() == [0, 2, 0, 2]
+    assert gap.document.tolist() == [0, 0, 1, 1]
+    assert gap.difference.tolist() == [0.5] * 4
+    assert gap.step.tolist() == [4, 5]
+    assert gap.weight_version[0] == 2
+    assert np.isnan(gap.weight_version[1])
+    assert gap.groups == {"worker": ["e0", None], "data_parallel_rank": [None, 1], "file": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [({"rollout_logprobs": None}, "has no rollout_logprobs"), ({"loss_mask": [0, 0, 0]}, "no token is trained")],
+)
+def test_rollouts_with_nothing_to_compare_are_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        gap_of([sample(**bad)])
+
+
+# --- the generator itself ---
+
+
+def test_the_generator_draws_from_what_the_engine_reports(world):
+    """E[π/q] is 1 without a fault and the kept mass with truncation: what the tests of missing mass rest on."""
+    with torch.no_grad():
+        drawn = clean(world, top_p(0.8))
+        logits = world.logits(drawn.tokens)
+    kept = (logits.softmax(-1) * torch.isfinite(top_p(0.8)(logits))).sum(-1).double()
+    ratio = (of_tokens(logits, drawn.tokens) - drawn.engine).exp()
+    assert float((ratio - kept).abs().max()) < 1e-4
+
+
+def test_rounding_of_the_generator_is_that_of_bfloat16():
+    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10
+    assert torch.equal(rounded(drawn, 7), drawn.bfloat16().float())
+
+
+def test_every_cause_has_a_fault_and_words():
+    assert set(CAUSES) == set(SEEDED) == {*FAULTS, "truncation"}
+    assert all(cause.title and cause.advice.endswith(".") for cause in CAUSES.values())
+
+
+def test_documents_without_uncertain_tokens_say_nothing():
+    engine = np.full(4000, -1e-6)
+    gap = gap_from(engine, engine - 1e-7, groups={"worker": ["a", "b"] * 20}, step=np.arange(40))
+    assert documents.template(gap, LEVEL)[0].outcome == "cannot tell"
+    assert diagnose(gap).verdict == "noise"
