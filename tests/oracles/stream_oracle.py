@@ -92,6 +92,7 @@ class StreamResult:
     weight: float  # sum of w
     loss: float  # sum of w loss, before lambda
     mean: float  # of loss, over its tokens; NaN without one
+    mean_magnitude: float  # the mean of what `magnitude` sums, without w
     magnitude: float  # sum of |w| times what the loss is computed from: itself and, of a divergence, log pi
     num_tokens: int
     num_rollouts: int  # of its members
@@ -215,6 +216,13 @@ def divergence(document: StreamDocument, rows, term: StreamTerm, temperature: fl
     return tokens, value, slope * tokens.moves if is_weighted else slope, 0.0
 
 
+def rounding_scale(tokens: oracle.Tokens, term: StreamTerm) -> np.ndarray | float:
+    """What a divergence near 0 is a difference of: log-probabilities, times the ratio where that multiplies it."""
+    if term.kind not in ("opd", "kl"):
+        return 0.0
+    return np.abs(tokens.new) * (tokens.ratio if term.estimator.endswith("_weighted") else 1.0)
+
+
 def cross_entropy(document: StreamDocument, rows, term: StreamTerm, temperature: float):
     tokens = tokens_at(document, rows, (), temperature)
     return tokens, -tokens.new, -np.ones(len(rows)), 0.0
@@ -233,19 +241,21 @@ KINDS: dict[str, Callable] = {"ce": cross_entropy, "opd": divergence, "kl": dive
 
 def result_of(step: StreamStep, tokens: str, denominators, losses: Sequence[tuple | None]) -> StreamResult:
     """Sums of one stream; `losses` of a document that trains nothing are None, else values and their sizes."""
-    weights, terms, sizes, plain = [], [], [], []
+    weights, terms, sizes, plain, plain_sizes = [], [], [], [], []
     for delta, pair in zip(denominators, losses, strict=True):
         for value, size in () if pair is None else zip(*pair, strict=True):
             weights.append(0.0 if delta is None else 1.0 / delta)
             terms.append(weights[-1] * value)
             sizes.append(weights[-1] * size)
             plain.append(value)
+            plain_sizes.append(size)
     members = [i for i, document in enumerate(step.documents) if document.rows(tokens) is not None]
     return StreamResult(
         denominators=list(denominators),
         weight=math.fsum(weights),
         loss=math.fsum(terms),
         mean=math.fsum(plain) / len(plain) if plain else math.nan,
+        mean_magnitude=math.fsum(plain_sizes) / len(plain) if plain else math.nan,
         magnitude=math.fsum(sizes),
         num_tokens=len(plain),
         num_rollouts=len({rollout_of(step, i) for i in members}),
@@ -296,7 +306,7 @@ def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequenc
             losses.append(None)
             continue
         tokens, values, slopes, bonus = KINDS[term.kind](document, rows, term, step.settings.temperature)
-        losses.append((values, np.abs(values) + np.abs(tokens.new) * (term.kind in ("opd", "kl"))))
+        losses.append((values, np.abs(values) + rounding_scale(tokens, term)))
         w = 0.0 if denominators[i] is None else term.weight / denominators[i]
         add_rows(gradients[i], rows, oracle.logit_gradient(tokens, w * slopes, w * bonus, step.settings.temperature))
     return result_of(step, term.tokens, denominators, losses)

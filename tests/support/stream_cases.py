@@ -167,7 +167,7 @@ def _stream_errors(metrics: dict[str, float], name: str, wanted: oracle.StreamRe
     return {
         f"{name}/loss": scalar_error(found["loss"], wanted.loss, wanted.magnitude),
         f"{name}/weight": scalar_error(found["weight"], wanted.weight, wanted.weight),
-        f"{name}/mean": scalar_error(found["mean"], wanted.mean, max(abs(wanted.mean), 1.0)),
+        f"{name}/mean": scalar_error(found["mean"], wanted.mean, wanted.mean_magnitude),
     }
 
 
