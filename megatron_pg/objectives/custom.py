@@ -17,7 +17,7 @@ from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.head import needs_recompute
 from megatron_pg.flags.import_path import load_function
 from megatron_pg.flags.loss_terms import objective_numbers
-from megatron_pg.objectives.custom_row import custom_row
+from megatron_pg.objectives.custom_row import custom_row, row_failure, row_refusal
 from megatron_pg.objectives.objective import Objective
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
@@ -80,10 +80,11 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
     reads_sequences = _reads_sequences(loss, reports, parameters)
-    try:
-        row = custom_row(function, loss, parameters, reads_sequences=reads_sequences)
-    except ValueError as reason:
-        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")]) from None
+    if reason := row_refusal(function, parameters, reads_sequences=reads_sequences):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    row = custom_row(function, parameters)
+    if row and (reason := row_failure(row, loss, parameters)):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     return Objective(
         name=path,
         loss=loss,

@@ -173,11 +173,11 @@ def test_a_user_needs_no_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, "has a row that gives the loss"),
-        ({"slope": "-r * advantage"}, "has a row that gives the loss"),
+        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, "has a row whose loss is"),
+        ({"slope": "-r * advantage"}, "has a row whose loss is"),
         ({"more": " + 0.0 * old_logprob / old_logprob"}, "has a row that is not finite where all fields are 0"),
         ({"slope": "tl.cumsum(r)"}, "has a row that fails on 4096 tokens: AttributeError"),
-        ({"row": "mine"}, "has a row that is a function; give a function of triton.jit"),
+        ({"row": "mine"}, "has a row that is a function, which kernels cannot call; give a function of triton.jit"),
         (
             {"names": "('clip_eps_high', 'delta')"},
             "has a row that reads delta, which no flag has given; give --pg-delta",
