@@ -456,33 +456,25 @@ def test_what_launches_the_one_launch_kernel(dtype, upstream, inplace, monkeypat
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
 @pytest.mark.parametrize("name", ROWS)
 def test_every_loss_with_a_row_goes_through_the_one_launch_kernel(name, monkeypatch):
-    """Its own work done in torch from the row: everything around it, with KL and bonus, as the three launches have it."""
-    for terms in (
-        {},
-        {"kl_coef": 0.3, "kl_estimator": "k3_weighted"},
-        {"entropy_coef": 0.2},
-        {**KL, "entropy_coef": 0.2},
-    ):
-        case = base(rows=40, columns=64, padding=16, temperature=0.7)
+    """Its own work done in torch from the row: everything around it, with KL and bonus, against the eager reference."""
+    for terms in ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2}):
+        case = base(rows=20, columns=64, padding=16, temperature=0.7)
         fields = make(case)
         logits, mask = fields.pop("logits"), fields["mask"]
         others = torch.where(mask, torch.rand(case.rows), math.nan)
         refs = fields["old_logprobs"] - 0.5 * fields["advantages"]
         known = TokenFields(**fields, ref_logprobs=refs, auxiliary_weights=others, corrections=2 * fields["weights"])
         loss = PolicyLoss(LossTerms(objective=build(name), grad_divisor=8.0, **terms), known)
-        found = []
-        for whole in (True, False):
-            with monkeypatch.context() as context:
-                launches = one_launch.in_torch(context) if whole else []
+        vocabulary, found = Vocabulary.of(case.columns, temperature=0.7, vocab_size=48), []
+        with monkeypatch.context() as context:
+            launches = one_launch.in_torch(context)
+            for impl in ("triton", "torch"):
                 leaf = logits.clone().requires_grad_()
-                out = policy_gradient_loss(
-                    leaf, loss, Vocabulary.of(case.columns, temperature=0.7, vocab_size=48), grad_scale=3.0
-                )
+                out = policy_gradient_loss(leaf, loss, vocabulary, grad_scale=3.0, impl=impl)
                 (3 * out.loss).backward()
-            assert [(k["BONUS"], k["KL"] is not None) for k in launches] == [
-                ("entropy_coef" in terms, "kl_coef" in terms)
-            ] * whole
-            found.append([out.loss, out.token_losses, out.logprobs, out.entropy, out.kl, leaf.grad])
+                found.append([out.loss, out.token_losses, out.logprobs, out.entropy, out.kl, leaf.grad])
+        (launch,) = launches
+        assert (launch["BONUS"], launch["KL"] is not None) == ("entropy_coef" in terms, "kl_coef" in terms)
         for ours, theirs in zip(*found, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
