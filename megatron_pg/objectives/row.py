@@ -3,6 +3,7 @@
 loss, slope = row(logprob, old_logprob, advantage, numbers),   slope = d loss / d logprob
 """
 
+import builtins
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def _translated(
 ) -> Callable:
     if function in found:
         return found[function]
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__builtins__": builtins}
     translated = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     found[function] = translated
     for name in function.__code__.co_names:
