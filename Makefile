@@ -18,7 +18,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-PAPERS := length_bias group_size head_precision kl_gradients
+PAPERS := length_bias group_size head_precision kl_gradients distillation_gradients
 VERL := .venv/verl-0.9.1
 PICTURES := weights zigzag dataflow
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron_pg import Sample
 from megatron_pg.step.collectives import device_of
 from megatron_pg.step.documents import DocumentAccumulator, Packing, Position, StepRule
-from megatron_pg.step.plan import PlanRule, local_table_of, plan_from_table
+from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.table import PlanRule, local_table_of
 
 POLICIES = ("exact", "at_least")
 

@@ -95,7 +95,7 @@ ELSEWHERE = {  # what a metric is called there
     },
 }
 ONLY_WITH = {
-    "auxiliary": "with a KL or entropy term only",
+    "streams": "with a KL or entropy term or `--pg-stream` only",
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
     "mtp": "with `--mtp-num-layers` only",
@@ -106,6 +106,7 @@ ONLY_WITH = {
 DIVIDED_BY = {
     "mean": "documents",
     "sum": "none",
+    "all": "none",
     "total": "none",
     "max": "none (maximum)",
     "min": "none (minimum)",

@@ -20,13 +20,16 @@ class RunFolder:
         train_iters: for the progress line.
         sampled: optimizer steps that the run had samples for then: those of an open rollout batch are kept. None: no
             rollouts.jsonl; every rank writes its own file (`rollout_documents`).
+        version: of the rollout file.
     """
 
-    def __init__(self, path: str, *, train_iters: int, sampled: int | None = 0):
+    def __init__(self, path: str, *, train_iters: int, sampled: int | None = 0, version: int = 1):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
-        self.rollouts = None if sampled is None else continue_rollouts(self.path / "rollouts.jsonl", sampled)
+        self.rollouts = None
+        if sampled is not None:
+            self.rollouts = continue_rollouts(self.path / "rollouts.jsonl", sampled, version)
         self._train_iters = train_iters
         self._first: tuple[int, float] | None = None
         self._exact_match: float | None = None  # the last one: it is not measured at every step
@@ -48,7 +51,8 @@ class RunFolder:
         done = iteration - self._first[0]
         left = (now - self._first[1]) / done * (self._train_iters - iteration) if done else math.nan
         parts = [f"{record['phase']:<7} {iteration:>4}/{self._train_iters}"]
-        for name, style in _SHOWN.items():
+        means = {name: ".4f" for name in record if name.endswith("/mean")}  # of streams
+        for name, style in (_SHOWN | means).items():
             if record.get(name) is not None:
                 parts.append(f"{name} {record[name]:{style}}")
         say(" | ".join([*parts, f"{_clock(left)} left"]))
@@ -70,7 +74,7 @@ class RunFolder:
             draw(self.path)
 
 
-def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
+def continue_rollouts(path: Path, sampled: int, version: int = 1) -> RolloutWriter:
     """A writer of `path` behind the samples of the first `sampled` steps.
 
     Later ones will be sampled again; an earlier run's, too, stay in a copy beside it (rollouts.jsonl.1 and so on).
@@ -84,7 +88,7 @@ def continue_rollouts(path: Path, sampled: int) -> RolloutWriter:
     kept = [sample for sample in found if sample.step < sampled]
     if len(kept) < len(found):
         shutil.copyfile(path, free_name(path))
-    writer = RolloutWriter(scratch, if_exists="replace")  # a run that was killed may have left one
+    writer = RolloutWriter(scratch, if_exists="replace", version=version)  # a run that was killed may have left one
     writer.write(kept)
     os.replace(scratch, path)  # never half a file
     return writer
@@ -111,7 +115,7 @@ def _clock(seconds: float) -> str:
 
 
 def draw(path: Path) -> None:
-    """curves.png from metrics.jsonl: reward, exact match, response length, pg_loss."""
+    """curves.png from metrics.jsonl: reward, exact match, response length, and pg_loss or the distance from the teacher."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,6 +129,9 @@ def draw(path: Path) -> None:
         "response_length": "response length, tokens",
         "pg_loss": "pg_loss",
     }
+    if any("teacher/mean" in record for record in grpo):
+        del panels["pg_loss"]
+        panels["teacher/mean"] = "KL to the teacher, nats per token"
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True)
     for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
         points = [(r["iteration"], r[name]) for r in grpo if r.get(name) is not None]
@@ -134,7 +141,7 @@ def draw(path: Path) -> None:
             axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 20 else None, markersize=4, linewidth=1.5)
         if name in ("reward", "exact_match"):
             axis.set_ylim(0, 1)
-        if name == "pg_loss":
+        if name in ("pg_loss", "teacher/mean"):
             axis.axhline(0, color="grey", linewidth=0.8)
     for axis in axes[1]:
         axis.set_xlabel("optimizer step")

@@ -12,6 +12,8 @@ rollouts.jsonl, because the weights that sampled it are gone. Resume with the sa
 
 With --docs-per-step 256 a step is 256 documents, packed into rows of up to --micro-batch-size x --seq-length tokens, and
 every rank samples when it has used up its own rollouts (rollout_documents.py).
+
+With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-stream teacher:opd,on=rl (teacher.py).
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,6 +46,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from rollout_documents import SampledDocuments, behind, groups_of
 from run_folder import RunFolder, say
 from sampling import Policy
+from teacher import load_teacher
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import (
@@ -71,6 +75,7 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--exact-match-interval", type=int, default=30, help="optimizer steps between evaluations on them"
     )
     group.add_argument("--rollouts", metavar="FILE", help="train from this rollout file instead of sampling")
+    group.add_argument("--teacher", metavar="DIR", help="the --save of an earlier run, whose policy scores the samples")
     group.add_argument("--run-dir", default="runs/grpo", help="folder for metrics, rollouts, arguments and curves")
     group.add_argument("--megatron-log", metavar="FILE", help="Megatron's own output goes here instead of the terminal")
     group.add_argument("--progress-interval", type=int, default=10, help="optimizer steps between progress lines")
@@ -85,10 +90,16 @@ class Example:
         self.task_metrics: dict[str, float] = {}  # of the step that is being trained
         self.folder: RunFolder | None = None
         self.documents: SampledDocuments | None = None  # under --docs-per-step
+        self.teacher: Policy | None = None
 
     # --- callbacks of pretrain() ---
 
-    def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    def model_provider(self, *positional, **keywords):
+        """The model under training, as Megatron asks for its stages."""
+        self.chunks.append(self.build(*positional, **keywords))
+        return self.chunks[-1]
+
+    def build(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """The model that the flags describe: with `--hybrid-layer-pattern` a HybridModel, otherwise a GPTModel.
 
         Its layers are Transformer Engine's or, with `--transformer-impl local`, Megatron's own.
@@ -110,26 +121,24 @@ class Example:
         }
         of_gpt = {"rope_scaling": args.use_rope_scaling, "rope_scaling_factor": args.rope_scaling_factor}
         if vars(args).get("hybrid_layer_pattern"):
-            model = hybrid_model(config, args.hybrid_layer_pattern, local=local, packed=packed, **arguments)
-        else:
-            layers = (
-                local_layers.layer_spec(config, packed=packed, vp_stage=vp_stage)
-                if local
-                else get_gpt_layer_with_transformer_engine_spec(
-                    config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
-                )
+            return hybrid_model(config, args.hybrid_layer_pattern, local=local, packed=packed, **arguments)
+        layers = (
+            local_layers.layer_spec(config, packed=packed, vp_stage=vp_stage)
+            if local
+            else get_gpt_layer_with_transformer_engine_spec(
+                config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
             )
-            predictions = local_layers.prediction_spec(config, layers, local=local, vp_stage=vp_stage)
-            model = GPTModel(config, layers, mtp_block_spec=predictions, **arguments, **of_gpt)
-        self.chunks.append(model)
-        return model
+        )
+        predictions = local_layers.prediction_spec(config, layers, local=local, vp_stage=vp_stage)
+        return GPTModel(config, layers, mtp_block_spec=predictions, **arguments, **of_gpt)
 
     def datasets(self, num_samples, vp_stage=None):
         """The training data: an endless iterator of this rank's micro-batches, or its documents."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
             sampled = None if args.docs_per_step else _sampled_steps(args)
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled)
+            version = 2 if args.teacher else 1
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=version)
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         if args.docs_per_step:
@@ -229,12 +238,14 @@ class Example:
     def sampled_steps(self, args) -> Iterator[PackedBatch]:
         """This rank's micro-batches of each optimizer step: right answers first, then rollouts of the current policy."""
         policy = self._policy(args)
+        self.teacher = load_teacher(args.teacher, self.build, args) if args.teacher else None
         step = args.iteration
         while True:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
                 count = args.global_batch_size // mpu.get_data_parallel_world_size()
-                batches, self.task_metrics = [imitation(policy, step, count, generator)], {}
+                batches = [self._taught(imitation(policy, step, count, generator))]
+                self.task_metrics = {}
             elif step == args.iteration < _sampled_steps(args):
                 batches = open_batch(step, args)
             else:
@@ -245,8 +256,21 @@ class Example:
                 yield from microbatches(samples, args)
                 step += 1
 
+    def _taught(self, samples: list[Sample]) -> list[Sample]:
+        """The samples with the teacher's log-probabilities, if there is one."""
+        if self.teacher is None:
+            return samples
+        cuts = [len(sample.tokens) - sample.response_length for sample in samples]
+        whole = [sample.tokens.tolist() for sample in samples]
+        pairs = [(tokens[:n], tokens[n:]) for tokens, n in zip(whole, cuts, strict=True)]
+        scores = self.teacher.score([prompt for prompt, _ in pairs], [response for _, response in pairs])
+        return [
+            replace(sample, teacher_logprobs=torch.tensor(score, dtype=torch.float64))
+            for sample, score in zip(samples, scores, strict=True)
+        ]
+
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
-        samples = rollout(policy, step, args, generator)
+        samples = self._taught(rollout(policy, step, args, generator))
         size = mpu.get_data_parallel_world_size()
         steps = cut_steps(samples, samples_per_step=args.global_batch_size // size)
         numbered = [[_with_step(s, step + k) for s in chunk] for k, chunk in enumerate(steps)]
@@ -377,7 +401,7 @@ def mean_over_ranks(values: list[float]) -> float:
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
     """All data-parallel ranks' samples of a step, as one table of numbers per rank."""
     width = args.seq_length
-    table = torch.zeros(len(samples), 6 + 2 * width, dtype=torch.float64)
+    table = torch.zeros(len(samples), 7 + 3 * width, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
@@ -385,7 +409,9 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward], dtype=torch.float64)
         row[6 : 6 + n] = sample.tokens
         row[6 + width : 6 + width + r] = sample.old_logprobs
-        row[-1] = sample.advantages[0]
+        row[-2], row[-1] = sample.advantages[0], sample.teacher_logprobs is not None
+        if sample.teacher_logprobs is not None:
+            row[6 + 2 * width : 6 + 2 * width + r] = sample.teacher_logprobs
     everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
     return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
 
@@ -397,7 +423,8 @@ def _sample_of(row: list[float], step: int, width: int) -> Sample:
         response_length=r,
         loss_mask=[1] * r,
         old_logprobs=row[6 + width : 6 + width + r],
-        advantage=row[-1],
+        advantage=row[-2],
+        teacher_logprobs=row[6 + 2 * width : 6 + 2 * width + r] if row[-1] else None,
         prompt_id=f"{batch}-{prompt}",
         rollout_id=f"{batch}-{number}",
         step=step,
@@ -420,6 +447,11 @@ def _check_fits(sample: Sample, args) -> None:
 
 def check_example(args) -> None:
     """Refuse sizes of the example that do not divide, and what it would overwrite or could not learn."""
+    if args.teacher and (args.rollouts or args.docs_per_step):
+        raise ValueError(
+            f"--teacher {args.teacher} scores what is sampled in steps; with --rollouts the file holds teacher_logprobs, and --docs-per-step "
+            "samples elsewhere. Leave one of them out."
+        )
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
     if args.docs_per_step:
         samples = 0  # whose steps need not divide a rollout batch

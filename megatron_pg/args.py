@@ -27,6 +27,7 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
 from megatron_pg.flags.loss_terms import add_objective_arguments, objective_violations, objective_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
+from megatron_pg.flags.streams import add_stream_arguments, stream_violations
 from megatron_pg.flags.values import choice, number
 
 __all__ = [
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "objective in force and exit 0. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
     )
     add_objective_arguments(group)
+    add_stream_arguments(group)
     add_head_arguments(group)
     add_documents_arguments(parser.add_argument_group("documents per step (megatron_pg)"))
     return parser
@@ -134,6 +136,7 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
         aggregation_violations,
         _common_rules,
         objective_violations,
+        stream_violations,
         head_violations,
         documents_violations,
         compatibility_violations,

@@ -1,12 +1,21 @@
 """One table of what the loss knows of a micro-batch's tokens: batch, loss, kernels, heads and metrics share it."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StreamFields:
+    """What a stream has of its own: [T] each, 0 and False where the token is not of it."""
+
+    weights: Tensor | None = None  # None: those of the objective
+    mask: Tensor | None = None  # bool; None: the tokens of the objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,12 +32,16 @@ class TokenFields:
     )  # nats, of the sampling policy; None: it is the model being trained, whose own are taken, detached
     advantages: Tensor
     weights: Tensor  # w of the aggregation, without any correction
-    mask: Tensor  # bool, trained tokens
+    mask: Tensor  # bool, trained tokens: of the objective or of any stream
+    policy_mask: Tensor | None = None  # bool, tokens of the objective; None: `mask`
     corrections: Tensor | None = None  # factor on the policy term's weight; None: there is none
-    auxiliary_weights: Tensor | None = None  # of the KL and entropy terms; None: `weights`
     sample_weights: Tensor | None = None  # v = mask / trained tokens of the sample: sums to 1 over a sample
     ref_logprobs: Tensor | None = None  # nats, of the reference; NaN where the sample has none
     rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
+    teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
+    streams: Mapping[str, StreamFields] = field(
+        default_factory=dict
+    )  # by name; one that is not there has nothing of its own
     sequences: Sequences | None = None  # which sequence each token belongs to; terms of whole sequences need it
 
     @property
@@ -37,15 +50,35 @@ class TokenFields:
         return self.weights if self.corrections is None else self.weights * self.corrections
 
     @property
-    def term_weights(self) -> Tensor:
-        """The weights of the KL and entropy terms, which no correction touches."""
-        return self.weights if self.auxiliary_weights is None else self.auxiliary_weights
+    def of_policy(self) -> "TokenFields":
+        """The same for the objective, whose trained tokens alone are in the mask."""
+        return self if self.policy_mask is None else replace(self, mask=self.policy_mask, policy_mask=None)
+
+    def of_stream(self, name: str) -> StreamFields:
+        """Weights and mask of a stream, none of them None."""
+        own = self.streams.get(name, StreamFields())
+        mask = self.of_policy.mask if own.mask is None else own.mask
+        return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known, by name."""
+        """The fields that are known, by name; those of a stream as `stream.field`."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
+        for stream, own in self.streams.items():
+            found |= {f"{stream}.{each.name}": getattr(own, each.name) for each in fields(own)}
         return {name: values for name, values in found.items() if isinstance(values, torch.Tensor)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Tensor], sequences: Sequences | None = None) -> "TokenFields":
+        """From the values by the names of `per_token`."""
+        own: dict[str, dict[str, Tensor]] = {}
+        for name in values:
+            stream, dot, kind = name.partition(".")
+            if dot:
+                own.setdefault(stream, {})[kind] = values[name]
+        streams = {stream: StreamFields(**each) for stream, each in own.items()}
+        rest: dict[str, Any] = {name: each for name, each in values.items() if "." not in name}
+        return cls(**rest, streams=streams, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""
-        return replace(self, **{name: values[rows] for name, values in self.per_token().items()})
+        return TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)

@@ -4,6 +4,7 @@ Two layouts: thd (one row, samples one after the other) and bshd (one padded row
 out at full length first, and labels are shifted inside each sample; context parallelism slices afterwards (`slicing`).
 """
 
+import functools
 import hashlib
 import itertools
 import math
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_pg.batch.context_ranks import ContextRanks
 from megatron_pg.batch.zigzag import padded_length
-from megatron_pg.rollouts.fields import OPTIONAL
+from megatron_pg.rollouts.fields import OPTIONAL, POLICY
 from megatron_pg.rollouts.sample import Sample
 
 
@@ -40,14 +41,16 @@ class PackedBatch:
     @property
     def digest(self) -> bytes:
         """48 bits of everything that the loss and the metrics read."""
-        facts = [(sample.reward, sample.truncated) for sample in self.samples]
+        facts = [(sample.reward, sample.truncated, sample.stream, sorted(sample.masks)) for sample in self.samples]
         shape = (self.qkv_format, self.padded_lengths, facts, self.cp_ranks)
         content = hashlib.blake2b(repr(shape).encode(), digest_size=6)
         for values in (
             self.tokens,
-            *(self.response_values(name) for name in ("loss_mask", "old_logprobs", "advantages")),
+            *(sample.loss_mask for sample in self.samples),
+            *(self.response_values(name) for name in ("old_logprobs", "advantages")),
             *(self.optional_values(name) for name in OPTIONAL),
             *(sample.routed_experts for sample in self.samples),
+            *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
         ):
             content.update(b"" if values is None else values.numpy().tobytes())
         return content.digest()
@@ -59,13 +62,28 @@ class PackedBatch:
 
     @property
     def tokens_per_sample(self) -> list[int]:
-        """M_i of each sample."""
-        return [sample.num_trained for sample in self.samples]
+        """M_i of each sample, the tokens that the objective trains."""
+        return [max(n, 0) for n in self.tokens_of(POLICY)]
+
+    def tokens_of(self, *streams: str) -> list[int]:
+        """Tokens of each sample that one of the streams trains; -1 where it is of none of them."""
+        masks = [[mask for name in streams if (mask := sample.mask_of(name)) is not None] for sample in self.samples]
+        return [int(functools.reduce(Tensor.logical_or, own).sum()) if own else -1 for own in masks]
+
+    def mask_of(self, *streams: str) -> Tensor:
+        """[sum of R] bool, tokens that one of the streams trains."""
+        found = torch.zeros(sum(sample.response_length for sample in self.samples), dtype=torch.bool)
+        for part, sample in zip(found.split([s.response_length for s in self.samples]), self.samples, strict=True):
+            for mask in (sample.mask_of(name) for name in streams):
+                if mask is not None:
+                    part |= mask
+        return found
 
     def response_values(self, field: str) -> Tensor:
-        """[sum of R] one response-aligned field of the samples, one sample after the other."""
-        values = [getattr(sample, field) for sample in self.samples]
-        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+        """[sum of R] one response-aligned field of the samples, one sample after the other; NaN for samples without it."""
+        values = self.optional_values(field)
+        size = sum(sample.response_length for sample in self.samples)
+        return torch.full((size,), torch.nan, dtype=torch.float64) if values is None else values
 
     def optional_values(self, field: str) -> Tensor | None:
         """[sum of R] an optional field, NaN for samples without it; None when there are samples and none has it."""
@@ -79,8 +97,8 @@ class PackedBatch:
 
     @property
     def loss_mask(self) -> Tensor:
-        """[sum of R] bool, trained response tokens."""
-        return self.response_values("loss_mask").bool()
+        """[sum of R] bool, response tokens that the objective trains."""
+        return self.mask_of(POLICY)
 
     def reached(self, depth: int) -> Tensor:
         """[sum of R] bool: the token's sample has a position `depth` before the one that predicts it."""
@@ -92,10 +110,13 @@ class PackedBatch:
         flat[self.response_positions[reached] - depth] = values[reached]
         return flat.view(self.tokens.shape)
 
-    def trained_at(self, depth: int) -> list[int]:
-        """Trained tokens of each sample that multi-token prediction of that depth can predict."""
-        counted = (self.loss_mask & self.reached(depth)).split([sample.response_length for sample in self.samples])
-        return [int(part.sum()) for part in counted] if self.samples else []
+    def trained_at(self, depth: int, *streams: str) -> list[int]:
+        """Tokens of each sample that one of the streams trains and multi-token prediction of that depth can predict.
+
+        -1 where it is of none of them.
+        """
+        counted = (self.mask_of(*streams) & self.reached(depth)).split([s.response_length for s in self.samples])
+        return [-1 if n < 0 else int(part.sum()) for part, n in zip(counted, self.tokens_of(*streams), strict=True)]
 
     def per_token(self, per_sample: Tensor) -> Tensor:
         """[sum of R] from one value per sample."""

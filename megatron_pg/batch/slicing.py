@@ -58,9 +58,10 @@ class LocalBatch:
         sample = self.whole.samples[i]
         prompt_length = len(sample.tokens) - sample.response_length
         k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
-        known = [name for name in ("old_logprobs", "advantages") if getattr(self.fields, name) is not None]
+        known = [n for n in ("old_logprobs", "advantages") if None not in (getattr(sample, n), getattr(self.fields, n))]
         given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in known)
-        return f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k} with {given}"
+        where = f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k}"
+        return f"{where} with {given}" if given else where
 
 
 def slice_batch(
@@ -78,7 +79,8 @@ def slice_batch(
 
     Args:
         batch: the whole micro-batch.
-        fields: [sum of R] each, what the step adds to the samples' own fields, by its name in `TokenFields`: at least `weights`.
+        fields: [sum of R] each, what the step adds to the samples' own fields, by its name in `TokenFields.per_token`: at least
+            `weights`.
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         device: where the model runs.
@@ -106,34 +108,36 @@ def slice_batch(
     slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
-        inputs=ModelInputs(**_on(device, **inputs)),
-        fields=TokenFields(**_on(device, **flat), sequences=whole),
-        **_on(device, trained=trained),
+        inputs=ModelInputs(**_on(device, inputs)),
+        fields=TokenFields.of(_on(device, flat), whole),
+        trained=_on(device, {"trained": trained})["trained"],
         whole=batch,
         row_index=index,
         depths=tuple(
-            _depth_fields(batch, index, depth, weights, device) for depth, weights in enumerate(depth_weights, start=1)
+            _depth_fields(batch, index, depth, weights, known["mask"], device)
+            for depth, weights in enumerate(depth_weights, start=1)
         ),
     )
 
 
 def _depth_fields(
-    batch: PackedBatch, index: Tensor, depth: int, weights: Tensor, device: torch.device | str
+    batch: PackedBatch, index: Tensor, depth: int, weights: Tensor, trained: Tensor, device: torch.device | str
 ) -> DepthFields:
     labels = batch.labels.flatten()[batch.response_positions]
     rows = {"targets": batch.spread(labels, depth), "weights": batch.spread(weights, depth)}
     flat = {name: values[:, index].t().reshape(-1) for name, values in rows.items()}
-    mask = batch.spread(batch.loss_mask, depth)[:, index].t().reshape(-1)
-    return DepthFields(**_on(device, **flat, trained=mask.nonzero()[:, 0]))
+    mask = batch.spread(trained, depth)[:, index].t().reshape(-1)
+    return DepthFields(**_on(device, flat | {"trained": mask.nonzero()[:, 0]}))
 
 
 def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_group: ProcessGroup | None) -> Sequences:
     slots = torch.where(slots < 0, len(counts), slots)
     order, lengths = slots.argsort(stable=True), torch.bincount(slots, minlength=len(counts) + 1)
-    return Sequences(**_on(device, slots=slots, order=order, lengths=lengths, counts=counts), group=cp_group)
+    found = {"slots": slots, "order": order, "lengths": lengths, "counts": counts}
+    return Sequences(**_on(device, found), group=cp_group)
 
 
-def _on(device: torch.device | str, **tensors: Tensor) -> dict[str, Tensor]:
+def _on(device: torch.device | str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the device, without waiting for it."""
     if torch.device(device).type == "cpu":
         return tensors

@@ -17,12 +17,12 @@ from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.flags.aggregation import is_usable_divisor
-from megatron_pg.rollouts.fields import Id
+from megatron_pg.rollouts.fields import POLICY, Id
 from megatron_pg.rollouts.printable import printable
 
 
 class Row(NamedTuple):
-    """One sample: its ids, its lengths, and the sums of the advantages A over its trained tokens."""
+    """One sample of the objective: its ids, its lengths, and the sums of the advantages A over its trained tokens."""
 
     step: int
     prompt_id: Id
@@ -43,8 +43,17 @@ class Comparison:
     heaviest: float  # T·max w / Σ w, largest of the steps
 
 
+class Tally(NamedTuple):
+    """What a stream has of one sample."""
+
+    step: int
+    rollout_id: Id
+    trained: int
+
+
 _LARGEST = 2.0**128 - 2.0**104  # float32
 Comparisons = Mapping[str, Comparison]  # by aggregation
+Tallies = dict[str, list[Tally]]  # by stream
 Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
 
@@ -67,12 +76,17 @@ def run(options: argparse.Namespace) -> int:
     if options.divisor is not None and not is_usable_divisor(options.divisor):
         raise InputError(f"--divisor {options.divisor:g} is not finite and > 0. Give a number of tokens.")
     check_picture(options)
-    rows = digest_rollouts(options.rollouts)
+    rows, tallies = digest_rollouts(options.rollouts)
+    if not rows:
+        raise InputError(
+            f"{show_path(options.rollouts)}: no sample is of the objective's stream, {POLICY}, so there is nothing to compare. The streams of the file: "
+            f"{', '.join(sorted(tallies))}."
+        )
     found = compare(rows, options.divisor, show_path(options.rollouts))
     lengths, prompts = by_length(rows, found), by_prompt(rows, found)
     if options.output:
         _draw(options, lengths, prompts)
-    document = _document(options, rows, found, lengths, prompts)
+    document = _document(options, rows, found, lengths, prompts) | {"streams": by_stream(tallies)}
     if options.json:
         show_json(document)
     else:
@@ -80,22 +94,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def digest_rollouts(path: str | Path) -> list[Row]:
-    """The digest of a whole rollout file, of which one sample at a time is held.
+def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
+    """The objective's samples of a whole rollout file, and what each stream has of it; one sample at a time is held.
 
     Raises:
         RolloutFileError: the file that `read_rollouts` refuses, with its message.
     """
     from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
 
+    tallies: Tallies = {}
     rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
     with progress(f"reading {show_path(path)}", size) as update:
         for sample in iterate_rollouts(path, update=update):
+            for stream in (sample.stream, *sample.masks):
+                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(stream).sum()))
+                tallies.setdefault(stream, []).append(tally)
+            if sample.stream != POLICY:
+                continue
             advantages = sample.advantages[sample.loss_mask]
             sums = float(advantages.sum()), float(advantages.abs().sum())
             ids = sample.step, sample.prompt_id, sample.rollout_id
             rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
-    return rows
+    return rows, tallies
 
 
 def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:
@@ -156,6 +176,23 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
 
 
 # --- shares ---
+
+
+def by_stream(tallies: Tallies) -> list[dict[str, Any]]:
+    """What each stream has, the objective first; empty without further streams."""
+    if len(tallies) < 2:
+        return []
+    total = sum(tally.trained for each in tallies.values() for tally in each)
+    return [
+        {
+            "stream": name,
+            "samples": len(each),
+            "rollouts": len({(tally.step, tally.rollout_id) for tally in each}),
+            "trained_tokens": (own := sum(tally.trained for tally in each)),
+            "share": own / total if total else None,
+        }
+        for name, each in sorted(tallies.items(), key=lambda item: (item[0] != POLICY, item[0]))
+    ]
 
 
 def by_length(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
@@ -244,6 +281,22 @@ def _show(document: Mapping) -> None:
     ]
     say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
     say("  ESS: (Σw)²/(T·Σw²), 1 when every token weighs the same; heaviest token: T·max w/Σw")
+    if document["streams"]:
+        cells = [
+            (
+                each["stream"],
+                str(each["samples"]),
+                str(each["rollouts"]),
+                str(each["trained_tokens"]),
+                _text(each["share"], ".1%"),
+            )
+            for each in document["streams"]
+        ]
+        say("streams of the file; the aggregations above count the objective's alone")
+        say(table(("stream", "samples", "rollouts", "trained tokens", "share of all"), cells))
+        say(
+            f"  where a trainer divides all of them by one count of tokens, the objective is scaled by its share, {cells[0][-1]}"
+        )
     say("share of the gradient mass Σ w·|A| by response length")
     say(_share_table("tokens", document["by_length"]))
     if document["by_prompt"]:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
@@ -54,13 +55,13 @@ def run(options: argparse.Namespace) -> int:
     _check_options(options)
     check_output(options.output, overwrite=options.overwrite)
     from megatron_pg.cli import dumps  # imports torch
-    from megatron_pg.rollouts.file import RolloutWriter
+    from megatron_pg.rollouts.file import RolloutWriter, version_of
 
     units: dict[Any, tuple[int, str]] = {}
     count, notes = 0, []
     with (
         written_whole(options.output, overwrite=options.overwrite) as scratch,
-        RolloutWriter(scratch) as writer,
+        ExitStack() as stack,
         progress("converting", len(options.dumps), lambda n: f"{n} files") as update,
     ):
         for number, path in enumerate(options.dumps, start=1):
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
             samples = [_sample(row) for row in rows]
             _check_logprobs(samples, options, shown)
             _check_units(rows, shown, units)
+            if number == 1:
+                writer = stack.enter_context(RolloutWriter(scratch, version=version_of(samples)))
             try:
                 writer.write(samples)
             except ValueError as error:

@@ -12,6 +12,7 @@ from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
+from megatron_pg.flags.streams import has_policy
 
 Rows = list[tuple[str, str]]  # what is named, and how it stands
 
@@ -122,7 +123,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
     Without the number of rollouts the weights are in units of 1/N_r.
     """
-    if args.custom_pg_loss_reducer_function_path is not None:
+    if args.custom_pg_loss_reducer_function_path is not None or not has_policy(args):
         return []
     mean = sum(lengths) / len(lengths)
     declared, rollouts = AGGREGATIONS[args.loss_aggregation], _fixed_rollouts(args, layout) or 1
@@ -185,6 +186,9 @@ def _say_rows(title: str, rows: Rows) -> None:
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
+    if not has_policy(args):
+        say("  nothing by the objective, which is dropped; by a stream what its denominators above say")
+        return
     if not weights:
         say("  what your reducer gives it, divided by N_r (with --calculate-per-token-loss by T): its derivative")
         return
@@ -229,6 +233,9 @@ def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
     flags = []
     for name in names:
         value = vars(args)[name]
+        if name == "pg_stream":
+            flags += [f"--pg-stream {text}" for text in value or ()]
+            continue
         words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
         if value is not None and value is not False:
             flags.append(" ".join((f"--{name.replace('_', '-')}", *words)))

@@ -111,6 +111,7 @@ class EstimatorDeclaration:
 
     formula: str  # of x = log π - log π_ref and r = π / π_old
     flaw: str | None = None  # what its gradient is, where it is not that of KL(π‖π_ref)
+    is_weighted: bool = False  # by r, so that it reads π_old
     function: str  # of `megatron_pg.objectives.kl`
 
     def load(self) -> Callable:
@@ -135,6 +136,6 @@ KL_ESTIMATORS = {
         flaw="its gradient is not that of a KL divergence; k3_weighted has the right one",
         function="absolute",
     ),
-    "k1_weighted": EstimatorDeclaration(formula="r·x", function="k1_weighted"),
-    "k3_weighted": EstimatorDeclaration(formula="r·(e^-x - 1 + x)", function="k3_weighted"),
+    "k1_weighted": EstimatorDeclaration(formula="r·x", is_weighted=True, function="k1_weighted"),
+    "k3_weighted": EstimatorDeclaration(formula="r·(e^-x - 1 + x)", is_weighted=True, function="k3_weighted"),
 }

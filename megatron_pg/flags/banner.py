@@ -6,8 +6,11 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
+from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Stream
 from megatron_pg.flags.head import is_float32
 from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
+from megatron_pg.flags.streams import has_policy, streams_of
+from megatron_pg.rollouts.fields import POLICY
 
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -48,6 +51,8 @@ def banner_of(rows: list[tuple[str, str]]) -> str:
 
 
 def _objective_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if not has_policy(args):
+        return [("objective", f"none  (--pg-stream {POLICY}:{POLICY},weight=0)")]
     numbers = objective_numbers(args)
     if args.pg_custom_objective_path is not None:
         shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
@@ -78,6 +83,7 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
+    rows += [_stream_row(stream) for stream in streams_of(args) if stream.name not in SHORTHANDS]
     if depths := vars(args).get("mtp_num_layers"):
         factor = f"{vars(args).get('mtp_loss_scaling_factor') or 0.1:g}"
         weights = (
@@ -94,6 +100,20 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     return rows
 
 
+def _stream_row(stream: Stream) -> tuple[str, str]:
+    """The term of a stream, and what its denominators count."""
+    by = f" by {stream.estimator}" if stream.estimator else ""
+    weights = "with v = the weights of pg_loss"
+    if stream.aggregation != AS_POLICY:
+        denominator = AGGREGATIONS[stream.aggregation].denominator
+        weights = (
+            f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=stream.divisor)}"
+        )
+    term = f"+ {stream.weight:g} Σ v·({KINDS[stream.kind].formula}){by} over the tokens of {stream.tokens}"
+    text = f"{term}, {weights}  ({stream.flag})"
+    return stream.name, text
+
+
 def _auxiliary_weights(args: argparse.Namespace) -> str:
     """The weights of the KL and entropy terms, which no correction touches."""
     if args.pg_aux_aggregation == "policy":
@@ -108,6 +128,8 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
 
 
 def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if not has_policy(args):
+        return []
     if args.custom_pg_loss_reducer_function_path is not None:
         unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"
         path = args.custom_pg_loss_reducer_function_path

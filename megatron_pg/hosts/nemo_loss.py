@@ -129,16 +129,16 @@ class PolicyGradientLossFn:
 
         mask = rows(data["token_mask"] * data["sample_mask"][:, None]) != 0
         counts = mask.sum(dim=1).clamp(min=1)
-        names = _FIELDS | ({"ref_logprobs": "reference_policy_logprobs"} if self.settings.terms.kl_coef else {})
+        names = _FIELDS | (
+            {"ref_logprobs": "reference_policy_logprobs"} if "ref_logprobs" in self.settings.terms.reads else {}
+        )
         known = {name: data[theirs] for name, theirs in names.items()}
-        for name in ("weights", "auxiliary_weights", "corrections"):
-            if COLUMN + name in data:
-                known[name] = data[COLUMN + name]
+        known |= {name.removeprefix(COLUMN): data[name] for name in data if name.startswith(COLUMN)}
         fields = {name: rows(values) for name, values in known.items()}
         fields |= {"targets": rows(data["input_ids"]), "mask": mask, "sample_weights": mask / counts[:, None].double()}
-        return TokenFields(
-            **{name: (v if index is None else v[:, index]).reshape(-1) for name, v in fields.items()},
-            sequences=_sequences(counts, logits.shape[1], context) if self.settings.terms.reads_sequences else None,
+        return TokenFields.of(
+            {name: (v if index is None else v[:, index]).reshape(-1) for name, v in fields.items()},
+            _sequences(counts, logits.shape[1], context) if self.settings.terms.reads_sequences else None,
         )
 
 

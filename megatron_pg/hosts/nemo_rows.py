@@ -15,8 +15,9 @@ from megatron_pg.batch import pack
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.errors import NonFiniteLossError
 from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import StepPlan, needs_prompt_ids, plan_from_table
+from megatron_pg.step.plan import StepPlan, plan_from_table
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import needs_prompt_ids
 from megatron_pg.step.weights import token_weights
 
 COLUMN, SUM = "megatron_pg_", "megatron_pg_sum/"  # what names of columns and of sums begin with
@@ -69,7 +70,7 @@ def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Ite
         if scale == 0.0 or (with_prompts and not mask.any()):  # then nobody could tell its prompt
             continue
         names = {"old_logprobs": "prev_logprobs", "advantages": "advantages", "rollout_logprobs": "generation_logprobs"}
-        if settings.terms.kl_coef:
+        if "ref_logprobs" in settings.terms.reads:
             names["ref_logprobs"] = "reference_policy_logprobs"
         tokens = data["input_ids"][row, :length].long()
         prompt = hashlib.blake2b(tokens[:start].numpy().tobytes()).hexdigest() if with_prompts else None

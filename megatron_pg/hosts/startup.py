@@ -144,6 +144,11 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
     refused = []
     if args.docs_per_step:
         refused.append(f"--docs-per-step {args.docs_per_step} cuts steps, which the host does here; remove it")
+    if args.pg_stream:
+        refused.append(
+            f"--pg-stream {args.pg_stream[0]}: the host's batches name no streams, so it would have no tokens; remove it (the KL and "
+            "entropy terms have flags of their own)"
+        )
     if args.pg_dry_run:
         refused.append(
             "--pg-dry-run ends Megatron's pretrain() before the model is built, which the host builds here; remove it"

@@ -76,9 +76,7 @@ class PolicyGradientEngine(_Theirs):
             self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
         )
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
-        set_value(
-            data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.entropy_coef != 0
-        )
+        set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
         try:
             with before_finalize(get_model_config(self.module[0]), self._check):

@@ -120,4 +120,4 @@ def policy_gradient_loss(  # noqa: D417
             found = triton_loss(
                 logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace
             )
-    return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)
+    return found if entropy or policy_loss.terms.reads_entropy else replace(found, entropy=None)

@@ -20,7 +20,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     terms, fields = policy_loss.terms, policy_loss.fields
     needed = {
         **dict.fromkeys(("mask", "advantages", "weights"), True),
-        "ref_logprobs": terms.kl_coef != 0,
+        **dict.fromkeys(terms.reads - {"old_logprobs"}, True),  # which may be the model's own
         "sequences": terms.reads_sequences,
         **({terms.opsm_anchor: True} if terms.opsm_anchor else {}),
     }
@@ -36,10 +36,11 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             )
         if found.device != values.device:
             raise ValueError(f"{name} is on {found.device} and the logits on {values.device}. Move it there.")
-    if fields.mask.dtype != torch.bool:
-        raise ValueError(
-            f"mask has dtype {fields.mask.dtype}, not bool: it says which tokens are trained. Use mask.bool()."
-        )
+    for name, found in fields.per_token().items():
+        if name.endswith("mask") and found.dtype != torch.bool:
+            raise ValueError(
+                f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
+            )
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would vanish or change sign. Use 1.")

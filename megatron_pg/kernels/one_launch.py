@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.terms import loss_terms, term_constants, term_fields, term_numbers
+from megatron_pg.kernels.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
 from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity, values
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -136,7 +136,8 @@ def loss_and_gradient(
     )
     gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
-    return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, *kl)
+    streams = stream_losses(policy_loss, kl[0] if has_kl else None, entropies)
+    return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
 
 
 @gluon.jit
@@ -261,8 +262,9 @@ def one_launch_kernel(
     advantages,
     weights,
     mask,
-    ref_logprobs,
-    other_weights,
+    other_logprobs,
+    kl_weights,
+    bonus_weights,
     results,
     rows,
     columns,
@@ -364,12 +366,14 @@ def one_launch_kernel(
             )
             weight = gl.load(weights + row).to(gl.float32)
             advantage = gl.load(advantages + row).to(gl.float32)
-            ref_logprob = 0.0
-            other_weight = 0.0
+            other_logprob = 0.0
+            kl_weight = 0.0
+            bonus_weight = 0.0
             if KL is not None:
-                ref_logprob = gl.load(ref_logprobs + row).to(gl.float32)
-            if BONUS or KL is not None:
-                other_weight = gl.load(other_weights + row).to(gl.float32)
+                other_logprob = gl.load(other_logprobs + row).to(gl.float32)
+                kl_weight = gl.load(kl_weights + row).to(gl.float32)
+            if BONUS:
+                bonus_weight = gl.load(bonus_weights + row).to(gl.float32)
             peak, total, shifted = gl.reduce((m, s, t), 0, merge)
             logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
             old_logprob = gl.load(old_logprobs + row).to(gl.float32)
@@ -380,8 +384,9 @@ def one_launch_kernel(
                 old_logprob,
                 advantage,
                 weight,
-                ref_logprob,
-                other_weight,
+                other_logprob,
+                kl_weight,
+                bonus_weight,
                 (p0, p1, p2, p3),
                 kl_coef,
                 entropy_coef,

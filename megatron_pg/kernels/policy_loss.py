@@ -1,8 +1,9 @@
 """From log-probabilities to the loss, in torch: what every implementation that ends in log-probabilities ends in.
 
-    loss = sum_t w_t l_t + beta sum_t u_t kl_t - eta sum_t u_t H_t
+    loss = sum_t w_t l_t + sum_s lambda_s sum_t w^s_t l^s_t
 
-w: the corrected weights; u: the weights of the KL and entropy terms.
+w, l: corrected weights and objective; w^s, l^s: weights and loss of a stream s, for instance a KL divergence, which no
+correction touches.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.objectives import Objective, Tokens, objective_of
 from megatron_pg.objectives.row import Row
+from megatron_pg.objectives.streams import StreamTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +26,24 @@ class LossTerms:
     objective: Objective
     opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
     opsm_threshold: float | None = None  # nats per token
-    kl_coef: float = 0.0  # beta
-    kl_estimator: str | None = None
-    entropy_coef: float = 0.0  # eta
+    streams: tuple[Stream, ...] = ()  # the further losses, each with a weight > 0
     grad_divisor: float = 1.0  # of the gradient, not the loss
 
     @property
     def reads_sequences(self) -> bool:
         """Whether a token's loss depends on its whole sequence."""
         return self.objective.reads_sequences or self.opsm_anchor is not None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Fields of the samples that streams and OPSM need."""
+        anchor = () if self.opsm_anchor is None else (self.opsm_anchor,)
+        return frozenset((*anchor, *(name for stream in self.streams for name in stream.reads)))
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the entropy is in the loss."""
+        return any(stream.kind == "entropy" for stream in self.streams)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +55,9 @@ class PolicyGradientLoss:
     logprobs: Tensor  # nats, of the model being trained
     log_ratios: Tensor  # nats, new minus old, not clamped
     entropy: Tensor | None = None  # nats; None unless asked for or in the loss
-    kl: Tensor | None = None  # the estimator's values; None without a KL term
+    stream_losses: Tensor | None = (
+        None  # [n, T] of the terms' n streams, before weights, each 0 off its tokens; None: n = 0
+    )
     kept: Tensor | None = None  # bool, not rejected by opsm; None without it
     sequence_log_ratios: Tensor | None = None  # None unless the objective reads them
     sequence_advantages: Tensor | None = None
@@ -64,9 +77,15 @@ class PolicyLoss:
 
     @property
     def row(self) -> Row | None:
-        """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch."""
-        has_more = self.terms.opsm_anchor or self.fields.old_logprobs is None
-        return None if has_more else self.terms.objective.row
+        """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch.
+
+        They have at most one divergence and one entropy term, over the objective's tokens.
+        """
+        kinds = [stream.kind if KINDS[stream.kind].against is None else "divergence" for stream in self.terms.streams]
+        has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
+        has_more |= any(own.mask is not None for own in self.fields.streams.values())
+        has_more |= self.fields.policy_mask is not None or self.fields.old_logprobs is None
+        return None if has_more or self.terms.opsm_anchor else self.terms.objective.row
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""
@@ -79,7 +98,7 @@ class PolicyLoss:
             logprobs: [T] nats, differentiable.
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
         """
-        mask = self.fields.mask
+        mask = self.fields.of_policy.mask
 
         def select(values: Tensor) -> Tensor:
             return torch.where(mask, values.to(logprobs.dtype), 0)
@@ -87,8 +106,8 @@ class PolicyLoss:
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
         loss, token_losses = self._policy_term(losses, kept, select)
-        auxiliary, kl = self._auxiliary(tokens, entropy, select)
-        loss = loss if auxiliary is None else loss + auxiliary
+        further, stream_losses = self._streams(tokens, logprobs, entropy)
+        loss = loss if further is None else loss + further
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
         return PolicyGradientLoss(
@@ -97,7 +116,7 @@ class PolicyLoss:
             select(logprobs.detach()),
             tokens.log_ratios.detach(),
             None if entropy is None else select(entropy.detach()),
-            kl,
+            stream_losses,
             kept,
             None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
             tokens.sequence_advantages,
@@ -108,16 +127,17 @@ class PolicyLoss:
         fields, anchor = self.fields, self.terms.opsm_anchor
         old = select(logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs)
         advantages = select(fields.advantages)
-        log_ratios = torch.where(fields.mask, logprobs - old, 0)
+        mask = fields.of_policy.mask
+        log_ratios = torch.where(mask, logprobs - old, 0)
         tokens = {"logprobs": select(logprobs), "old_logprobs": old, "advantages": advantages, "log_ratios": log_ratios}
         rows = []
         if anchor:
-            rows.append(torch.where(fields.mask, select(getattr(fields, anchor)) - logprobs, 0).detach())
+            rows.append(torch.where(mask, select(getattr(fields, anchor)) - logprobs, 0).detach())
         objective = self.terms.objective
         if objective.reads_sequences:
             rows += [log_ratios.detach(), advantages]
         if objective.averaged is not None:
-            own = torch.where(fields.mask, objective.averaged(Tokens(**tokens), objective.parameters), 0)
+            own = torch.where(mask, objective.averaged(Tokens(**tokens), objective.parameters), 0)
             rows.append(own.detach())
         averages = list(fields.sequences.averages(torch.stack(rows))) if rows else []
         kept = ~((advantages < 0) & (averages.pop(0) > self.terms.opsm_threshold)) if anchor else None
@@ -144,18 +164,36 @@ class PolicyLoss:
         weights = weights if kept is None else torch.where(kept, weights, 0)
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
-    def _auxiliary(
-        self, tokens: Tokens, entropy: Tensor | None, select: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The KL and entropy terms together, and the values of the KL estimator."""
-        terms, fields, kl, sums = self.terms, self.fields, None, []
-        if terms.kl_coef:
-            x = torch.where(fields.mask, tokens.logprobs - select(fields.ref_logprobs), 0)
-            kl = KL_ESTIMATORS[terms.kl_estimator].load()(x, tokens.log_ratios)
-            sums.append(terms.kl_coef * (select(fields.term_weights) * kl).sum())
-        if terms.entropy_coef:
-            sums.append(-terms.entropy_coef * (select(fields.term_weights) * select(entropy)).sum())
-        return (sum(sums) if sums else None), (None if kl is None else kl.detach())
+    def _streams(self, policy: Tokens, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weighted sum of all streams' losses, and the losses; `policy` is what the objective sees."""
+        sums, losses = [], []
+        for stream in self.terms.streams:
+            own = self.fields.of_stream(stream.name)
+            shared = policy if own.mask is self.fields.of_policy.mask else None
+            losses.append(KINDS[stream.kind].load()(self._of_stream(stream, own.mask, shared, logprobs, entropy)))
+            sums.append(stream.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
+        return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)
+
+    def _of_stream(
+        self, stream: Stream, mask: Tensor, shared: Tokens | None, logprobs: Tensor, entropy: Tensor | None
+    ) -> StreamTokens:
+        """What a stream sees; where its tokens are the objective's, what that sees."""
+
+        def select(values: Tensor) -> Tensor:
+            return torch.where(mask, values.to(logprobs.dtype), 0)
+
+        fields, against = self.fields, KINDS[stream.kind].against
+        log_ratios = None if shared is None else shared.log_ratios
+        if log_ratios is None and "old_logprobs" in stream.reads:
+            old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
+            log_ratios = torch.where(mask, logprobs - select(old), 0)
+        return StreamTokens(
+            logprobs=select(logprobs) if shared is None else shared.logprobs,
+            log_ratios=log_ratios,
+            against=None if against is None else select(getattr(fields, against)),
+            entropy=select(entropy) if stream.kind == "entropy" else None,
+            estimator=stream.estimator,
+        )
 
 
 def clipped_surrogate(

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.terms import loss_terms, term_constants, term_fields, term_numbers
+from megatron_pg.kernels.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
 
 BLOCK = 256
 
@@ -17,7 +17,8 @@ BLOCK = 256
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
     """What `policy_loss(logprobs, entropy)` is, for one that has a row and for [T] float32 each, 0 where masked."""
     loss, token_losses, log_ratios, kl = _Surrogate.apply(logprobs, entropy, policy_loss)
-    return PolicyGradientLoss(loss, token_losses, logprobs.detach(), log_ratios, entropy.detach(), kl)
+    streams = stream_losses(policy_loss, kl, entropy.detach())
+    return PolicyGradientLoss(loss, token_losses, logprobs.detach(), log_ratios, entropy.detach(), streams)
 
 
 def surrogate_and_slopes(
@@ -26,7 +27,8 @@ def surrogate_and_slopes(
     """The same without autograd, and the derivatives of the loss by each log-probability and entropy."""
     losses, token_losses, log_ratios, slope, bend, kl = _evaluate(policy_loss, logprobs, entropy)
     bend = torch.zeros_like(slope) if bend is None else bend
-    return PolicyGradientLoss(losses.sum(), token_losses, logprobs, log_ratios, entropy, kl), (slope, bend)
+    streams = stream_losses(policy_loss, kl, entropy)
+    return PolicyGradientLoss(losses.sum(), token_losses, logprobs, log_ratios, entropy, streams), (slope, bend)
 
 
 class _Surrogate(torch.autograd.Function):
@@ -71,8 +73,9 @@ def surrogate_kernel(
     advantages,
     weights,
     mask,
-    ref_logprobs,
-    other_weights,
+    other_logprobs,
+    kl_weights,
+    bonus_weights,
     results,
     rows,
     p0,
@@ -95,23 +98,25 @@ def surrogate_kernel(
     advantage = tl.load(advantages + row, live, 0.0).to(tl.float32)
     logprob = tl.load(logprobs + row, live, 0.0)
     old_logprob = tl.load(old_logprobs + row, live, 0.0).to(tl.float32)
-    ref_logprob = 0.0
-    other_weight = 0.0
+    other_logprob = 0.0
+    kl_weight = 0.0
+    bonus_weight = 0.0
     entropy = 0.0
     if KL is not None:
-        ref_logprob = tl.load(ref_logprobs + row, live, 0.0).to(tl.float32)
+        other_logprob = tl.load(other_logprobs + row, live, 0.0).to(tl.float32)
+        kl_weight = tl.load(kl_weights + row, live, 0.0).to(tl.float32)
     if BONUS:
         entropy = tl.load(entropies + row, live, 0.0)
-    if BONUS or KL is not None:
-        other_weight = tl.load(other_weights + row, live, 0.0).to(tl.float32)
+        bonus_weight = tl.load(bonus_weights + row, live, 0.0).to(tl.float32)
     policy, loss, slope, bend, kl = loss_terms(
         logprob,
         entropy,
         old_logprob,
         advantage,
         weight,
-        ref_logprob,
-        other_weight,
+        other_logprob,
+        kl_weight,
+        bonus_weight,
         (p0, p1, p2, p3),
         kl_coef,
         entropy_coef,

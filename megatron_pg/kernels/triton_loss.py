@@ -62,7 +62,7 @@ class _OneLaunch(torch.autograd.Function):
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
-        per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy, found.kl
+        per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy, found.stream_losses
         ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         return found.loss, *per_token
 

@@ -113,7 +113,7 @@ def policy_gradient_head_loss(  # noqa: D417
         targets = policy_loss.fields.targets.index_select(0, rows)
         values = logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)[:2]
         found = policy_loss(*(v.new_zeros(mask.shape).index_copy(0, rows, v) for v in values))
-    return found if entropy or policy_loss.terms.entropy_coef else replace(found, entropy=None)
+    return found if entropy or policy_loss.terms.reads_entropy else replace(found, entropy=None)
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -163,10 +163,10 @@ def _losses(
 
 
 def _spread(parts: list[PolicyGradientLoss], rows: Tensor, size: int) -> list[Tensor | None]:
-    """The per-token values of all chunks, [T] each, 0 where nothing is trained."""
+    """The per-token values of all chunks, [T] each (those of streams [n, T]), 0 where nothing is trained."""
     found = []
     for name in (field.name for field in fields(PolicyGradientLoss) if field.name != "loss"):
         values = [getattr(part, name) for part in parts]
-        known = None if values[0] is None else torch.cat(values)
-        found.append(None if known is None else known.new_zeros(size).index_copy_(0, rows, known))
+        known = None if values[0] is None else torch.cat(values, dim=-1)
+        found.append(None if known is None else known.new_zeros(*known.shape[:-1], size).index_copy_(-1, rows, known))
     return found

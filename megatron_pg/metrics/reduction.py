@@ -8,13 +8,15 @@ once, at the end, by the number of documents that contributed; a metric to which
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
-from megatron_pg.metrics.table import METRICS, Metric, own_metric
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.metrics.table import METRICS, Metric, own_metric, stream_metrics
 from megatron_pg.metrics.values import TokenValues
 
 _NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs and metric.kind != "sample"))
@@ -29,6 +31,7 @@ class Reduction:
         level: of `--pg-metrics`.
         features: what the loss has (`settings.features_of`).
         own: names of what a custom objective reports.
+        streams: those of the loss.
 
     Raises:
         ValueError: one of those names is taken.
@@ -37,19 +40,22 @@ class Reduction:
     optional field the number of documents that have it.
     """
 
-    def __init__(self, level: str, features: Collection[str] = ("clip",), own: Sequence[str] = ()):
+    def __init__(
+        self, level: str, features: Collection[str] = ("clip",), own: Sequence[str] = (), streams: Sequence[Stream] = ()
+    ):
         if taken := sorted(_NAMES.intersection(own)):
             raise ValueError(
                 f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would share a name. "
                 "Choose another."
             )
-        declared = (*METRICS, *map(own_metric, own))
+        of_streams = [m for stream in streams if stream.name not in features for m in stream_metrics(stream)]
+        declared = (*METRICS, *of_streams, *map(own_metric, own))
         levels = METRIC_LEVELS[: METRIC_LEVELS.index(level) + 1]
         active = [m for m in declared if m.level in levels and (m.only_with is None or m.only_with in features)]
         self.level = level
         self.metrics: tuple[Metric, ...] = tuple(active)
         self._means = [metric for metric in active if metric.kind == "mean"]
-        self._sums = [metric for metric in active if metric.kind in ("sum", "part")]
+        self._sums = [metric for metric in active if metric.kind in ("sum", "all", "part")]
         self._totals = [metric for metric in active if metric.kind == "total"]
         self._added = [*self._means, *self._sums, *self._totals]
         self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
@@ -71,7 +77,7 @@ class Reduction:
 
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
-        mask, weights = tokens.fields.mask, tokens.fields.sample_weights
+        mask, weights = tokens.fields.of_policy.mask, tokens.fields.sample_weights
         masks: dict[str | None, Tensor] = {None: mask}
         for field in _NEEDED:
             known = getattr(tokens.fields, field)
@@ -93,15 +99,16 @@ class Reduction:
         added, extrema, documents = partials.split([len(self._added), len(self._extrema), len(_FIELDS)], dim=1)
         return torch.cat([added.sum(dim=0), extrema.amax(dim=0), documents.sum(dim=0)])
 
-    def finish(self, totals: Sequence[float], plan: object) -> dict[str, float]:
+    def finish(self, totals: Sequence[float], plan: Any) -> dict[str, float]:
         """Values by name, in the order of the table, from the combined totals and the step plan."""
         documents = dict(zip(_FIELDS, totals[-len(_FIELDS) :], strict=True))
         values = {}
         for metric, total in zip([*self._added, *self._extrema], totals, strict=False):
-            if documents[metric.needs] != 0:
-                values[metric.name] = {"mean": total / documents[metric.needs], "min": -total}.get(metric.kind, total)
+            if _is_present(metric, documents, plan):
+                sign = -1 if metric.kind == "min" else 1
+                values[metric.name] = total / documents[metric.needs] if metric.kind == "mean" else sign * total
         for metric in self._derived:
-            if documents[None] != 0:
+            if _is_present(metric, documents, plan):
                 with suppress(ZeroDivisionError):  # weights that are all 0
                     values[metric.name] = metric.formula(values if metric.kind == "ratio" else plan)
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
@@ -122,9 +129,18 @@ class Reduction:
         return found
 
 
+def _is_present(metric: Metric, documents: dict[str | None, float], plan: Any) -> bool:
+    """Whether a token contributed."""
+    if metric.stream is not None:
+        return plan.streams[metric.stream].num_tokens > 0
+    return metric.kind == "all" or documents.get(metric.needs, documents[None]) != 0
+
+
 def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor], neutral: float) -> Tensor:
     """[T] a metric's values, minima negated; neutral where the token is masked or lacks the field."""
     if metric.needs is not None and getattr(tokens.fields, metric.needs) is None:
         return torch.full_like(tokens.fields.sample_weights, neutral)
     values = metric.formula(tokens).double()
-    return torch.where(masks[metric.needs], -values if metric.kind == "min" else values, neutral)
+    is_of_streams = metric.kind == "all" or metric.stream is not None
+    mask = tokens.fields.mask if is_of_streams else masks[metric.needs]
+    return torch.where(mask, -values if metric.kind == "min" else values, neutral)

@@ -3,7 +3,8 @@
 `docs/metrics.md` is written from these declarations. The kinds:
 
     mean     over documents (samples with a trained token) of the document's mean over its trained tokens
-    sum      over the trained tokens of the step
+    sum      over the objective's trained tokens of the step
+    all      over the trained tokens of the step, those of streams too
     total    a sum over other tokens, which the formula has taken over this rank's part of a micro-batch
     max min  over the trained tokens of the step
     step     an integer of the step plan
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.objectives.tokens import MAX_LOG_RATIO
 
 
@@ -57,10 +59,11 @@ class Metric:
     unit: str
     meaning: str
     _: KW_ONLY
-    kind: str = "mean"  # or "sum", "total", "max", "min", "step", "sample", "ratio", "part"
+    kind: str = "mean"  # or "sum", "all", "total", "max", "min", "step", "sample", "ratio", "part"
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
+    stream: str | None = None  # without a token of which the metric is absent; None: the objective
     signs: tuple[str, str | Limit] = ("–", "–")  # of a healthy run, and a red flag
 
 
@@ -84,6 +87,52 @@ def own_metric(name: str) -> Metric:
     return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
 
 
+def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
+    """What is reported of a stream that has no metrics of its own in the table."""
+    name, loss = stream.name, KINDS[stream.kind].formula
+
+    def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
+        return Metric(f"{name}/{suffix}", formula, *words, kind=kind, level=level, stream=name)
+
+    sums = f"_{name}/sum"
+    return (
+        of(
+            "all",
+            lambda t: _weighted(t, name),
+            "loss",
+            f"Σ w·({loss})",
+            "nats",
+            "the stream's term before its weight",
+            level="none",
+        ),
+        of("all", lambda t: t.of_stream(name)[0], "weight", "Σ w", "1", "the sum of its tokens' weights"),
+        of("step", lambda p: p.streams[name].num_tokens, "num_tokens", "n", "tokens", "its trained tokens"),
+        of(
+            "step",
+            lambda p: p.streams[name].num_rollouts,
+            "num_rollouts",
+            "N",
+            "rollouts",
+            "rollouts of which it has samples",
+        ),
+        Metric(sums, lambda t: t.of_stream(name)[1], "Σ ℓ", "nats", "part of the mean", kind="part", stream=name),
+        of(
+            "ratio",
+            lambda s: s[sums] / s[f"{name}/num_tokens"],
+            "mean",
+            f"Σ ({loss}) / n",
+            "nats",
+            "mean of its tokens",
+        ),
+    )
+
+
+def _weighted(tokens: Any, stream: str) -> torch.Tensor:
+    """w·ℓ of a stream."""
+    weights, losses = tokens.of_stream(stream)
+    return weights * losses
+
+
 METRICS: tuple[Metric, ...] = (
     Metric(
         "pg_loss",
@@ -98,16 +147,16 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "loss",
         lambda t: t.total,
-        "Σ w·ℓ + β·Σ u·k - η·Σ u·H",
+        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s",
         "objective",
-        "all terms: what the gradient is of (before `--pg-grad-divisor`)",
-        kind="sum",
+        "the objective and all streams (β·Σ u·k of KL, -η·Σ u·H of entropy, …): what the gradient is of (before `--pg-grad-divisor`)",
+        kind="all",
         level="none",
-        only_with="auxiliary",
+        only_with="streams",
     ),
     Metric(
         "kl_loss",
-        lambda t: t.fields.term_weights * t.result.kl,
+        lambda t: _weighted(t, "kl"),
         "Σ u·k, k of `--pg-kl-estimator`",
         "nats",
         "the KL term before its coefficient, with the weights of `--pg-aux-aggregation`",
@@ -118,7 +167,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "entropy_loss",
-        lambda t: t.fields.term_weights * t.result.entropy,
+        lambda t: -_weighted(t, "entropy"),
         "Σ u·H",
         "nats",
         "the entropy term before its coefficient (it is subtracted), with the weights of `--pg-aux-aggregation`",
@@ -196,10 +245,10 @@ METRICS: tuple[Metric, ...] = (
         needs="truncated",
         signs=("stable", Limit(high=0.5, cause="most responses end at the length limit: raise it, or mask them")),
     ),
-    _count("num_tokens", "T", "tokens", "trained tokens"),
+    _count("num_tokens", "T", "tokens", "tokens that the objective trains"),
     Metric(
         "num_tokens_masked",
-        lambda plan: plan.num_response_tokens - plan.num_tokens,
+        lambda plan: plan.num_response_tokens - plan.num_trained,
         "Σ (1 - m) over responses",
         "tokens",
         "response tokens that are not trained (tool output, truncated samples)",

@@ -74,11 +74,17 @@ class TokenValues:
             sequence_lengths=sequences.trained_tokens(result.log_ratios.dtype) if reads else None,
         )
 
+    def of_stream(self, name: str) -> tuple[Tensor, Tensor]:
+        """Weights and losses of a stream's tokens, 0 off them."""
+        names = [stream.name for stream in self.terms.streams]
+        own = self.fields.of_stream(name)
+        return torch.where(own.mask, own.weights, 0), self.result.stream_losses[names.index(name)]
+
     @cached_property
     def total(self) -> Tensor:
         """Each token's share of the loss."""
-        terms, weights = self.terms, self.fields.term_weights
-        total = self.fields.weights * self.token_losses
-        if terms.kl_coef:
-            total = total + terms.kl_coef * weights * self.result.kl
-        return total - terms.entropy_coef * weights * self.result.entropy if terms.entropy_coef else total
+        total = torch.where(self.fields.of_policy.mask, self.fields.weights * self.token_losses, 0)
+        for stream in self.terms.streams:
+            weights, losses = self.of_stream(stream.name)
+            total = total + stream.weight * weights * losses
+        return total

@@ -1,5 +1,6 @@
 """The fields of a line of the rollout file, each written once. Needs no torch."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,13 +8,18 @@ from typing import Any
 
 Id = int | str
 
+POLICY = "rl"  # the stream of a sample's tokens where it names none: that of the objective
+_STREAM = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """One field: what its JSON value may be, whether every line has it, and how it is laid out."""
 
     accepts: Callable[[Any], bool]
-    is_required: bool = True
+    is_required: bool = True  # where its stream is that of the objective
+    is_of_policy: bool = False  # required there only
+    since: int = 1  # the version of the format that has it
     is_per_token: bool = False  # a list with one entry per response token
     is_logprob: bool = False  # in nats, at most 0
 
@@ -45,6 +51,16 @@ def is_id(value: Any) -> bool:
     return is_int(value) and abs(value) < 2**62
 
 
+def is_stream(value: Any) -> bool:
+    """Whether it can name a stream: a word that flags and metrics can hold."""
+    return isinstance(value, str) and _STREAM.fullmatch(value) is not None
+
+
+def _are_masks(value: Any) -> bool:
+    """Whether it is lists of numbers by the names of streams."""
+    return isinstance(value, dict) and all(is_stream(name) and _are_numbers(mask) for name, mask in value.items())
+
+
 def _are_tokens(value: Any) -> bool:
     """Whether it is a list of token ids. Lists are long: here and below every item is looked at without a call of ours."""
     return _holds(value, {int}) and (not value or (min(value) >= 0 and max(value) < 2**31))
@@ -72,14 +88,18 @@ FIELDS = {
     "tokens": Field(_are_tokens),
     "response_length": Field(is_int),
     "loss_mask": Field(_are_numbers, is_per_token=True),
-    "old_logprobs": Field(_are_numbers, is_per_token=True, is_logprob=True),
-    "reward": Field(is_number),
-    "advantage": Field(lambda value: is_number(value) or _are_numbers(value)),
+    "old_logprobs": Field(_are_numbers, is_of_policy=True, is_per_token=True, is_logprob=True),
+    "reward": Field(is_number, is_of_policy=True),
+    "advantage": Field(lambda value: is_number(value) or _are_numbers(value), is_of_policy=True),
     "rollout_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
+    "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
+    "stream": Field(is_stream, is_required=False, since=2),
+    "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
 }
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
+REQUIRED_OF_ALL = tuple(name for name in REQUIRED if not FIELDS[name].is_of_policy)
 OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)
 LOGPROBS = tuple(name for name, each in FIELDS.items() if each.is_logprob)

@@ -5,15 +5,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, REQUIRED
+from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, POLICY, REQUIRED, REQUIRED_OF_ALL
 from megatron_pg.rollouts.lines import (
     FORMAT,
-    VERSION,
+    VERSIONS,
     RolloutFileError,
     RolloutWriteError,
     append_whole,
@@ -64,20 +64,25 @@ class RolloutWriter:
     Args:
         path: the file. Ranks write files of their own: two writers of one file would mix their lines.
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
+        version: of the format: 2 for samples with a stream, further masks or a teacher. A file that is appended to keeps its own.
 
     Raises:
         RolloutFileError: the file exists and is refused, or cannot be appended to.
         RolloutWriteError: it cannot be opened for writing, or the disk is full.
     """
 
-    def __init__(self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse"):
-        path = Path(path)
+    def __init__(
+        self, path: str | Path, *, if_exists: Literal["refuse", "append", "replace"] = "refuse", version: int = 1
+    ):
+        path, self._version = Path(path), version
+        if version not in VERSIONS:
+            raise ValueError(f"version={shorten(version)} is none of {', '.join(map(str, VERSIONS))}. Choose one.")
         if if_exists not in ("refuse", "append", "replace"):
             raise ValueError(f"if_exists={shorten(if_exists)} is none of refuse, append and replace. Choose one.")
         try:
             goes_on = if_exists != "replace" and path.exists() and path.stat().st_size > 0
             if goes_on:
-                _check_goes_on(path, if_exists)
+                self._version = _check_goes_on(path, if_exists)
             self._file = path.open("wb" if if_exists == "replace" else "ab", buffering=0)
         except RolloutFileError:
             raise
@@ -87,11 +92,11 @@ class RolloutWriter:
                 f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. Give another path."
             ) from error
         if not goes_on:
-            self._put([_encoded({"format": FORMAT, "version": VERSION})])
+            self._put([_encoded({"format": FORMAT, "version": version})])
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Append samples, all or none; `step`, `prompt_id`, `rollout_id` and `reward` must be set: the format needs them."""
-        self._put([_line(sample) for sample in samples])
+        """Append samples, all or none; `step`, `prompt_id`, `rollout_id` and, for the objective, `reward` must be set."""
+        self._put([_encoded_sample(sample, self._version) for sample in samples])
 
     def close(self) -> None:
         """Close the file."""
@@ -113,27 +118,35 @@ class RolloutWriter:
             ) from error
 
 
-def _check_goes_on(path: Path, if_exists: str) -> None:
-    """Refuse to write to a file of samples, unless it is whole and shall be appended to."""
+def version_of(samples: Sequence[Sample]) -> int:
+    """The first version of the format that has all their fields."""
+    names = {name for sample in samples for name in _record_of(sample)}
+    return max((FIELDS[name].since for name in names & FIELDS.keys()), default=VERSIONS[0])
+
+
+def _check_goes_on(path: Path, if_exists: str) -> int:
+    """The version of a file of samples; refused unless it is whole and shall be appended to."""
     shown = printable(str(path), limit=None)
     if if_exists == "refuse":
         raise RolloutFileError(
             f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or 'replace'."
         )
-    check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
+    version = check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":
             raise RolloutFileError(
                 f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete that line."
             )
+    return version
 
 
 def sample_of(record: dict, sample_id: str) -> Sample:
     """The sample of one line's object, checked; a ValueError says what is wrong with it."""
-    if missing := [name for name in REQUIRED if name not in record]:
+    required = REQUIRED if record.get("stream", POLICY) == POLICY else REQUIRED_OF_ALL
+    if missing := [name for name in required if name not in record]:
         raise ValueError(
-            f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(REQUIRED)}."
+            f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(required)}."
         )
     extra = {name: value for name, value in record.items() if name not in FIELDS}
     if unknown := [name for name in extra if not name.startswith("x_")]:
@@ -141,12 +154,30 @@ def sample_of(record: dict, sample_id: str) -> Sample:
     for name, each in FIELDS.items():
         if name in record and not each.accepts(record[name]):
             raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")
-    return Sample.build(**{name: record.get(name) for name in FIELDS}, sample_id=sample_id, extra=extra)
+    given = {name: record[name] for name in FIELDS if name in record}
+    return Sample.build(**given, sample_id=sample_id, extra=extra)
 
 
-def _line(sample: Sample) -> bytes:
-    needed = {name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "reward")}
-    if missing := [name for name, value in needed.items() if value is None]:
+def _encoded_sample(sample: Sample, version: int) -> bytes:
+    """The line of a sample."""
+    record = _record_of(sample)
+    if newer := [name for name in record if name in FIELDS and FIELDS[name].since > version]:
+        raise ValueError(
+            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have, so it could not be read. Open "
+            f"it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
+        )
+    try:
+        return _encoded(record)
+    except (TypeError, ValueError, RecursionError) as error:  # of extra: the rest has been checked
+        raise ValueError(
+            f"extra of sample {sample.sample_id} holds what JSON cannot ({printable(str(error))}). Give plain values."
+        ) from error
+
+
+def _record_of(sample: Sample) -> dict[str, Any]:
+    """The fields that a sample has."""
+    needed = ("step", "prompt_id", "rollout_id", *(("reward",) if sample.stream == POLICY else ()))
+    if missing := [name for name in needed if getattr(sample, name) is None]:
         raise ValueError(
             f"sample {sample.sample_id} has no {missing[0]}, which the rollout file needs. Set it on the sample."
         )
@@ -154,31 +185,25 @@ def _line(sample: Sample) -> bytes:
         raise ValueError(
             f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be read. Rename it."
         )
-    if not math.isfinite(sample.reward):
+    if sample.reward is not None and not math.isfinite(sample.reward):
         raise ValueError(
             f"reward of sample {sample.sample_id} is {sample.reward}, which JSON cannot hold. Give a number."
         )
-    advantages = _finite(sample.advantages)
+    advantages = None if sample.advantages is None else _finite(sample.advantages)
     record = {
-        **needed,
+        **{name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "reward")},
         "tokens": sample.tokens.tolist(),
         "response_length": sample.response_length,
         "loss_mask": sample.loss_mask.int().tolist(),
-        "old_logprobs": _finite(sample.old_logprobs),
-        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
+        "old_logprobs": None if sample.old_logprobs is None else _finite(sample.old_logprobs),
+        "advantage": advantages[0] if advantages and len(set(advantages)) == 1 else advantages,
+        "truncated": sample.truncated,
+        "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
+        **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
+        "stream": None if sample.stream == POLICY else sample.stream,
+        "masks": {name: mask.int().tolist() for name, mask in sample.masks.items()} or None,
     }
-    if sample.truncated is not None:
-        record["truncated"] = sample.truncated
-    if sample.routed_experts is not None:
-        record["routed_experts"] = sample.routed_experts.tolist()
-    optional = {name: getattr(sample, name) for name in OPTIONAL}
-    record |= {name: _finite(v) for name, v in optional.items() if v is not None} | sample.extra
-    try:
-        return _encoded(record)
-    except (TypeError, ValueError, RecursionError) as error:  # of extra: the rest has been checked
-        raise ValueError(
-            f"extra of sample {sample.sample_id} holds what JSON cannot ({printable(str(error))}). Give plain values."
-        ) from error
+    return {name: value for name, value in record.items() if value is not None} | sample.extra
 
 
 def _encoded(record: dict[str, object]) -> bytes:

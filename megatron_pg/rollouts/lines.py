@@ -1,5 +1,6 @@
 """The lines of a rollout file: one header, then one JSON object each. Needs no torch."""
 
+import functools
 import json
 import os
 import zlib
@@ -8,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_pg.rollouts.fields import FIELDS
 from megatron_pg.rollouts.printable import printable, shorten
 
 FORMAT = "megatron_pg.rollouts"
-VERSION = 1
+VERSIONS = (1, 2)  # 2: with streams and teachers
 MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
 
 
@@ -24,18 +26,31 @@ class RolloutWriteError(RolloutFileError):
 
 
 def read_records(path: str | Path, *, update: Callable[[int], None] | None = None) -> Iterator[tuple[int, dict]]:
-    """Line number and object of every sample; the header is checked. `update` is told how many bytes are read.
+    """Line number and object of every sample; the header is checked, and that its version has the fields.
+
+    `update` is told how many bytes are read.
 
     Raises:
         RolloutFileError: the file cannot be read, or a line is not one JSON object.
     """
-    shown = printable(str(path), limit=None)
+    shown, version = printable(str(path), limit=None), 0
     for number, line in enumerate(raw_lines(path, update=update), start=1):
         record = parse_line(line, f"{shown}:{number}")
         if number == 1:
-            check_header(record, shown)
-        else:
-            yield number, record
+            version = check_header(record, shown)
+            continue
+        if newer := sorted(_since(version).intersection(record)):
+            raise RolloutFileError(
+                f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says {version}, so its "
+                f'writer may have meant something else. Write "version": {FIELDS[newer[0]].since} into the first line.'
+            )
+        yield number, record
+
+
+@functools.cache
+def _since(version: int) -> frozenset[str]:
+    """The fields that a version does not have yet."""
+    return frozenset(name for name, each in FIELDS.items() if each.since > version)
 
 
 def raw_lines(
@@ -97,15 +112,16 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def check_header(record: dict, shown: str) -> None:
-    """Refuse the first line of a file that is of another format or version; `shown` names the file."""
-    if record.get("format") != FORMAT or record.get("version") != VERSION:
+def check_header(record: dict, shown: str) -> int:
+    """The version that a file's first line says, refused where it is of another format; `shown` names the file."""
+    if record.get("format") != FORMAT or record.get("version") not in VERSIONS:
         raise RolloutFileError(
             f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, so the "
-            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSION}}}.'
+            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {VERSIONS[1]}).'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
         raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")
+    return record["version"]
 
 
 def append_whole(file: IO[bytes], data: bytes) -> None:

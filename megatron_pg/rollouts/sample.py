@@ -3,7 +3,7 @@
 Everything is checked here, at the door, so that nothing later has to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.rollouts.fields import FIELDS, LOGPROBS, OPTIONAL, Id, is_id, is_int, is_number, plain
+from megatron_pg.rollouts.fields import (
+    FIELDS,
+    LOGPROBS,
+    OPTIONAL,
+    POLICY,
+    Id,
+    is_id,
+    is_int,
+    is_number,
+    is_stream,
+    plain,
+)
 from megatron_pg.rollouts.printable import printable, shorten
 
 Values = Sequence[Any] | np.ndarray | Tensor
@@ -30,14 +41,17 @@ class Sample:
     """
 
     tokens: Tensor  # [n] int64, prompt then response
-    loss_mask: Tensor  # [R] bool, True where the token is trained
-    old_logprobs: Tensor  # [R] float64, nats, of the sampling policy at the training temperature
-    advantages: Tensor  # [R] float64
+    loss_mask: Tensor  # [R] bool, True where the token is trained by the sample's stream
+    old_logprobs: Tensor | None = None  # [R] float64, nats, of the sampling policy at the training temperature
+    advantages: Tensor | None = None  # [R] float64; it and old_logprobs may be None in a stream that does not read them
+    stream: str = POLICY  # that of the objective, or one of `--pg-stream`
+    masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further streams train
     sample_id: str = "?"  # what error messages call it
     prompt_id: Id | None = None  # samples of one prompt share it
     rollout_id: Id | None = None  # samples of one trajectory share it
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
+    teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     routed_experts: Tensor | None = (
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
     )
@@ -87,9 +101,15 @@ class Sample:
                 f"loss_mask of sample {label} is {_shown(mask)}, not [R] bool on the CPU. Use Sample.build, which also takes 0 and 1."
             )
         check_lengths(len(tokens), len(mask))
+        _check_streams(self, label)
         for name in ("advantages", *LOGPROBS):
-            if (values := getattr(self, name)) is not None or name not in OPTIONAL:
+            if (values := getattr(self, name)) is not None:
                 _check_values(name, values, mask, label)
+            elif self.stream == POLICY and name not in OPTIONAL:
+                raise ValueError(
+                    f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the stream of --pg-stream "
+                    "that the sample is of."
+                )
         if self.routed_experts is not None:
             _check_experts(self.routed_experts, len(tokens), label)
 
@@ -100,8 +120,8 @@ class Sample:
         tokens: Values,
         response_length: int,
         loss_mask: Values,
-        old_logprobs: Values,
-        advantage: float | Values,
+        old_logprobs: Values | None = None,
+        advantage: float | Values | None = None,
         **rest: Any,
     ) -> "Sample":
         """A sample from lists, arrays or tensors; numbers may be numpy's, or tensors without dimensions.
@@ -111,9 +131,10 @@ class Sample:
             response_length: R, the number of response tokens.
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: one number for the whole response, or R numbers.
-            rest: any other field of `Sample`; log-probabilities as `old_logprobs`, `routed_experts` as nested lists or
-                an array of integers.
+            advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a stream that
+                does not read them.
+            rest: any other field of `Sample`; log-probabilities as `old_logprobs`, masks as `loss_mask`, `routed_experts` as
+                nested lists or an array of integers.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -125,28 +146,26 @@ class Sample:
                 f"response_length={shorten(length)} of sample {label} is no length, so prompt and response cannot be told apart. "
                 "Give the number of response tokens."
             )
-        mask = _vector("loss_mask", loss_mask, label, (bool, int, float))
-        if len(mask) != length:
-            raise ValueError(_length_message("loss_mask", len(mask), length, label))
-        if not (is_binary := (mask == 0) | (mask == 1)).all():
-            bad = float(mask[~is_binary][0])
-            raise ValueError(
-                f"loss_mask of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages"
-            )
+        mask = _mask("loss_mask", loss_mask, length, label)
         number = plain(advantage)
         values = [number] * length if isinstance(number, float) or is_int(number) else advantage
-        for name in OPTIONAL:
-            if rest.get(name) is not None:
-                rest[name] = _vector(name, rest[name], label, (int, float))
+        given = {
+            "old_logprobs": old_logprobs,
+            "advantages": values,
+            **{name: rest.pop(name, None) for name in OPTIONAL},
+        }
+        vectors: dict[str, Any] = {
+            name: _vector("advantage" if name == "advantages" else name, each, label, (int, float))
+            for name, each in given.items()
+            if each is not None
+        }
+        if isinstance(masks := rest.get("masks"), Mapping):
+            rest["masks"] = {
+                name: _mask(f"masks[{shorten(name)}]", each, length, label) for name, each in masks.items()
+            }
         if rest.get("routed_experts") is not None:
             rest["routed_experts"] = _experts(rest["routed_experts"], label)
-        return cls(
-            tokens=_vector("tokens", tokens, label, (int,)),
-            loss_mask=mask.bool(),
-            old_logprobs=_vector("old_logprobs", old_logprobs, label, (int, float)),
-            advantages=_vector("advantage", values, label, (int, float)),
-            **rest,
-        )
+        return cls(tokens=_vector("tokens", tokens, label, (int,)), loss_mask=mask, **vectors, **rest)
 
     @property
     def response_length(self) -> int:
@@ -155,8 +174,12 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """M_i, the number of trained tokens."""
+        """M_i, the number of tokens that its stream trains."""
         return int(self.loss_mask.sum())
+
+    def mask_of(self, stream: str) -> Tensor | None:
+        """[R] bool, the tokens that a stream trains; None where the sample is not of it."""
+        return self.loss_mask if stream == self.stream else self.masks.get(stream)
 
 
 def check_lengths(total_length: int, response_length: int) -> None:
@@ -213,7 +236,7 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
         raise ValueError(
             f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
         )
-    what = {"tokens": "token ids", "loss_mask": "0 and 1"}.get(name, "numbers")
+    what = "token ids" if name == "tokens" else "0 and 1" if "mask" in name else "numbers"
     raise ValueError(f"{name}={_shown(values)} of sample {label} is not one flat list of {what}. Give one.")
 
 
@@ -223,6 +246,17 @@ def _plain_list(values: Any) -> list:
     if not isinstance(items, Sequence) or isinstance(items, (str, bytes, bytearray)):
         raise TypeError
     return list(items) if set(map(type, items)) <= {bool, int, float} else list(map(plain, items))
+
+
+def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
+    """[R] bool."""
+    mask = _vector(name, values, label, (bool, int, float))
+    if len(mask) != length:
+        raise ValueError(_length_message(name, len(mask), length, label))
+    if not (is_binary := (mask == 0) | (mask == 1)).all():
+        bad = float(mask[~is_binary][0])
+        raise ValueError(f"{name} of sample {label} must be 0 or 1, got {bad:g}; put weights into the advantages")
+    return mask.bool()
 
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
@@ -251,6 +285,27 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
             f"{name} of sample {label} reach {float(values[mask].max()):g}, log-probabilities are at most 0, so the ratio would be "
             "wrong. Were probabilities or negative log-likelihoods given?"
         )
+
+
+def _check_streams(sample: Sample, label: str) -> None:
+    """Stream and further masks: names of streams, one each, and tokens of the response."""
+    if not is_stream(sample.stream):
+        raise ValueError(
+            f"stream={shorten(sample.stream)} of sample {label} is no name of a stream. Give the NAME of a --pg-stream NAME:kind."
+        )
+    if not isinstance(sample.masks, Mapping):
+        raise ValueError(f"masks={shorten(sample.masks)} of sample {label} are no masks by stream. Give a dict.")
+    for name, mask in sample.masks.items():
+        if not is_stream(name) or name in (POLICY, sample.stream):
+            raise ValueError(
+                f"masks of sample {label} hold {shorten(name)}, which is no further stream: the tokens of its own stream, "
+                f"{sample.stream}, are in loss_mask, and those of the objective belong to samples of the stream {POLICY}. Rename it."
+            )
+        if not _is_vector(mask) or mask.dtype != torch.bool or len(mask) != len(sample.loss_mask):
+            raise ValueError(
+                f"masks[{name}] of sample {label} is {_shown(mask)}, not [R] bool on the CPU with R = {len(sample.loss_mask)}. Use "
+                "Sample.build, which also takes 0 and 1."
+            )
 
 
 def _experts(values: Any, label: str) -> Tensor:

@@ -48,9 +48,10 @@ from megatron_pg.step.experts import (
 from megatron_pg.step.findings import StepReport, before_finalize, gather_found, report_of
 from megatron_pg.step.microbatches import count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
-from megatron_pg.step.plan import LocalTable, PlanRule, StepPlan, check_count, plan_from_table
+from megatron_pg.step.plan import StepPlan, check_count, plan_from_table
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.shared_documents import SharedDocumentAccumulator
+from megatron_pg.step.table import LocalTable, PlanRule
 from megatron_pg.step.weights import TokenFactors
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pg.declarations.streams import SHORTHANDS
 from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
 from megatron_pg.metrics.table import red_flags
@@ -51,13 +52,15 @@ class Console:
     def begin(self, report: StepReport, metrics: Reduction) -> None:
         """What the first step counted, beside which a wrong id is seen, and which metrics are absent."""
         self._say(f"first step: {units_of(report.plan)}")
-        for field, names in metrics.lacking(report.metrics).items():
+        lacking = metrics.lacking(report.metrics) if report.plan.num_tokens else {}  # of the objective's samples
+        for field, names in lacking.items():
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
 
     def step(self, record: Mapping[str, Any], own: Collection[str] = (), *, is_shown: bool = True) -> None:
         """The console line, and once for every metric what its red flag means; `own` are further names to show."""
         if is_shown:
-            self._say(console_line(record["iteration"], record, own))
+            means = [name for name in record if name.endswith("/mean")]  # of streams
+            self._say(console_line(record["iteration"], record, [*means, *own]))
         for name, limit in red_flags(record).items():
             if name not in self._flagged:
                 self._say(red_flag_line(name, record[name], limit))
@@ -67,4 +70,10 @@ class Console:
 def units_of(plan: StepPlan) -> str:
     """What a step counted."""
     prompts = "no prompt ids" if plan.num_prompts is None else f"{plan.num_prompts} prompts"
-    return f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"
+    counted = [f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"]
+    counted += [
+        f"{name}: {stream.num_rollouts} rollouts, {stream.num_tokens} tokens"
+        for name, stream in plan.streams.items()
+        if name not in SHORTHANDS
+    ]
+    return "; ".join(counted)

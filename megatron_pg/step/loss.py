@@ -119,15 +119,15 @@ def _with_diagnostics(
         fields, policy = local.fields, found.loss.detach()
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
         values = TokenValues(fields, found, settings.terms, totals)
-        if found.kl is not None or settings.terms.entropy_coef:
-            policy = torch.where(fields.mask, fields.weights * values.token_losses, 0).sum()
+        if settings.terms.streams:
+            policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
     # the log-ratio too: its clamp would hide an infinite one from the loss
-    looked_at = [values.token_losses, values.result.log_ratios, values.result.kl]
-    bad = values.fields.mask & ~torch.stack([torch.isfinite(v) for v in looked_at if v is not None]).all(dim=0)
+    looked_at = [values.token_losses[None], values.result.log_ratios[None], values.result.stream_losses]
+    bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in looked_at if v is not None])).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)
     further = [~torch.isfinite(total) for total in values.totals.values()]

@@ -7,8 +7,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
-from megatron_pg.step.plan import LocalTable, StepPlan, local_table_of
+from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import LocalTable, local_table_of
 from megatron_pg.step.weights import TokenFactors, depth_weights, token_factors, token_weights
 
 
@@ -31,7 +32,7 @@ def count(batches: Sequence[PackedBatch], settings: LossSettings, group: Process
         ValueError: a sample lacks what the loss needs, or the user's reducer fails.
     """
     factors = [token_factors(batch, settings) for batch in batches]
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
+    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
     return Counted(local_table_of(batches, settings.plan_rule, group, kept), factors)
 
 
@@ -66,7 +67,7 @@ def slice_step(
             device=device,
             sequences=settings.terms.reads_sequences,
             cp_group=group if size > 1 else None,
-            depth_weights=depth_weights(batch, plan, first),
+            depth_weights=depth_weights(batch, plan, first, settings=settings),
         )
         local.append(sliced)
         first += len(batch.samples)

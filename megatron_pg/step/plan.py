@@ -4,9 +4,8 @@ Everything later (kernel, context parallelism, pipeline, metrics) only reads the
 rank sees the same table, so a mistake in it is found, and raised, on every rank.
 """
 
-import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,28 +14,49 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import ContextRanks, PackedBatch
-from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.metrics.samples import COLUMNS, SampleFacts, encode_facts
+from megatron_pg.batch import ContextRanks
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.streams import AS_POLICY
+from megatron_pg.metrics.samples import SampleFacts
 from megatron_pg.reducers import StepCounts, reducer_of
 from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows, decode, encode
 from megatron_pg.step.errors import StepPlanError, message_of
+from megatron_pg.step.table import (
+    KEPT,
+    MODULUS,
+    PROMPT,
+    ROLLOUT,
+    TRAINED,
+    WIDTH,
+    LocalTable,
+    PlanRule,
+    Share,
+    count_positions,
+    table_of_counts,
+    whole_counts,
+)
 from megatron_pg.step.unique_ids import prompts_message, rollouts_message
 
 SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
 _MESSAGE = 512  # bytes of a rank's error that travel to the others
-_MODULUS = 2**61  # of sums of digests, which integers of 64 bits hold
 _INT32_MAX = 2**31 - 1
-_TRAINED, _ROLLOUT, _PROMPT, _KEPT = range(4)  # columns of a table
-_WIDTH = 4 + COLUMNS  # of a row of the table, but for the depths of multi-token prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StreamPlan:
+    """What a stream counts of one optimizer step, of its own tokens alone."""
+
+    denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: those of the objective
+    num_tokens: int
+    num_rollouts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """Totals of one optimizer step, and the denominators of this rank's samples."""
+    """Totals of one optimizer step, and the denominators of this rank's samples: rollouts, prompts and T are the objective's."""
 
     aggregation: str
     divisor: float | None
@@ -44,12 +64,13 @@ class StepPlan:
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
-    num_tokens: int  # T, trained
+    num_tokens: int  # T, that the objective trains
+    num_trained: int  # that the objective or a stream trains
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
-    auxiliary_denominators: Tensor | None = None  # [S] float64, of the KL and entropy terms; None: not asked for
+    streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
     warning: str | None = None  # about ids that may not be unique over the step
@@ -86,155 +107,15 @@ def plan_step(
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
         rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
-        local = _local_table(rule, group, tokens_per_sample, rollouts, prompts)
+        local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
         if positions_per_sample is not None:
-            local = replace(local, num_positions=_count_positions(positions_per_sample, len(local.rows)))
+            local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
     except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
     plan = plan_from_table(local, rule, error=error, group=group)
     if plan.warning is not None:
         warnings.warn(plan.warning, stacklevel=2)
     return plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRule:
-    """What a step is planned for. The same on every rank."""
-
-    aggregation: str
-    divisor: float | None = None  # L
-    denominator: str = "scheduled"  # what denominators count; auxiliary terms count trained tokens under `kept` too
-    auxiliary_aggregation: str | None = None  # of the KL and entropy terms; None: they have no denominators
-    undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
-    numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
-    depths: int = 0  # of multi-token prediction
-    depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
-
-    @property
-    def live_only(self) -> bool:
-        """Whether units without a counted token are left out of the denominators."""
-        return self.denominator != "scheduled"
-
-    @property
-    def width(self) -> int:
-        """Columns of the table."""
-        return _WIDTH + self.depths
-
-    @property
-    def needs_prompt_ids(self) -> bool:
-        """Whether a denominator counts prompt groups."""
-        return needs_prompt_ids(self.aggregation) or (self.depths > 0 and needs_prompt_ids(self.depth_aggregation))
-
-
-class _Share(NamedTuple):
-    """What a rank has of a micro-batch that is cut over ranks of its own."""
-
-    first: int  # of the ranks, which brings the samples
-    size: int
-    digest: int  # of the whole micro-batch and its place in the step
-
-    def balance(self, rank: int) -> int:
-        """What adds up to 0 over the ranks where all have the same."""
-        return self.digest * (self.size - 1 if rank == self.first else -1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalTable:
-    """This rank's part of the exchange: one row per sample.
-
-    Its columns are trained tokens, rollout key, prompt key, kept tokens, facts, and n_d of each depth of multi-token prediction.
-    """
-
-    rows: Tensor  # [S, width] int64
-    has_rollout_ids: bool
-    has_prompt_ids: bool
-    num_positions: int
-    num_response_tokens: int
-    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
-    num_microbatches: int = 1
-    ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
-    samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
-    shares: tuple[_Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
-
-
-def _local_table(
-    rule: PlanRule,
-    group: ProcessGroup | None,
-    tokens_per_sample: Sequence[int] | Tensor,
-    rollout_ids: Sequence[Id] | None,
-    prompt_ids: Sequence[Id] | None,
-    kept_per_sample: Sequence[int] | None = None,
-    facts: Tensor | None = None,
-    depth_tokens: Sequence[Sequence[int]] = (),
-    own: Tensor | None = None,
-) -> LocalTable:
-    _check_aggregation(rule.aggregation, rule.divisor)
-    counts = _counts(tokens_per_sample)
-    size, total = len(counts), int(counts.sum())
-    if rule.needs_prompt_ids:
-        missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
-        if missing:
-            raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
-    rank = torch.distributed.get_rank(group) if group is not None else 0
-    own = torch.arange(size) + (rank << 32) if own is None else own  # without ids every sample is a rollout of its own
-    rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
-    prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
-    kept = counts if kept_per_sample is None else _counts(kept_per_sample)
-    facts = torch.zeros(size, COLUMNS, dtype=torch.int64) if facts is None else facts
-    depths = torch.tensor(depth_tokens, dtype=torch.int64).view(len(depth_tokens), size).t()
-    rows = torch.cat([torch.stack([counts, rollouts, prompts, kept], dim=1), facts, depths], dim=1)
-    ids = {_ROLLOUT: rollout_ids, _PROMPT: prompt_ids}
-    held = rows[:, [_ROLLOUT, _PROMPT]]
-    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
-
-
-def _count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
-    if len(positions_per_sample) != size:
-        raise ValueError(
-            f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
-            "counted. Give one each."
-        )
-    return int(_counts(positions_per_sample).sum())
-
-
-def local_table_of(
-    batches: Sequence[PackedBatch],
-    rule: PlanRule,
-    group: ProcessGroup | None,
-    kept_per_sample: Sequence[int] | None = None,
-) -> LocalTable:
-    """The table of this rank's micro-batches; `kept_per_sample`: trained tokens that no correction rejects.
-
-    A micro-batch that is cut over ranks of its own is counted by the first of them.
-    """
-    samples = [sample for batch in batches for sample in batch.samples]
-    prompt_ids = _all_or_none("prompt_id", samples)
-    if rule.needs_prompt_ids and prompt_ids is None:
-        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
-    rollout_ids, counts = _all_or_none("rollout_id", samples), [sample.num_trained for sample in samples]
-    depths = [[n for batch in batches for n in batch.trained_at(depth)] for depth in range(1, rule.depths + 1)]
-    rank = torch.distributed.get_rank(group) if group is not None else 0
-    firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
-    own = [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
-    facts, keys = encode_facts(samples), torch.tensor(own, dtype=torch.int64)
-    table = _local_table(rule, group, counts, rollout_ids, prompt_ids, kept_per_sample, facts, depths, keys)
-    brought = [batch for batch, first in zip(batches, firsts, strict=True) if first == rank]
-    mine = [i for i, key in enumerate(own) if key >> 44 == rank]
-    return replace(
-        table,
-        rows=table.rows[mine],
-        ids={column: ids and [ids[i] for i in mine] for column, ids in table.ids.items()},
-        num_positions=sum(batch.num_positions for batch in brought),
-        num_response_tokens=sum(samples[i].response_length for i in mine),
-        num_microbatches=len(batches),
-        samples=[samples[i] for i in mine],
-        shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
-    )
-
-
-def _share_of(k: int, batch: PackedBatch) -> _Share:
-    digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
-    return _Share(batch.cp_ranks.first, batch.cp_ranks.size, int.from_bytes(digest, "big"))
 
 
 def plan_from_table(
@@ -260,29 +141,50 @@ def plan_from_table(
     warning = _check_unique(tables, heads, rule, local.samples, group)
     whole, with_prompts = torch.cat(tables), any(h.has_prompt_ids == 1 for h in heads)
     count = partial(_count_units, whole, local.held, with_prompts=with_prompts, divisor=rule.divisor)
-    trained, kept = whole[:, _TRAINED], whole[:, _KEPT]
-    _check_counted(trained, kept if rule.denominator == "kept" else trained)
-    counts, counted = count(trained), count(kept if rule.denominator == "kept" else trained, live_only=rule.live_only)
-    auxiliary = count(trained, live_only=True) if rule.denominator == "kept" else counted
-    depths = [count(tokens, live_only=rule.live_only) for tokens in whole[:, _WIDTH:].unbind(dim=1)]
-    named = rule.auxiliary_aggregation
+    trained, kept = whole[:, TRAINED], whole[:, KEPT if rule.denominator == "kept" else TRAINED]
+    of_streams, of_depths = whole[:, WIDTH:].tensor_split([rule.width - WIDTH - rule.depths], dim=1)
+    union = of_streams[:, -1] if rule.own_tokens else trained
+    _check_counted(union, trained, kept)
+    counts, counted = count(trained), count(kept, live_only=rule.live_only)
+    depths = [count(tokens, live_only=rule.live_only) for tokens in of_depths.unbind(dim=1)]
+    columns = dict.fromkeys(rule.policy, trained) | dict(zip(rule.own_tokens, of_streams.unbind(dim=1), strict=False))
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(counted, rule.aggregation),
-        auxiliary_denominators=_denominators(auxiliary, named) if named else None,
+        streams=_plan_streams(rule, columns, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in depths),
         depth_counts=tuple(depth.num_tokens for depth in depths),
         num_samples=sum(h.num_samples for h in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
         num_tokens=counts.num_tokens,
+        num_trained=int(union.clamp(min=0).sum()),
         num_response_tokens=sum(h.num_response_tokens for h in heads),
         num_positions=sum(h.num_positions for h in heads),
         num_microbatches=local.num_microbatches,
         warning=warning,
-        facts=SampleFacts.of(whole[:, 4:_WIDTH], whole[:, _ROLLOUT], whole[:, _PROMPT] if with_prompts else None),
+        facts=SampleFacts.of(whole[:, 4:WIDTH], whole[:, ROLLOUT], whole[:, PROMPT] if with_prompts else None),
     )
+
+
+def _plan_streams(
+    rule: PlanRule, columns: Mapping[str, Tensor], count: Callable[..., StepCounts]
+) -> dict[str, StreamPlan]:
+    """Every stream by itself; over the objective's tokens it counts the units that the objective counts."""
+    counts = {
+        name: count(columns[name], live_only=rule.live_only and name in rule.policy)
+        for name in dict.fromkeys(stream.tokens for stream in rule.streams)
+    }
+    found = {}
+    for stream in rule.streams:
+        own, denominators = counts[stream.tokens], None
+        if stream.aggregation != AS_POLICY:
+            denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
+        found[stream.name] = StreamPlan(
+            denominators=denominators, num_tokens=own.num_tokens, num_rollouts=own.num_rollouts
+        )
+    return found
 
 
 class _Head(NamedTuple):
@@ -301,79 +203,8 @@ class _Head(NamedTuple):
     def of(cls, local: LocalTable, error: Exception | None, rank: int) -> "_Head":
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         totals = local.num_positions, local.num_microbatches, local.num_response_tokens
-        balance = sum(share.balance(rank) for share in local.shares) % _MODULUS
+        balance = sum(share.balance(rank) for share in local.shares) % MODULUS
         return cls(len(local.rows), int(error is not None), *has_ids, *totals, balance)
-
-
-def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
-    ids = [getattr(sample, name) for sample in samples]
-    missing = [i for i, value in enumerate(ids) if value is None]
-    if missing and len(missing) < len(ids):
-        raise ValueError(
-            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot be "
-            "counted. Give it to every sample or to none."
-        )
-    return None if missing or not ids else ids
-
-
-def _check_aggregation(aggregation: str, divisor: float | None) -> None:
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
-        )
-    takes_divisor = AGGREGATIONS[aggregation].takes_divisor
-    if takes_divisor and not (divisor is not None and 0 < divisor < float("inf")):
-        raise ValueError(
-            f"divisor={divisor} of {aggregation} must be finite and > 0. Set it to a length, for instance 4096."
-        )
-    if not takes_divisor and divisor is not None:
-        raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
-
-
-def needs_prompt_ids(aggregation: str) -> bool:
-    """Whether its denominators count prompt groups."""
-    return AGGREGATIONS[aggregation].unit == "prompt"
-
-
-def _counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
-    try:
-        counts = torch.as_tensor(tokens_per_sample)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers of trained tokens."
-        ) from error
-    if counts.numel() == 0:
-        return torch.zeros(0, dtype=torch.int64)
-    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
-        raise ValueError(
-            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
-            "Give whole numbers of trained tokens."
-        )
-    if (counts < 0).any():
-        i = int((counts < 0).nonzero()[0])
-        raise ValueError(
-            f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
-        )
-    return counts.to(torch.int64).cpu()
-
-
-def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
-    """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
-    if len(ids) != size:
-        raise ValueError(
-            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
-        )
-    for i, value in enumerate(ids):
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
-        if isinstance(value, int) and abs(value) >= 2**62:
-            raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
-    keys = [value if isinstance(value, int) else -(2**62) - (_hash(value) >> 2) for value in ids]
-    return torch.tensor(keys, dtype=torch.int64)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _exchange(
@@ -433,9 +264,9 @@ def _check_agreement(heads: list[_Head]) -> None:
             )
 
 
-def _check_shares(heads: list[_Head], shares: Sequence[_Share], group: ProcessGroup | None) -> None:
+def _check_shares(heads: list[_Head], shares: Sequence[Share], group: ProcessGroup | None) -> None:
     """A micro-batch that is cut over several ranks is the same on all of them."""
-    if sum(head.balance for head in heads) % _MODULUS == 0:
+    if sum(head.balance for head in heads) % MODULUS == 0:
         return
     gathered = _all_gather(torch.tensor(shares, dtype=torch.int64).view(-1, 3), group).tolist()
     for k, of_ranks in enumerate(zip(*gathered, strict=True)):
@@ -460,9 +291,9 @@ def _check_unique(
         return None
     warning = None
     if any(head.has_rollout_ids == 1 for head in heads):
-        warning = rollouts_message(tables, _ROLLOUT, samples, group)
+        warning = rollouts_message(tables, ROLLOUT, samples, group)
     if warning is None and rule.needs_prompt_ids:
-        warning = prompts_message(tables, _PROMPT, samples, group)
+        warning = prompts_message(tables, PROMPT, samples, group)
     return warning
 
 
@@ -470,7 +301,7 @@ def _check_undivided(tables: list[Tensor], kinds: Sequence[str], name_of: Callab
     """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
     ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
     for kind in kinds:
-        column = _ROLLOUT if kind == "rollout_id" else _PROMPT
+        column = ROLLOUT if kind == "rollout_id" else PROMPT
         if found := _divided(torch.cat(tables)[:, column], ranks):
             first, stray = found
             raise StepPlanError(
@@ -481,10 +312,10 @@ def _check_undivided(tables: list[Tensor], kinds: Sequence[str], name_of: Callab
 
 def _check_groups(table: Tensor, name_of: Callable[[int, int], str]) -> None:
     """A rollout belongs to one prompt."""
-    if found := _divided(table[:, _ROLLOUT], table[:, _PROMPT]):
+    if found := _divided(table[:, ROLLOUT], table[:, PROMPT]):
         first, stray = found
         raise StepPlanError(
-            f"rollout {name_of(stray, _ROLLOUT)} belongs to prompt groups {name_of(first, _PROMPT)} and {name_of(stray, _PROMPT)}, so "
+            f"rollout {name_of(stray, ROLLOUT)} belongs to prompt groups {name_of(first, PROMPT)} and {name_of(stray, PROMPT)}, so "
             "its tokens would count twice. Give all samples of a rollout one prompt_id."
         )
 
@@ -498,13 +329,13 @@ def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
     return (int(first[stray[0, 0]]), int(stray[0, 0])) if len(stray) else None
 
 
-def _check_counted(trained: Tensor, counted: Tensor) -> None:
-    if not int(trained.sum()):
+def _check_counted(union: Tensor, trained: Tensor, kept: Tensor) -> None:
+    if not int(union.clamp(min=0).sum()):
         raise StepPlanError(
             "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
             "more samples per step."
         )
-    if not int(counted.sum()):
+    if int(trained.clamp(min=0).sum()) and not int(kept.clamp(min=0).sum()):
         raise StepPlanError(
             "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
         )
@@ -513,9 +344,11 @@ def _check_counted(trained: Tensor, counted: Tensor) -> None:
 def _count_units(
     table: Tensor, held: Tensor, tokens: Tensor, *, with_prompts: bool, divisor: float | None, live_only: bool = False
 ) -> StepCounts:
+    """Over the samples with tokens >= 0; `held`: keys of the samples for which units' tokens are asked, 0 where there is no such unit."""
     rollouts, prompts = held.t().contiguous()
-    num_rollouts, per_rollout = _totals(table[:, _ROLLOUT], tokens, rollouts, live_only)
-    num_prompts, per_prompt = _totals(table[:, _PROMPT], tokens, prompts, live_only) if with_prompts else (None, None)
+    table, tokens = table[tokens >= 0], tokens[tokens >= 0]
+    num_rollouts, per_rollout = _totals(table[:, ROLLOUT], tokens, rollouts, live_only)
+    num_prompts, per_prompt = _totals(table[:, PROMPT], tokens, prompts, live_only) if with_prompts else (None, None)
     return StepCounts(
         tokens_per_rollout=per_rollout,
         tokens_per_prompt=per_prompt,
@@ -531,7 +364,11 @@ def _totals(keys: Tensor, tokens: Tensor, held: Tensor, live_only: bool) -> tupl
     """Number of distinct units (`live_only`: with a counted token), and the tokens of the units that are held here."""
     units, inverse = torch.unique(keys, return_inverse=True)
     totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
-    return int((totals > 0).sum()) if live_only else len(units), totals[torch.searchsorted(units, held)]
+    number = int((totals > 0).sum()) if live_only else len(units)
+    if not len(units):
+        return 0, torch.zeros_like(held)
+    place = torch.searchsorted(units, held).clamp(max=len(units) - 1)
+    return number, torch.where(units[place] == held, totals[place], 0)
 
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:

@@ -2,13 +2,15 @@
 
 import os
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.streams import AS_POLICY, SHORTHANDS
 from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
+from megatron_pg.flags.streams import has_policy, own_tokens, streams_of
 from megatron_pg.kernels import LossTerms
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
@@ -16,7 +18,8 @@ from megatron_pg.objectives.corrections import NONE as NO_CORRECTION
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.objectives.custom import custom_objective_of
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
-from megatron_pg.step.plan import PlanRule
+from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.step.table import PlanRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,8 @@ class LossSettings:
     terms: LossTerms
     correction: Correction = NO_CORRECTION
     denominator: str = "scheduled"  # what the policy term's denominators count
-    aux_aggregation: str = "default"  # or "policy": the KL and entropy terms take the policy term's
+    has_policy: bool = True  # whether the objective is in the loss
+    streams_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
     impl: str  # of log-probabilities and loss
@@ -56,9 +60,7 @@ class LossSettings:
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **objective_numbers(args)),
             opsm_anchor=anchor,
             opsm_threshold=correction.high if anchor else None,
-            kl_coef=args.pg_kl_coef,
-            kl_estimator=args.pg_kl_estimator,
-            entropy_coef=args.pg_entropy_coef,
+            streams=streams_of(args),
             grad_divisor=args.pg_grad_divisor,
         )
         return cls(
@@ -69,7 +71,8 @@ class LossSettings:
             terms=terms,
             correction=correction,
             denominator=args.pg_denominator,
-            aux_aggregation=args.pg_aux_aggregation,
+            has_policy=has_policy(args),
+            streams_of_samples=own_tokens(args),
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
             float32_logits=args.fp32_lm_head,
@@ -78,25 +81,45 @@ class LossSettings:
             impl=_available(args.pg_kernel),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
-            metrics=Reduction(args.pg_metrics, features_of(terms, correction, depths), terms.objective.reported),
+            metrics=metrics_of(args.pg_metrics, terms, correction, depths),
         )
+
+    @property
+    def policy(self) -> tuple[str, ...]:
+        """The streams whose tokens the objective trains: its own, or none."""
+        return (POLICY,) if self.has_policy else ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The streams whose tokens are trained."""
+        return tuple(dict.fromkeys((*self.policy, *(stream.tokens for stream in self.terms.streams))))
 
     @property
     def plan_rule(self) -> PlanRule:
         """What a step is planned for; for a custom reducer only N_r and T are counted."""
         step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
-        has_auxiliary = self.terms.kl_coef != 0 or self.terms.entropy_coef != 0
-        same = self.reducer is None and self.denominator != "kept" and self.aggregation == step_mean
+        is_policys = self.reducer is None and self.denominator != "kept" and self.has_policy
+        same = [
+            s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
+            for s in self.terms.streams
+        ]
         return PlanRule(
             aggregation=self.aggregation if self.reducer is None else step_mean,
             divisor=self.divisor,
             denominator=self.denominator,
-            auxiliary_aggregation=step_mean
-            if has_auxiliary and self.aux_aggregation != "policy" and not same
-            else None,
+            policy=self.policy,
+            streams=tuple(
+                replace(stream, aggregation=AS_POLICY) if is_policys and same else stream
+                for stream, same in zip(self.terms.streams, same, strict=True)
+            ),
             depths=self.mtp_depths,
             depth_aggregation=self.aggregation if self.mtp_aggregation == "policy" else STEP_MEANS[True],
         )
+
+
+def metrics_of(level: str, terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> Reduction:
+    """The metrics of a loss."""
+    return Reduction(level, features_of(terms, correction, mtp_depths), terms.objective.reported, terms.streams)
 
 
 def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> frozenset[str]:
@@ -105,9 +128,8 @@ def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -
         "clip": terms.objective.outside is not None,
         "sequence": terms.objective.reads_sequences,
         "correction": correction.name != "none",
-        "kl": terms.kl_coef != 0,
-        "entropy": terms.entropy_coef != 0,
-        "auxiliary": terms.kl_coef != 0 or terms.entropy_coef != 0,
+        **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
+        "streams": bool(terms.streams),
         "mtp": mtp_depths > 0,
     }
     return frozenset(name for name, present in features.items() if present)

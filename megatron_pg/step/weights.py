@@ -1,13 +1,19 @@
 """From counts to weights: what each response token of a micro-batch weighs in the terms of the loss."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
 from megatron_pg.reducers.custom import reducer_weights
+from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
 
@@ -20,11 +26,13 @@ class TokenFactors:
     corrections: Tensor | None  # float64, factor on the policy term; None: data do not decide, or there is none
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
 
-    def kept_per_sample(self, batch: PackedBatch) -> list[int]:
-        """Trained tokens of each sample that no correction rejects."""
+    def kept_per_sample(self, batch: PackedBatch, streams: Sequence[str] = (POLICY,)) -> list[int]:
+        """Tokens of each sample that one of the streams trains and no correction rejects; -1 where it is of none of them."""
+        trained = batch.tokens_of(*streams)
         if self.kept is None:
-            return batch.tokens_per_sample
-        return [int(part.sum()) for part in self.kept.split([sample.response_length for sample in batch.samples])]
+            return trained
+        kept = self.kept.split([sample.response_length for sample in batch.samples])
+        return [n if n < 0 else int(part.sum()) for part, n in zip(kept, trained, strict=True)]
 
 
 def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
@@ -34,10 +42,14 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
         ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective that has one per
             sequence, or the reducer weighs its tokens unevenly under an objective that has one loss per sequence.
     """
+    check_streams(batch.samples, settings)
     _check_fields(batch, settings)
-    reducer = _reducer_weights(batch, settings)
-    corrected = correction_factors(batch.samples, settings.correction)
-    corrections, kept = (None, None) if corrected is None else corrected
+    members = [sample for sample in batch.samples if POLICY in settings.policy and sample.stream == POLICY]
+    if settings.terms.objective.has_one_advantage_per_sequence:
+        _check_advantages(members, settings.terms.objective.name)
+    reducer = _whole(_reducer_weights(members, settings), batch, members)
+    corrected = correction_factors(members, settings.correction)
+    corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
     return TokenFactors(
         reducer=reducer,
         corrections=corrections,
@@ -45,24 +57,43 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     )
 
 
+def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample]) -> Tensor | None:
+    """[sum of R] of all samples from those of the members, one after the other; 0 for the others."""
+    if values is None or len(members) == len(batch.samples):
+        return values
+    parts = iter(values.split([sample.response_length for sample in members]))
+    is_member = {id(sample) for sample in members}
+    nothing = partial(torch.zeros, dtype=values.dtype)
+    found = [next(parts) if id(s) in is_member else nothing(s.response_length) for s in batch.samples]
+    return torch.cat([nothing(0), *found])
+
+
 def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
-    needs = {}
-    if settings.terms.kl_coef:
-        needs["ref_logprobs"] = f"--pg-kl-coef {settings.terms.kl_coef:g}"
+    """What a loss reads is there, and finite, wherever it has tokens."""
+    needs: list[tuple[str, str, str]] = []  # stream of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
-        needs[field] = f"--pg-correction {settings.correction.name}"
-    for name, flag in needs.items():
+        needs += [(stream, field, f"--pg-correction {settings.correction.name}") for stream in settings.policy]
+    for stream in settings.terms.streams:
+        needs += [(stream.tokens, field, _asked_by(stream)) for field in stream.reads]
+    for stream_name, name, flag in needs:
         for sample in batch.samples:
-            if getattr(sample, name) is None:
+            if (mask := sample.mask_of(stream_name)) is None:
+                continue
+            values = getattr(sample, name)
+            if values is None:
                 raise ValueError(
                     f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
                 )
-    if settings.terms.objective.has_one_advantage_per_sequence:
-        _check_advantages(batch, settings.terms.objective.name)
+            if (bad := mask & ~torch.isfinite(values)).any():
+                k = int(bad.nonzero()[0])
+                raise ValueError(
+                    f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} reads, so the loss "
+                    "would not be finite. Take the token out of the mask, or repair the value."
+                )
 
 
-def _check_advantages(batch: PackedBatch, objective: str) -> None:
-    for sample in batch.samples:
+def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
+    for sample in samples:
         trained = sample.advantages[sample.loss_mask]
         if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
             raise ValueError(
@@ -71,19 +102,33 @@ def _check_advantages(batch: PackedBatch, objective: str) -> None:
             )
 
 
-def _reducer_weights(batch: PackedBatch, settings: LossSettings) -> Tensor | None:
+def _asked_by(stream: Stream) -> str:
+    return f"{stream.flag} {stream.weight:g}" if stream.name in SHORTHANDS else stream.flag
+
+
+def check_streams(samples: Sequence[Sample], settings: LossSettings) -> None:
+    """Refuse tokens of a stream that is not declared: they would silently train nothing."""
+    for sample in samples:
+        if unknown := sorted({sample.stream, *sample.masks} - settings.streams_of_samples):
+            raise ValueError(
+                f"sample {sample.sample_id} has tokens of the stream {unknown[0]}, which no flag declares, so nothing would be learned from "
+                f"them. Add --pg-stream {unknown[0]}:ce or another kind ({unknown[0]}:ce,weight=0 leaves them out), or rename the stream."
+            )
+
+
+def _reducer_weights(samples: Sequence[Sample], settings: LossSettings) -> Tensor | None:
     if settings.reducer is None:
         return None
     weights = reducer_weights(
         settings.reducer,
-        [len(sample.tokens) for sample in batch.samples],
-        [sample.loss_mask for sample in batch.samples],
+        [len(sample.tokens) for sample in samples],
+        [sample.loss_mask for sample in samples],
         calculate_per_token_loss=settings.per_token,
     )
     objective = settings.terms.objective
     if objective.has_one_loss_per_sequence:
-        parts = weights.split([sample.response_length for sample in batch.samples])
-        for sample, part in zip(batch.samples, parts, strict=True):
+        parts = weights.split([sample.response_length for sample in samples])
+        for sample, part in zip(samples, parts, strict=True):
             trained = part[sample.loss_mask]
             if len(trained) and trained.max() - trained.min() > 1e-6 * trained.abs().max():
                 raise ValueError(
@@ -96,7 +141,7 @@ def _reducer_weights(batch: PackedBatch, settings: LossSettings) -> Tensor | Non
 def token_weights(
     batch: PackedBatch, plan: StepPlan, first_sample: int, *, factors: TokenFactors, settings: LossSettings
 ) -> dict[str, Tensor | None]:
-    """[sum of R] float64 each, 0 where masked: what the step adds to a micro-batch's fields, by its name in `TokenFields`.
+    """[sum of R] each: what the step adds to a micro-batch's fields, by its name in `TokenFields.per_token`; weights are 0 where masked.
 
     Args:
         batch: the micro-batch.
@@ -105,26 +150,31 @@ def token_weights(
         factors: `token_factors` of the micro-batch.
         settings: the loss settings.
     """
-
-    def weights(denominators: Tensor) -> Tensor:
-        return batch.loss_mask / _per_token(batch, denominators, first_sample)
-
+    policy = batch.mask_of(*settings.policy)
     if factors.reducer is None:
-        of_policy = weights(plan.denominators)
+        weights = policy / _per_token(batch, plan.denominators, first_sample)
     else:
-        of_policy = factors.reducer / (plan.num_tokens if settings.per_token else plan.num_rollouts)
-    auxiliary = plan.auxiliary_denominators
-    return {
-        "weights": of_policy,
-        "auxiliary_weights": None if auxiliary is None else weights(auxiliary),
-        "corrections": factors.corrections,
-    }
+        weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
+    found = {"weights": weights, "corrections": factors.corrections}
+    if settings.trained != settings.policy:
+        found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
+    for name in settings.terms.reads:
+        if batch.optional_values(name) is None:  # other micro-batches have it
+            found[name] = batch.response_values(name)
+    for stream in settings.terms.streams:
+        if stream.tokens not in settings.policy:
+            found[f"{stream.name}.mask"] = batch.mask_of(stream.tokens)
+        if (denominators := plan.streams[stream.name].denominators) is not None:
+            found[f"{stream.name}.weights"] = batch.mask_of(stream.tokens) / _per_token(
+                batch, denominators, first_sample
+            )
+    return found
 
 
-def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int) -> list[Tensor]:
+def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int, *, settings: LossSettings) -> list[Tensor]:
     """[sum of R] float64 for each of the N depths of multi-token prediction: mask / (N d), of tokens that the depth can predict."""
-    depths = plan.depth_denominators
-    return [batch.loss_mask / (len(depths) * _per_token(batch, each, first_sample)) for each in depths]
+    depths, mask = plan.depth_denominators, batch.mask_of(*settings.trained)
+    return [mask / (len(depths) * _per_token(batch, each, first_sample)) for each in depths]
 
 
 def _per_token(batch: PackedBatch, denominators: Tensor, first_sample: int) -> Tensor:

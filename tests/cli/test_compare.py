@@ -178,10 +178,11 @@ def refusal_of(read, path: Path) -> tuple[object, str | None]:
 def same_digest(path: Path) -> None:
     """The digest is what `read_rollouts` reads, or both refuse the file in the same words."""
     samples, expected = refusal_of(read_rollouts, path)
-    found, refusal = refusal_of(digest_rollouts, path)
+    digest, refusal = refusal_of(digest_rollouts, path)
     assert refusal == expected
     if expected is not None:
         return
+    found, _ = digest
     assert [(row.step, row.prompt_id, row.rollout_id) for row in found] == [
         (s.step, s.prompt_id, s.rollout_id) for s in samples
     ]
@@ -189,6 +190,28 @@ def same_digest(path: Path) -> None:
     trained = [s.advantages[s.loss_mask].tolist() for s in samples]
     assert [row.advantage for row in found] == pytest.approx([math.fsum(values) for values in trained])
     assert [row.magnitude for row in found] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
+
+
+def test_streams_are_counted_and_the_objective_is_compared_alone(tmp_path, capsys):
+    supervised = {k: v for k, v in RECORD.items() if k not in ("old_logprobs", "advantage", "reward")}
+    lines = [
+        RECORD | {"masks": {"echo": [0, 1]}},
+        supervised | {"rollout_id": 7, "stream": "sft", "loss_mask": [1, 1]},
+        supervised | {"rollout_id": 8, "stream": "sft", "loss_mask": [1, 1]},
+    ]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines]))
+    assert main(["compare", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["samples"], document["trained_tokens"]) == (1, 1)
+    counted = [(s["stream"], s["samples"], s["rollouts"], s["trained_tokens"]) for s in document["streams"]]
+    assert counted == [("rl", 1, 1, 1), ("echo", 1, 1, 1), ("sft", 2, 2, 4)]
+    assert main(["compare", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "the objective is scaled by its share, 16.7%" in shown
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines[1:]]))
+    assert main(["compare", str(path)]) != 0
+    assert "no sample is of the objective's stream, rl" in capsys.readouterr().err
 
 
 UNUSUAL = [  # good lines

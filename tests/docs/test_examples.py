@@ -115,7 +115,7 @@ def refusals(folder, full):
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
         "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
+        "             num_experts=None, teacher=None, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
         "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
         "for wrong in (dict(pg_vocab_size=11), dict(fp8='hybrid'), scaled):\n"
         "    try:\n"

@@ -1,5 +1,8 @@
 """The papers' claims, as `make papers` shows them, at sizes that run in seconds."""
 
+from pathlib import Path
+
+import distillation_gradients
 import geometric
 import group_size
 import head_precision
@@ -70,6 +73,21 @@ def test_which_kl_estimators_have_the_right_gradient():
     assert (k2.value_bias, absolute.value_bias) == pytest.approx((-0.0147, 0.4450), abs=5e-5)
 
 
+def test_which_forms_of_distillation_have_the_teacher_in_their_gradient():
+    found = {row.form.partition(":")[0]: row for row in distillation_gradients.measure()}
+    zero, one = pytest.approx(0, abs=1e-12), pytest.approx(1, abs=1e-12)
+    for right in ("k1_weighted", "k3_weighted", "advantage of the policy"):
+        assert (found[right].on_policy, found[right].off_policy, found[right].teacher) == (zero, zero, one)
+    for without in ("k1", "one advantage for every token"):
+        assert found[without].teacher == zero
+    assert found["k2"].on_policy == zero
+    stale = found["advantage of the sampler"]
+    assert (stale.on_policy, stale.off_policy) == (zero, pytest.approx(0.443, abs=5e-4))
+    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text(encoding="utf-8")
+    for row in distillation_gradients.cells(distillation_gradients.measure()):
+        assert "| " + " | ".join(row) + " |" in page
+
+
 @pytest.mark.parametrize(
     ("demonstration", "sizes", "words"),
     [
@@ -77,6 +95,7 @@ def test_which_kl_estimators_have_the_right_gradient():
         (group_size, {"responses": 6_400}, ["0.906", "± 0.0"]),
         (head_precision, {"tokens": 64}, ["bfloat16 log-probs"]),
         (kl_gradients, {}, ["0.3080"]),
+        (distillation_gradients, {}, ["k3_weighted", "0.443"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -43,7 +43,8 @@ def compile_all(names: list[str]) -> None:
         constants |= {"ROW": getattr(rows, objective), "KL": getattr(rows, estimator, None), "BONUS": bool(estimator)}
         kernel = one_launch.one_launch_kernel
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1"}
-        fields = ["old_logprobs", "advantages", "weights", "ref_logprobs", "other_weights", "results"]
+        fields = ["old_logprobs", "advantages", "weights", "other_logprobs", "results"]
+        fields += ["kl_weights", "bonus_weights"]
         types |= dict.fromkeys(fields, "*fp32")
         types |= dict.fromkeys(["rows", "columns", "logits_stride", "gradients_stride", "zero"], "i32")
         signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in kernel.arg_names}

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from rank_model import VOCABULARY, WIDTH
 from samples import make_sample
+from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import pack
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
@@ -35,12 +37,19 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
     if fault == "columns":
         return dataclasses.replace(loss, vocab_size=VOCABULARY + 1)
     if fault == "noref":
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, kl_coef=0.1, kl_estimator="k3"))
+        return dataclasses.replace(
+            loss, terms=dataclasses.replace(loss.terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
+        )
+    if fault == "noteacher":
+        teacher = Stream(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
     if fault == "norollout":
         return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
     if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
         gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, objective=gspo, entropy_coef=0.1))
+        return dataclasses.replace(
+            loss, terms=dataclasses.replace(loss.terms, objective=gspo, streams=kl_and_entropy(entropy_coef=0.1))
+        )
     return loss
 
 
@@ -281,6 +290,7 @@ OWN = {
     "pg_kl_estimator": (None, "k3"),
     "pg_entropy_coef": (0.0, 0.1),
     "pg_aux_aggregation": ("default", "policy"),
+    "pg_stream": (None, ["sft:ce"]),
     "pg_mtp_aggregation": ("token_mean", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
     "docs_per_step": (0, 8),

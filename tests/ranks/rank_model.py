@@ -50,6 +50,7 @@ OPTIONS = (
         "own",
         "apart",
         "pieces",
+        "streams",
     ),
     *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
 )

@@ -35,12 +35,15 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from rank_model import EXPERTS, LAYERS, LOSSES, OPTIONS, VOCABULARY, WIDTH, Layout
 from routing_replay import MegatronReplay, chosen_experts
 from samples import random_step
+from stream_terms import kl_and_entropy
 from torch.distributed import distributed_c10d
 
 from megatron_pg.batch import cut_over_ranks, pack
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.settings import LossSettings
@@ -81,6 +84,8 @@ class Case:
 def samples(options: frozenset[str] = frozenset()):
     """The one step that every case trains on; with `replay` each token has experts at random, another choice in every layer."""
     step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
+    if "streams" in options:
+        return [mixed(sample, number) for number, sample in enumerate(step)]
     if "replay" not in options:
         return step
     chosen = [[[rng.sample(range(EXPERTS), 2) for _ in range(LAYERS)] for _ in each.tokens[1:]] for each in step]
@@ -90,13 +95,31 @@ def samples(options: frozenset[str] = frozenset()):
     ]
 
 
+STREAMS = (
+    *kl_and_entropy(entropy_coef=0.05, aggregation="sample_mean"),
+    Stream(name="sft", kind="ce", weight=0.3, aggregation="token_mean"),
+    Stream(name="echo", kind="ce", weight=0.05, aggregation="constant", divisor=9.0),
+    Stream(name="teacher", kind="opd", weight=0.5, aggregation="prompt_mean", on="rl", estimator="k3_weighted"),
+)
+
+
+def mixed(sample: Sample, number: int) -> Sample:
+    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further tokens of `echo`."""
+    if number % 3 == 2:
+        return replace(sample, stream="sft", old_logprobs=None, advantages=None)
+    teacher = torch.where(sample.loss_mask, 0.5 * sample.old_logprobs - 1.0, torch.nan)
+    return replace(sample, teacher_logprobs=teacher, masks={"echo": ~sample.loss_mask} if number % 3 else {})
+
+
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
+    streams = STREAMS if "streams" in options else ()
     return LossSettings(
+        streams_of_samples=frozenset({"rl", "sft", "echo"}),
         aggregation=aggregation,
         divisor=DIVISOR if aggregation == "constant" else None,
         reducer=None,
         per_token=aggregation == "token_mean",
-        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)),
+        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28), streams=streams),
         temperature=1.0,
         impl="torch",
         float32_logits="fp32" in options,
@@ -111,7 +134,9 @@ def parts_of(case: Case) -> list[list]:
     """This data-parallel rank's samples in two micro-batches, four in a pipeline (one process: everything in one)."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     if case.is_router_alone:
-        idle = [replace(sample, advantages=torch.zeros_like(sample.advantages)) for sample in samples()]
+        idle = [
+            replace(sample, advantages=torch.zeros_like(sample.advantages)) for sample in samples(case.layout.options)
+        ]
         parts = [idle[k::PARTS] for k in range(PARTS)]
         return parts[rank::size] if case.part is None else [parts[case.part]]
     every = samples(case.layout.options)
@@ -130,7 +155,9 @@ def dynamic_batches(case: Case) -> list:
     plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
     shape = {"num_microbatches": 4, "rank": plane.rank(), "num_ranks": plane.size()}
     multiple = case.layout.sizes["tp"] if case.layout.sequence_parallel else 1
-    return cut_over_ranks(samples(), **shape, max_tokens=16, attention_length=8.0, multiple_of=multiple)
+    return cut_over_ranks(
+        samples(case.layout.options), **shape, max_tokens=16, attention_length=8.0, multiple_of=multiple
+    )
 
 
 def shared_documents() -> SharedDocumentAccumulator:
@@ -148,7 +175,7 @@ def shared_documents() -> SharedDocumentAccumulator:
 def groups_of(case: Case) -> list[list]:
     """This data-parallel rank's documents: every second prompt group, or all of them; under dynamic_cp all."""
     groups: dict[int, list] = {}
-    for sample in samples():
+    for sample in samples(case.layout.options):
         groups.setdefault(sample.prompt_id, []).append(sample)
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     if "dynamic" in case.layout.options:
@@ -169,13 +196,15 @@ def documents_of(case: Case) -> DocumentAccumulator | SharedDocumentAccumulator:
         multiple_of=sizes["tp"] * sizes["cp"] if case.layout.sequence_parallel and is_thd else 1,
         is_static=sizes["pp"] > 1,
     )
-    rule = StepRule(num_documents=len(samples()) + (case.fault == "short"), policy="exact", end="stop")
+    rule = StepRule(
+        num_documents=len(samples(case.layout.options)) + (case.fault == "short"), policy="exact", end="stop"
+    )
     position = Position(0, (0,) * parallel_state.get_data_parallel_world_size())
     return DocumentAccumulator(rule=rule, packing=packing, position=position)
 
 
 def pack_parts(layout: Layout, parts: list[list]) -> list:
-    cp_size, total = layout.sizes["cp"], len(samples())
+    cp_size, total = layout.sizes["cp"], len(samples(layout.options))
     if (
         layout.options & LOSSES.keys()
     ):  # the router sees padding, so every layout has that of two context-parallel ranks
@@ -264,10 +293,10 @@ def run_case(case: Case, out: Path) -> None:
 
 def rows_of(case: Case) -> int:
     if case.is_router_alone:
-        return 1 if case.layout.qkv_format == "thd" else -(-len(samples()) // PARTS)
+        return 1 if case.layout.qkv_format == "thd" else -(-len(samples(case.layout.options)) // PARTS)
     if case.layout.qkv_format == "thd":
         return 1
-    return 3 if case.takes_documents else len(samples()) // 2 + 1
+    return 3 if case.takes_documents else len(samples(case.layout.options)) // 2 + 1
 
 
 def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:

@@ -9,6 +9,8 @@ import launches
 import pytest
 from processes import beside_each_other, records
 
+from megatron_pg import read_rollouts
+
 SHORT = example_runs.words_of(
     {"warm-up-iters": 1, "train-iters": 5, "exact-match-interval": 2, "progress-interval": 1, "lr-warmup-iters": 1}
 )
@@ -54,12 +56,48 @@ def of_shared_experts(folder, full):
 
 
 @launches.launch
+def taught(folder, full):
+    """A run that saves its policy, and one that begins with it and has it as its teacher."""
+    saved = str(folder / "teacher" / "saved")
+    launch(folder / "teacher", "--save", saved, "--save-interval", "2", "--train-iters", "2")
+    begins = [
+        "--load",
+        saved,
+        "--finetune",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--warm-up-iters",
+        "0",
+        "--train-iters",
+        "2",
+    ]
+    streams = ["--pg-stream", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
+    return launch(folder / "student", *begins, *streams, "--teacher", saved)
+
+
+@launches.launch
 def dry(folder, full):
     """Runs that stop before the model is built: asked for by the flag, by the environment, and unclearly."""
     flag = example_runs.launch(folder / "flag", *SHORT, "--pg-dry-run", "--loss-aggregation", "token_mean", ranks=2)
     environment = example_runs.launch(folder / "environment", *SHORT, ranks=1, MEGATRON_PG_DRY_RUN="1")
     unclear = example_runs.launch(folder / "unclear", *SHORT, ranks=1, check=False, MEGATRON_PG_DRY_RUN="yes")
     return folder, flag, environment, unclear
+
+
+def test_a_student_that_begins_as_its_teacher_leaves_it_by_the_objective(taught):
+    first, second = records(taught / "metrics.jsonl")
+    assert first["teacher/num_tokens"] == first["num_tokens"]
+    assert first["teacher/weight"] == pytest.approx(1.0)
+    assert abs(first["teacher/mean"]) < 1e-9  # e^-x - 1 + x of roundings
+    assert first["loss"] == pytest.approx(first["pg_loss"] + 0.5 * first["teacher/loss"])
+    assert second["teacher/mean"] > 1e-6
+    rollouts = read_rollouts(taught / "rollouts.jsonl")
+    assert all(sample.teacher_logprobs is not None for sample in rollouts)
+    gaps = [(sample.teacher_logprobs - sample.old_logprobs).abs().max() for sample in rollouts if sample.step == 0]
+    assert max(gaps) < 1e-5
+    assert "teacher       + 0.5 Σ v·(KL(π‖π_teacher)) by k3_weighted" in (taught / "printed").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_dry_run_says_what_is_in_force_and_builds_nothing(dry):

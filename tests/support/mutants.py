@@ -15,6 +15,7 @@ from simulation import Layout
 import megatron_pg.kernels.api
 import megatron_pg.kernels.logprobs
 import megatron_pg.step.plan
+import megatron_pg.step.table
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
@@ -95,8 +96,8 @@ def an_empty_microbatch_counts_as_one_token():
 
 @mutant
 def a_sample_without_trained_tokens_counts_as_one_token():
-    original = megatron_pg.step.plan._counts
-    with mock.patch.object(megatron_pg.step.plan, "_counts", lambda values: original(values).clamp(min=1)):
+    original = megatron_pg.step.table._tokens_of
+    with mock.patch.object(megatron_pg.step.table, "_tokens_of", lambda *a: original(*a).clamp(min=1)):
         yield
 
 
@@ -431,19 +432,23 @@ def temperatures_of_sapo_swapped():
 @objective_mutant("grpo")
 def kl_and_entropy_with_the_weights_of_the_policy_term():
     original = simulation.token_weights
-    without = {"auxiliary_weights": None}
-    with mock.patch.object(simulation, "token_weights", lambda *a, **rest: original(*a, **rest) | without):
+
+    def mutated(*positional, **rest):
+        return {name: v for name, v in original(*positional, **rest).items() if "." not in name}
+
+    with mock.patch.object(simulation, "token_weights", mutated):
         yield
 
 
 @objective_mutant("reinforce")
 def correction_multiplies_the_kl_term_too():
-    original = TokenFields.term_weights.fget
+    original = TokenFields.of_stream
 
-    def mutated(self):
-        return original(self) if self.corrections is None else original(self) * self.corrections
+    def mutated(self, name):
+        own = original(self, name)
+        return own if self.corrections is None else dataclasses.replace(own, weights=own.weights * self.corrections)
 
-    with mock.patch.object(TokenFields, "term_weights", property(mutated)):
+    with mock.patch.object(TokenFields, "of_stream", mutated):
         yield
 
 

@@ -13,9 +13,10 @@ import torch
 from compare import gradient_error, scalar_error
 from samples import divisor_of, random_step
 from simulation import Layout, Outcome, Step
+from stream_terms import kl_and_entropy
 from torch import Tensor
 
-from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms
@@ -188,9 +189,12 @@ def settings_of(expected: oracle.Settings) -> LossSettings:
         objective=objective_of(expected.objective, **numbers),
         opsm_anchor="rollout_logprobs" if is_opsm else None,
         opsm_threshold=expected.correction_high if is_opsm else None,
-        kl_coef=expected.kl_coef,
-        kl_estimator=expected.kl_estimator,
-        entropy_coef=expected.entropy_coef,
+        streams=kl_and_entropy(
+            kl_coef=expected.kl_coef,
+            kl_estimator=expected.kl_estimator,
+            entropy_coef=expected.entropy_coef,
+            aggregation="policy" if expected.aux_aggregation == "policy" else STEP_MEANS[expected.per_token],
+        ),
         grad_divisor=expected.grad_divisor,
     )
     low, high = expected.bounds
@@ -202,5 +206,4 @@ def settings_of(expected: oracle.Settings) -> LossSettings:
         terms=terms,
         correction=Correction(name=expected.correction, low=low, high=high),
         denominator=expected.denominator,
-        aux_aggregation=expected.aux_aggregation,
     )

@@ -41,14 +41,14 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def _compute(k: SimpleNamespace) -> None:
     """What `one_launch.one_launch_kernel` does to `results` and `gradients`, of what it would read."""
-    fields = k.targets, k.old_logprobs, k.advantages, k.weights, k.ref_logprobs, k.other_weights, k.mask
+    fields = k.targets, k.old_logprobs, k.advantages, k.weights, k.other_logprobs, k.kl_weights, k.bonus_weights, k.mask
     assert all(values.shape == (k.rows,) and values.is_contiguous() for values in fields)
     assert (k.targets.dtype, k.mask.dtype, k.results.dtype) == (torch.int64, torch.bool, torch.float32)
     assert (k.results.shape, k.zero) == ((5 + (k.KL is not None), k.rows), 0)
     assert (k.logits_stride, k.gradients_stride) == (k.logits.stride(0), k.gradients.stride(0))
     assert k.ENTROPY or not k.BONUS
     targets = k.targets[k.mask]
-    old, advantages, weights, ref, others = (values[k.mask].float() for values in fields[1:6])
+    old, advantages, weights, other, kl_weights, bonus_weights = (values[k.mask].float() for values in fields[1:7])
     log_p = (k.logits[k.mask, : k.columns].float() * (k.c * math.log(2))).log_softmax(1)
     exists = (targets >= 0) & (targets < k.columns)
     at = torch.where(exists, targets, 0)[:, None]
@@ -58,17 +58,17 @@ def _compute(k: SimpleNamespace) -> None:
     loss, slope = weights * policy, weights * slope
     results = [policy, loss, logprobs, logprobs - old, entropy if k.ENTROPY else torch.zeros_like(entropy)]
     if k.KL is not None:
-        kl, kl_slope = row_in_torch(k.KL, torch.float32)(logprobs, old, ref)
-        results[1], slope = loss + k.kl_coef * others * kl, slope + k.kl_coef * others * kl_slope
+        kl, kl_slope = row_in_torch(k.KL, torch.float32)(logprobs, old, other)
+        results[1], slope = loss + k.kl_coef * kl_weights * kl, slope + k.kl_coef * kl_weights * kl_slope
         results.append(kl)
     if k.BONUS:
-        results[1] = results[1] - k.entropy_coef * others * entropy
+        results[1] = results[1] - k.entropy_coef * bonus_weights * entropy
     k.results.zero_()
     k.results[:, k.mask] = torch.stack(results)
     slope = slope[:, None] * k.grad_scale
     gradient = (-slope * log_p.exp()).scatter_add_(1, at, slope)
     if k.BONUS:
-        bonus = k.entropy_coef * others * k.grad_scale
+        bonus = k.entropy_coef * bonus_weights * k.grad_scale
         gradient += bonus[:, None] * torch.where(log_p > -math.inf, log_p.exp() * (log_p + entropy[:, None]), 0)
     k.gradients[:, : k.columns] = 0
     k.gradients[k.mask, : k.columns] = gradient.to(k.gradients.dtype)

@@ -27,6 +27,8 @@ FAST = [
     *("tp2-constant-fp32-dist-overlap", "dp2-sample_mean-recompute-tied-dist-overlap"),
     *("cp2t-sample_mean-gspo-recompute", "tp2s-constant-gspo-recompute"),
     *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
+    *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
+    *("tp2s-prompt_mean-fused-streams", "dp2t-constant-docs-streams"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
@@ -66,6 +68,12 @@ GSPO = [
     for mode in MODES
     for head in ("", "-recompute")
 ]
+STREAMS = [
+    f"{layout}-{mode}-streams{head}"
+    for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
+    for mode in MODES
+    for head in ("", "-fused", "-recompute")
+]
 EXPERTS = [
     f"ep2{kind}-{mode}-experts{option}" for kind in ("", "t") for mode in MODES for option in ("", "-dist-overlap")
 ]
@@ -79,6 +87,7 @@ REPLAYED_FULL = [
 ]
 FULL = [
     *GSPO,
+    *STREAMS,
     *EXPERTS,
     *(f"cp2-{mode}-experts" for mode in MODES),
     *("-".join(parts) + option for parts in product(TWO, MODES) for option in [*OPTIONS, *HEADS]),
@@ -95,7 +104,7 @@ FULL_4 += [
     for mode in MODES
     for option in ("", "-dist-overlap")
 ]
-REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts")]
+REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-streams")]
 ALIKE = REFERENCES[::5]  # every mode and every option once
 # mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in one
 # process for each, which is compared with loops over the samples.
@@ -141,8 +150,10 @@ MTP_REFERENCES = [
     for mode in MODES
     for option in ("-mtp", "-mtp2", "-mtp-own", "-mtp2-own", "-tied-mtp", "-tied-mtp2", "-experts-mtp")
 ]
+MTP_FULL += ["cp2t-token_mean-mtp-streams", "pp2-token_mean-mtp-fused-streams"]
 MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
 MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
+MTP_REFERENCES += ["dp1-token_mean-mtp-streams"]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
 MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
@@ -173,6 +184,7 @@ DYNAMIC_FULL = [
     for mode in MODES
     for option in ("", "-rope", "-rope-fused-dist-overlap", "-gspo", "-rope-activations")
 ]
+DYNAMIC_FULL += ["dp2t-constant-rope-dynamic-streams", "dp2t-constant-rope-dynamic-docs-streams"]
 DYNAMIC_4 = [
     f"{layout}-{mode}-rope{option}-dynamic"
     for layout in ("dp4t", "dp2cp2t", "dp2tp2ts")
@@ -180,6 +192,7 @@ DYNAMIC_4 = [
     for option in ("", "-recompute-dist-overlap")
 ]
 REFERENCES += [f"dp1-{mode}-rope" for mode in MODES]
+REFERENCES += ["dp1-constant-rope-streams"]
 # Megatron-FSDP, which shards everything (mfsdp), gradients and optimizer (mfsdp2), or the optimizer's state (mfsdp1)
 FSDP = [
     *("ep2-token_mean-experts-mfsdp", "ep2-constant-experts-mfsdp1"),
@@ -240,6 +253,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_kl_estimator",
         "pg_entropy_coef",
         "pg_aux_aggregation",
+        "pg_stream",
         "pg_mtp_aggregation",
         "pg_grad_divisor",
     ),
@@ -304,6 +318,7 @@ FAULTS = {
     "dp2-sample_mean-duplicate": "rollout '0/0' belongs to prompt groups",
     "dp2-constant-more": "rank 0 has 2 micro-batches, rank 1 has 3",
     "dp2-constant-noref": "rank 0: sample 0 has no ref_logprobs, which --pg-kl-coef 0.1 needs",
+    "dp2-constant-noteacher": "rank 0: sample 0 has no teacher_logprobs, which --pg-stream teacher:opd needs",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
     "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
@@ -322,7 +337,7 @@ def reference_of(case: str) -> str:
     words = case.split("-")
     options = [
         name
-        for name in ("tied", "gspo", "experts", "replay", "rope", "mtp", "mtp2", "own", "apart")
+        for name in ("tied", "gspo", "experts", "replay", "rope", "mtp", "mtp2", "own", "apart", "streams")
         if name in words[2:]
     ]
     predicts = {"mtp", "mtp2"}.intersection(options)

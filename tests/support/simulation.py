@@ -20,14 +20,14 @@ from torch import Tensor
 
 from megatron_pg.batch import PackedBatch, pack, slice_batch
 from megatron_pg.kernels import LossTerms
-from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import NONE, Correction
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.contract import Contract
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.plan import local_table_of, plan_from_table
-from megatron_pg.step.settings import LossSettings, features_of
+from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.settings import LossSettings, metrics_of
+from megatron_pg.step.table import local_table_of
 from megatron_pg.step.weights import token_factors, token_weights
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
@@ -86,7 +86,7 @@ def settings(
         correction=correction,
         temperature=temperature,
         impl="torch",
-        metrics=Reduction("with_entropy", features_of(terms, correction), terms.objective.reported),
+        metrics=metrics_of("with_entropy", terms, correction),
         **rest,
     )
 
@@ -139,7 +139,7 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
     factors = [token_factors(batch, loss) for batch in batches]
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch)]
+    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, loss.policy)]
     table = local_table_of(batches, loss.plan_rule, data_group, kept)
     plan = plan_from_table(table, loss.plan_rule, error=None, group=data_group)
     locals_, leaves, first = [], [], 0

@@ -484,6 +484,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_kl_estimator": None,
         "pg_entropy_coef": 0.0,
         "pg_aux_aggregation": "default",
+        "pg_stream": None,
         "pg_mtp_aggregation": "token_mean",
         "pg_grad_divisor": 1.0,
         "pg_metrics": "basic",

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from objective_parts import ESTIMATORS, build
+from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
+from megatron_pg.batch.fields import StreamFields
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.kernels.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
@@ -19,7 +21,7 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
-PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "auxiliary_weights", "ref_logprobs")
+PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs", "kl.weights", "entropy.weights")
 COUNT = 2 * BLOCK + 17
 LIMIT = 5e-6  # float32, of 1 + |what is expected|
 
@@ -42,10 +44,12 @@ def drawn(name: str, seed: int, **terms) -> tuple[PolicyLoss, torch.Tensor, torc
         advantages=advantages,
         weights=uniform(),
         corrections=2 * uniform(),
-        auxiliary_weights=uniform(),
+        streams={each: StreamFields(weights=uniform()) for each in ("kl", "entropy")},
         ref_logprobs=(logprobs - normal()).float().double(),
     )
-    loss, entropy = PolicyLoss(LossTerms(objective=build(name), **terms), fields), 3 * uniform()
+    streams = kl_and_entropy(**{key: value for key, value in terms.items() if key != "grad_divisor"})
+    how = LossTerms(objective=build(name), streams=streams, grad_divisor=terms.get("grad_divisor", 1.0))
+    loss, entropy = PolicyLoss(how, fields), 3 * uniform()
     near = [evaluated(loss, logprobs + step, entropy)[1] for step in (-1e-5, 1e-5)]
     steady = (near[0] - near[1]).abs() <= 1e-3 * (1 + near[0].abs())
     return PolicyLoss(loss.terms, replace(fields, mask=fields.mask & steady)), logprobs, entropy
@@ -61,10 +65,11 @@ def evaluated(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -
 def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple:
     """As kernels get it: float32, NaN in all fields of tokens that are not trained, whose log-probability and entropy are 0."""
     mask = loss.fields.mask
-    fields = {name: getattr(loss.fields, name).float().masked_fill(~mask, math.nan).to(DEVICE) for name in PER_TOKEN}
-    fields |= {"mask": mask.to(DEVICE), "targets": loss.fields.targets.to(DEVICE)}
+    known = loss.fields.per_token()
+    fields = {name: known[name].float().masked_fill(~mask, math.nan).to(DEVICE) for name in PER_TOKEN}
+    fields |= {"mask": mask.to(DEVICE), "targets": known["targets"].to(DEVICE)}
     values = (v.float().masked_fill(~mask, 0).to(DEVICE).requires_grad_() for v in (logprobs, entropy))
-    return PolicyLoss(loss.terms, replace(loss.fields, **fields)), *values
+    return PolicyLoss(loss.terms, TokenFields.of(fields)), *values
 
 
 def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -86,12 +91,13 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence):
             found = surrogate_loss(as_kernels, *leaves)
             gradients = torch.autograd.grad(found.loss, leaves, materialize_grads=True, allow_unused=True)
             pairs = [(gradients[0], by_logprob), (gradients[1], by_entropy), (found.log_ratios, expected.log_ratios)]
-            pairs += [(found.token_losses, expected.token_losses)] + [(found.kl, expected.kl)] * bool(kl)
-            assert (found.kl is None) == (expected.kl is None)
+            pairs.append((found.token_losses, expected.token_losses))
+            assert (found.stream_losses is None) == (expected.stream_losses is None)
+            further = [] if expected.stream_losses is None else [(found.stream_losses, expected.stream_losses)]
+            pairs += further
             errors += [worst(*pair) for pair in pairs]
-            size = sum(
-                float(values.detach().abs().sum()) for values in (expected.token_losses, *[expected.kl] * bool(kl))
-            )
+            terms = [expected.token_losses, *(values for _, values in further)]
+            size = sum(float(values.detach().abs().sum()) for values in terms)
             errors.append(abs(float(found.loss.detach()) - float(expected.loss.detach())) / (1 + size))
             again, slopes = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
             assert torch.equal(again.loss, found.loss.detach())
@@ -120,4 +126,4 @@ def test_no_token_at_all_is_a_loss_of_0():
     as_kernels, *leaves = poisoned(nothing, logprobs, entropy)
     found, slopes = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
     assert float(found.loss) == 0.0
-    assert not torch.stack([found.token_losses, found.kl, *slopes]).any()
+    assert not torch.stack([found.token_losses, *found.stream_losses, *slopes]).any()

@@ -12,6 +12,7 @@ import one_launch
 import pytest
 import threads
 import torch
+from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
@@ -544,7 +545,7 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
     if penalised:
-        terms = replace(terms, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01)
+        terms = replace(terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.01))
     token_fields = TokenFields(
         **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
         corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
@@ -589,9 +590,7 @@ def test_every_row_in_the_head_equals_torch(name, whole, monkeypatch):
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(
         objective=objective_of(name, **numbers),
-        kl_coef=0.1,
-        kl_estimator="k3_weighted",
-        entropy_coef=0.02,
+        streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.02),
         grad_divisor=2.0,
     )
     token_fields = TokenFields(
@@ -605,7 +604,7 @@ def test_every_row_in_the_head_equals_torch(name, whole, monkeypatch):
         vocabulary = Vocabulary.of(len(weight))
         out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, Head(impl=impl), grad_scale=3.0)
         (out.loss * 3).backward()
-        found.append([out.loss.detach(), out.token_losses, out.kl, hidden.grad, weight.grad])
+        found.append([out.loss.detach(), out.token_losses, out.stream_losses, hidden.grad, weight.grad])
     for ours, wanted in zip(*found, strict=True):
         assert worst(ours, wanted.double()) <= 2e-5
     assert bool(launches) == whole

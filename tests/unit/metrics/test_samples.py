@@ -11,7 +11,8 @@ from samples import make_sample
 from megatron_pg import pack
 from megatron_pg.metrics.samples import SampleFacts
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.plan import PlanRule, local_table_of, plan_from_table
+from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.table import PlanRule, local_table_of
 
 NAMES = (
     *("reward", "reward_std", "max_reward", "min_reward", "num_rewards", "zero_variance_fraction"),

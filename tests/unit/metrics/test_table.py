@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
@@ -20,7 +21,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
 FACTS = SampleFacts.of(encode_facts([]), *torch.zeros(2, 0, dtype=torch.int64))
 PLAN = SimpleNamespace(
-    num_tokens=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None, facts=FACTS
+    num_tokens=2, num_trained=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None, facts=FACTS
 )
 
 
@@ -32,9 +33,9 @@ def tokens(mask, *, terms: LossTerms = TERMS, **changes) -> TokenValues:
     known = {name: torch.full((size,), 0.5, dtype=torch.float64) for name in names}
     known["sample_weights"] = trained / max(int(trained.sum()), 1)
     known |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
-    of_result = ("token_losses", "logprobs", "log_ratios", "entropy", "kl", "sequence_log_ratios")
+    of_result = ("token_losses", "logprobs", "log_ratios", "entropy", "stream_losses", "sequence_log_ratios")
     result = {name: known.pop(name) for name in of_result if name in known}
-    fields = TokenFields(targets=torch.zeros(size, dtype=torch.int64), mask=trained, **known)
+    fields = TokenFields.of({"targets": torch.zeros(size, dtype=torch.int64), "mask": trained, **known})
     return TokenValues(fields, PolicyGradientLoss(torch.zeros(()), **result), terms)
 
 
@@ -89,7 +90,10 @@ def test_hand_worked_values(name, batch, expected):
     assert value(name, batch) == pytest.approx(expected, rel=1e-14)
 
 
-ALL = ("clip", "kl", "entropy", "auxiliary", "sequence", "correction")
+ALL = ("clip", "kl", "entropy", "streams", "sequence", "correction")
+KL_AND_ENTROPY = dataclasses.replace(TERMS, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01))
+OF_STREAMS = {"stream_losses": [[2.0, 4.0, 0.0], [-2.0, -4.0, 0.0]]}
+U = [0.5, 0.25, 0.0]
 
 
 def with_zeros(known: object, *names: str) -> object:
@@ -102,8 +106,8 @@ def with_zeros(known: object, *names: str) -> object:
 @pytest.mark.parametrize(
     ("name", "batch", "expected"),
     [
-        ("kl_loss", tokens([1, 1, 0], kl=[2.0, 4.0, 9.0], auxiliary_weights=[0.5, 0.25, 9.0]), 2.0),
-        ("entropy_loss", tokens([1, 1, 0], entropy=[2.0, 4.0, 9.0], auxiliary_weights=[0.5, 0.25, 9.0]), 2.0),
+        ("kl_loss", tokens([1, 1, 0], **OF_STREAMS, **{"kl.weights": U}), 2.0),
+        ("entropy_loss", tokens([1, 1, 0], **OF_STREAMS, **{"entropy.weights": U}), 2.0),
         ("segment_ratio_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 3.0),
         ("segment_ratio_squared_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 9.0),
         ("num_segments", tokens([1, 1, 0]), 1.0),
@@ -115,19 +119,23 @@ def with_zeros(known: object, *names: str) -> object:
 def test_hand_worked_values_of_further_terms(name, batch, expected):
     batch = dataclasses.replace(
         batch,
-        fields=with_zeros(batch.fields, "auxiliary_weights", "corrections"),
-        result=with_zeros(batch.result, "kl", "sequence_log_ratios"),
+        fields=with_zeros(batch.fields, "corrections"),
+        result=with_zeros(batch.result, "sequence_log_ratios"),
+        terms=KL_AND_ENTROPY,
     )
+    if batch.result.stream_losses is None:
+        losses = torch.zeros(2, len(batch.fields.mask), dtype=torch.float64)
+        batch = dataclasses.replace(batch, result=dataclasses.replace(batch.result, stream_losses=losses))
     assert value(name, batch, features=ALL) == pytest.approx(expected, rel=1e-14)
     assert value(name, batch) is None  # without the term
 
 
 def test_the_loss_is_the_sum_of_its_terms():
-    fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "kl": [1.0, 2.0], "entropy": [5.0, 6.0]}
-    terms = dataclasses.replace(TERMS, kl_coef=0.1, entropy_coef=0.01)
-    batch = tokens([1, 1], terms=terms, **fields, auxiliary_weights=[0.5, 0.25])
+    fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "stream_losses": [[1.0, 2.0], [-5.0, -6.0]]}
+    weights = {"kl.weights": [0.5, 0.25], "entropy.weights": [0.5, 0.25]}
+    batch = tokens([1, 1], terms=KL_AND_ENTROPY, **fields, **weights)
     expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
-    assert value("loss", batch, features=("kl", "entropy", "auxiliary")) == pytest.approx(expected, rel=1e-14)
+    assert value("loss", batch, features=("kl", "entropy", "streams")) == pytest.approx(expected, rel=1e-14)
 
 
 def test_an_objective_without_bounds_has_no_clip_metrics():

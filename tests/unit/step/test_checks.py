@@ -34,7 +34,9 @@ def sample(**changed: object) -> Sample:
 
 
 def plan(denominator: float = 2.0) -> StepPlan:
-    counts = dict.fromkeys(("num_samples", "num_rollouts", "num_tokens", "num_response_tokens", "num_positions"), 1)
+    counts = dict.fromkeys(
+        ("num_samples", "num_rollouts", "num_tokens", "num_trained", "num_response_tokens", "num_positions"), 1
+    )
     denominators = torch.tensor([denominator], dtype=torch.float64)
     rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
     return StepPlan(denominators=denominators, **counts, **rest)

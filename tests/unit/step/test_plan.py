@@ -18,9 +18,11 @@ from samples import (
 )
 
 import megatron_pg.step.plan
-from megatron_pg import ContextRanks, StepPlanError, pack, plan_step
+from megatron_pg import ContextRanks, Sample, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.step.plan import PlanRule, _local_table, check_count, local_table_of, plan_from_table
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.step.plan import check_count, plan_from_table
+from megatron_pg.step.table import PlanRule, local_table_of, table_of_counts
 
 MODES = sorted(AGGREGATIONS)
 
@@ -89,6 +91,59 @@ def test_random_steps_agree_with_counting_by_hand():
                 assert d == len(set(rollouts)) * max(own, 1)
 
 
+def mixture() -> list[Sample]:
+    """Two rollouts with two and no tokens; two supervised samples of one prompt; three tokens of the first are `echo`'s."""
+    rng = random.Random(0)
+    of = [("a", "p", [1, 1, 0], None), ("b", "p", [0], None), ("c", "q", [1, 1, 1], "sft"), ("d", "q", [1], "sft")]
+    samples = []
+    for rollout, prompt, mask, stream in of:
+        sample = make_sample(
+            prompt_length=2, mask=mask, rng=rng, rollout_id=rollout, prompt_id=prompt, sample_id=rollout
+        )
+        if stream:
+            sample = dataclasses.replace(sample, stream=stream, old_logprobs=None, advantages=None, reward=None)
+        samples.append(sample)
+    samples[0] = dataclasses.replace(samples[0], masks={"echo": torch.tensor([True, True, True])})
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "sft", "echo"),
+    [("sample_mean", [6, 2], 3), ("prompt_mean", [4, 4], 3), ("token_mean", [4, 4], 3), ("constant", [20, 20], 10)],
+)
+def test_a_stream_counts_its_own_tokens_alone(aggregation, sft, echo):
+    divisor = 10.0 if aggregation == "constant" else None
+    rule = PlanRule(
+        aggregation="sample_mean",
+        streams=tuple(
+            Stream(name=name, kind="ce", aggregation=aggregation, divisor=divisor) for name in ("sft", "echo")
+        ),
+    )
+    samples = mixture()
+    table = local_table_of([pack(samples[:1], qkv_format="thd"), pack(samples[1:], qkv_format="thd")], rule, None)
+    found = plan_from_table(table, rule, error=None, group=None)
+    alone = plan([2, 0], "sample_mean", rollout_ids=["a", "b"], prompt_ids=["p", "p"])
+    assert found.denominators[:2].tolist() == alone.denominators.tolist() == [4, 2]
+    assert (found.num_rollouts, found.num_prompts, found.num_tokens) == (2, 1, 2)
+    assert (found.num_trained, found.num_samples) == (7, 4)  # of echo one token that the objective leaves out
+    assert found.streams["sft"].denominators[2:].tolist() == sft
+    assert found.streams["echo"].denominators[:1].tolist() == [echo]
+    counted = {name: (each.num_rollouts, each.num_tokens) for name, each in found.streams.items()}
+    assert counted == {"sft": (2, 4), "echo": (1, 3)}
+    assert found.facts.num_rewards == 2  # of the objective's samples
+
+
+def test_a_step_without_a_token_of_the_objective_trains_the_streams():
+    rule = PlanRule(aggregation="sample_mean", streams=(Stream(name="sft", kind="ce", aggregation="token_mean"),))
+    table = local_table_of([pack(mixture()[2:], qkv_format="thd")], rule, None)
+    found = plan_from_table(table, rule, error=None, group=None)
+    assert (found.num_tokens, found.num_trained) == (0, 4)
+    assert torch.isinf(found.denominators).all()
+    empty = [dataclasses.replace(sample, loss_mask=sample.loss_mask & False) for sample in mixture()[2:]]
+    with pytest.raises(StepPlanError, match="the step has no trained token"):
+        plan_from_table(local_table_of([pack(empty, qkv_format="thd")], rule, None), rule, error=None, group=None)
+
+
 def test_without_rollout_ids_every_sample_is_a_rollout():
     assert plan([2, 6], "sample_mean").denominators.tolist() == [4.0, 12.0]
 
@@ -120,7 +175,7 @@ def test_a_unit_that_may_not_lie_on_two_ranks_is_named(rollouts, kinds, named):
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 2, rank)
         rule = PlanRule(aggregation="sample_mean", undivided=kinds)
-        table = _local_table(rule, group, [1], [rollouts[rank]], ["p"])
+        table = table_of_counts(rule, group, torch.tensor([1]), [rollouts[rank]], ["p"])
         return plan_from_table(table, rule, error=None, group=group)
 
     if named is None:
@@ -148,7 +203,7 @@ def test_a_ranks_error_reaches_the_others_whatever_its_text_is(error, message):
     def work(rank: int):
         group = threads.subgroup(lambda r: 0, 2, rank)
         rule = PlanRule(aggregation="sample_mean")
-        table = _local_table(rule, group, [1], None, None)
+        table = table_of_counts(rule, group, torch.tensor([1]), None, None)
         return plan_from_table(None if rank else table, rule, error=error if rank else None, group=group)
 
     with pytest.raises(StepPlanError, match=message):

@@ -7,7 +7,8 @@ import threads
 
 from megatron_pg import StepPlanError, pack, plan_step
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.plan import PlanRule, local_table_of, plan_from_table
+from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.table import PlanRule, local_table_of
 
 
 def sample(prompt: list[int], advantage: float, rollout_id, prompt_id, response: int = 3) -> Sample:

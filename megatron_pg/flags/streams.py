@@ -1,0 +1,195 @@
+"""The flag of streams, `--pg-stream NAME:kind[,option=value]…`. Needs no torch."""
+
+import argparse
+import math
+from functools import partial
+from typing import Any
+
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.declaration import did_you_mean
+from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Stream
+from megatron_pg.flags.errors import Violations
+from megatron_pg.flags.facts import Facts
+from megatron_pg.rollouts.fields import POLICY, is_stream
+
+_OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator")
+
+
+def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flag."""
+    group.add_argument(
+        "--pg-stream",
+        action="append",
+        metavar="NAME:KIND[,OPTION=VALUE]...",
+        help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(KINDS)}; options "
+        f"weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the stream whose tokens it takes, "
+        f"for instance {POLICY}, those of the objective), estimator (of a KL divergence). {POLICY}:{POLICY},weight=0 drops the objective. "
+        "May be given several times.",
+    )
+
+
+def parse(text: object) -> Stream:
+    """A stream from its flag's value.
+
+    Raises:
+        ValueError: what is wrong with it by itself.
+    """
+    head, *parts = text.split(",") if isinstance(text, str) else [repr(text)]
+    name, _, kind = head.partition(":")
+    if not is_stream(name) or not kind:
+        raise ValueError("does not begin with NAME:kind, a name of a-z, 0-9 and _ and what its loss is")
+    known = (POLICY,) if name == POLICY else tuple(KINDS)
+    if kind not in known:
+        raise ValueError(f"has the kind {kind!r}, and {name} can be {', '.join(known)}{did_you_mean(kind, known, {})}")
+    given: dict[str, Any] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if option not in _OPTIONS or not equals:
+            hint = did_you_mean(option, _OPTIONS, {})
+            raise ValueError(f"has {part!r}, which is none of {', '.join(f'{each}=…' for each in _OPTIONS)}{hint}")
+        if option in given:
+            raise ValueError(f"has {option} twice, so one of them would be ignored")
+        given[option] = _number(option, value) if option in ("weight", "divisor") else value
+    stream = Stream(name=name, kind=kind, **given)
+    if not (math.isfinite(stream.weight) and stream.weight >= 0):
+        raise ValueError(f"has weight={stream.weight:g}, which is not finite and >= 0")
+    if name in SHORTHANDS:
+        raise ValueError(f"has a name that belongs to {SHORTHANDS[name]}; choose another")
+    if name == POLICY:
+        _check_policy(stream)
+    else:
+        _check_aggregation(stream)
+        _check_estimator(stream)
+    return stream
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"has {option}={text}, which is no number") from None
+
+
+def _check_policy(stream: Stream) -> None:
+    if stream != Stream(name=POLICY, kind=POLICY, weight=0.0):
+        raise ValueError(
+            "takes weight=0, no objective, and nothing else: other weights are relative to it, and its aggregation is --loss-aggregation"
+        )
+
+
+def _check_aggregation(stream: Stream) -> None:
+    choices = (*AGGREGATIONS, AS_POLICY)
+    if stream.aggregation not in (None, *choices):
+        hint = did_you_mean(stream.aggregation, choices, {})
+        raise ValueError(f"has aggregation={stream.aggregation}, which is none of {', '.join(choices)}{hint}")
+    if stream.aggregation == AS_POLICY and stream.on != POLICY:
+        raise ValueError(f"has aggregation={AS_POLICY}, the weights of the objective's tokens; add on={POLICY}")
+    takes_divisor = stream.aggregation in AGGREGATIONS and AGGREGATIONS[stream.aggregation].takes_divisor
+    if stream.divisor is not None and not takes_divisor:
+        raise ValueError(f"has divisor={stream.divisor:g}, which has no effect without aggregation=constant")
+    if takes_divisor and not (stream.divisor is not None and 0 < stream.divisor < math.inf):
+        raise ValueError("has aggregation=constant, which needs divisor=L in tokens, finite and > 0")
+
+
+def _check_estimator(stream: Stream) -> None:
+    kind = KINDS[stream.kind]
+    if stream.estimator is None:
+        if kind.against is not None and kind.estimator is None:
+            raise ValueError("needs estimator=…; there is no default (k3_weighted has the right value and gradient)")
+    elif kind.against is None:
+        raise ValueError(f"has estimator={stream.estimator}, and {stream.kind} is no KL divergence; remove it")
+    elif stream.estimator not in KL_ESTIMATORS:
+        hint = did_you_mean(stream.estimator, KL_ESTIMATORS, {})
+        raise ValueError(f"has estimator={stream.estimator}, which is none of {', '.join(KL_ESTIMATORS)}{hint}")
+
+
+def stream_violations(facts: Facts) -> Violations:
+    """Rules E71 of one stream, E72 of several, E73 of what they cannot go with."""
+    texts = facts.args.pg_stream
+    if texts is None:
+        return
+    if not isinstance(texts, (list, tuple)) or not texts:
+        yield "E71", f"--pg-stream must be a list of texts, one for each stream, got {texts!r}"
+        return
+    streams = []
+    for text in texts:
+        try:
+            streams.append(parse(text))
+        except ValueError as error:
+            yield "E71", f"--pg-stream {text} {error}"
+    if len(streams) == len(texts):
+        yield from (("E72", message) for message in _contradictions(streams))
+        yield from _together(facts, streams)
+
+
+def _contradictions(streams: list[Stream]) -> list[str]:
+    found, own = [], {POLICY} | {stream.name for stream in streams if stream.on is None}
+    names = [stream.name for stream in streams]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            found.append(
+                f"--pg-stream {name} is given {names.count(name)} times, so one would be ignored; name them apart"
+            )
+    for stream in streams:
+        if stream.on in names and stream.on not in own:
+            found.append(
+                f"{stream.flag},on={stream.on}: {stream.on} has no tokens of its own; name the stream whose tokens it takes"
+            )
+        elif stream.on is not None and stream.on not in own:
+            found.append(
+                f"{stream.flag},on={stream.on}: there is no such stream; choose one of {', '.join(sorted(own))}"
+            )
+    return found
+
+
+def _together(facts: Facts, streams: list[Stream]) -> Violations:
+    """What the rest of the loss would mean nothing with."""
+    if all(stream.name != POLICY for stream in streams):
+        return
+    for stream in streams:
+        if stream.aggregation == AS_POLICY:
+            yield (
+                "E73",
+                f"{stream.flag},aggregation={AS_POLICY} takes the objective's weights, and --pg-stream {POLICY}:{POLICY},weight=0 drops the "
+                "objective; name an aggregation",
+            )
+    if not any(stream.weight for stream in streams):
+        yield "E73", f"--pg-stream {POLICY}:{POLICY},weight=0 leaves no loss; add another stream, or remove it"
+    if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
+        yield (
+            "E73",
+            f"--pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-stream {POLICY}:{POLICY},weight=0 drops; write "
+            f"--pg-stream NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}",
+        )
+
+
+def streams_given(args: argparse.Namespace) -> list[Stream]:
+    """What `--pg-stream` asks for, from arguments that `validate_args` has accepted."""
+    return [parse(text) for text in args.pg_stream or ()]
+
+
+def has_policy(args: argparse.Namespace) -> bool:
+    """Whether the objective is in the loss."""
+    return all(stream.name != POLICY for stream in streams_given(args))
+
+
+def own_tokens(args: argparse.Namespace) -> frozenset[str]:
+    """The streams that a sample's tokens can be of, those of weight 0 too."""
+    return frozenset({POLICY, *(stream.name for stream in streams_given(args) if stream.on is None)})
+
+
+def streams_of(args: argparse.Namespace) -> tuple[Stream, ...]:
+    """All further losses with a weight > 0, whole, from arguments that `validate_args` has accepted; the shorthands first."""
+    step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
+    of_terms = AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
+    of_policy = args.loss_aggregation, args.loss_aggregation_divisor
+    if args.custom_pg_loss_reducer_function_path is not None:
+        of_policy = step_mean, None
+    term = partial(Stream, on=POLICY, aggregation=of_terms)
+    found = [
+        term(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
+        term(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
+        *(stream.resolved(*of_policy) for stream in streams_given(args) if stream.name != POLICY),
+    ]
+    return tuple(stream for stream in found if stream.weight)

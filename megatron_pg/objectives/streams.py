@@ -1,0 +1,33 @@
+"""The losses of streams: each maps what is known of its tokens to one loss per token, [T], before weights."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StreamTokens:
+    """[T] of one dtype each. Tokens that are not of the stream hold 0, and have the loss 0."""
+
+    logprobs: Tensor  # log π, nats, differentiable
+    log_ratios: Tensor | None  # log π - log π_old, differentiable; None where nothing reads it
+    against: Tensor | None  # nats, of the policy that a divergence is measured from
+    entropy: Tensor | None  # H of the token's distribution, nats, differentiable; likewise
+    estimator: str | None
+
+
+def cross_entropy(tokens: StreamTokens) -> Tensor:
+    """-log π."""
+    return -tokens.logprobs
+
+
+def divergence(tokens: StreamTokens) -> Tensor:
+    """The estimator's value of KL(π‖·), from x = log π - log of the other policy."""
+    return KL_ESTIMATORS[tokens.estimator].load()(tokens.logprobs - tokens.against, tokens.log_ratios)
+
+
+def negative_entropy(tokens: StreamTokens) -> Tensor:
+    """-H."""
+    return -tokens.entropy

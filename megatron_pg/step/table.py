@@ -1,0 +1,262 @@
+"""This rank's part of the step's exchange: one row of integers per sample.
+
+What a step counts, and from where: streams, units, facts of samples, depths of multi-token prediction.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
+from megatron_pg.declarations.streams import AS_POLICY, Stream
+from megatron_pg.metrics.samples import COLUMNS, encode_facts
+from megatron_pg.rollouts.fields import POLICY, Id
+from megatron_pg.rollouts.printable import shorten
+from megatron_pg.rollouts.sample import Sample
+
+MODULUS = 2**61  # of sums of digests, which integers of 64 bits hold
+TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of a table
+WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of streams and depths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRule:
+    """What a step is planned for. The same on every rank."""
+
+    aggregation: str
+    divisor: float | None = None  # L
+    denominator: str = "scheduled"  # what denominators count; streams count trained tokens under `kept` too
+    policy: tuple[str, ...] = (POLICY,)  # the stream whose tokens the objective trains; empty: there is no objective
+    streams: tuple[Stream, ...] = ()
+    undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
+    numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
+    depths: int = 0  # of multi-token prediction
+    depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
+
+    @property
+    def live_only(self) -> bool:
+        """Whether units without a counted token are left out of the denominators."""
+        return self.denominator != "scheduled"
+
+    @property
+    def own_tokens(self) -> tuple[str, ...]:
+        """The streams whose tokens are not the objective's."""
+        return tuple(dict.fromkeys(stream.tokens for stream in self.streams if stream.tokens not in self.policy))
+
+    @property
+    def width(self) -> int:
+        """Columns of the table."""
+        return WIDTH + (len(self.own_tokens) + 1 if self.own_tokens else 0) + self.depths
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether a denominator counts prompt groups."""
+        further = [stream.aggregation for stream in self.streams if stream.aggregation != AS_POLICY]
+        return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
+
+
+class Share(NamedTuple):
+    """What a rank has of a micro-batch that is cut over ranks of its own."""
+
+    first: int  # of the ranks, which brings the samples
+    size: int
+    digest: int  # of the whole micro-batch and its place in the step
+
+    def balance(self, rank: int) -> int:
+        """What adds up to 0 over the ranks where all have the same."""
+        return self.digest * (self.size - 1 if rank == self.first else -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTable:
+    """This rank's part of the exchange: one row per sample.
+
+    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; where streams have tokens of their
+    own, those of each and of all together; n_d of each depth of multi-token prediction. A count is -1 where the sample is not of the
+    stream: 0 tokens are counted as a unit.
+    """
+
+    rows: Tensor  # [S, width] int64
+    has_rollout_ids: bool
+    has_prompt_ids: bool
+    num_positions: int
+    num_response_tokens: int
+    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
+    num_microbatches: int = 1
+    ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
+    samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
+    shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
+
+
+def table_of_counts(
+    rule: PlanRule,
+    group: ProcessGroup | None,
+    counts: Tensor,
+    rollout_ids: Sequence[Id] | None,
+    prompt_ids: Sequence[Id] | None,
+    kept: Tensor | None = None,
+    further: Tensor | None = None,
+    own: Tensor | None = None,
+) -> LocalTable:
+    """`further`: [S, ...] int64, the columns behind kept tokens; `own`: [S] int64, keys of samples without a rollout."""
+    _check_aggregation(rule.aggregation, rule.divisor)
+    size, total = len(counts), int(counts.clamp(min=0).sum())
+    if rule.needs_prompt_ids:
+        missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
+        if missing:
+            raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    own = torch.arange(size) + (rank << 32) if own is None else own  # without ids every sample is a rollout of its own
+    rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
+    prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
+    further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
+    counted = torch.stack([counts, rollouts, prompts, counts if kept is None else kept], dim=1)
+    rows = torch.cat([counted, further], dim=1)
+    ids = {ROLLOUT: rollout_ids, PROMPT: prompt_ids}
+    held = rows[:, [ROLLOUT, PROMPT]]
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
+
+
+def count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
+    """Their sum, of `size` samples."""
+    if len(positions_per_sample) != size:
+        raise ValueError(
+            f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
+            "counted. Give one each."
+        )
+    return int(whole_counts(positions_per_sample).sum())
+
+
+def local_table_of(
+    batches: Sequence[PackedBatch],
+    rule: PlanRule,
+    group: ProcessGroup | None,
+    kept_per_sample: Sequence[int] | None = None,
+) -> LocalTable:
+    """The table of this rank's micro-batches; `kept_per_sample`: the objective's tokens that no correction rejects.
+
+    A micro-batch that is cut over ranks of its own is counted by the first of them.
+    """
+    samples = [sample for batch in batches for sample in batch.samples]
+    prompt_ids = _all_or_none("prompt_id", samples)
+    if rule.needs_prompt_ids and prompt_ids is None:
+        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
+    rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.policy)
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
+    own = [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
+    kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
+    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
+    table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
+    brought = [batch for batch, first in zip(batches, firsts, strict=True) if first == rank]
+    mine = [i for i, key in enumerate(own) if key >> 44 == rank]
+    return replace(
+        table,
+        rows=table.rows[mine],
+        ids={column: ids and [ids[i] for i in mine] for column, ids in table.ids.items()},
+        num_positions=sum(batch.num_positions for batch in brought),
+        num_response_tokens=sum(samples[i].response_length for i in mine),
+        num_microbatches=len(batches),
+        samples=[samples[i] for i in mine],
+        shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
+    )
+
+
+def _tokens_of(batches: Sequence[PackedBatch], streams: Sequence[str]) -> Tensor:
+    return torch.tensor([n for batch in batches for n in batch.tokens_of(*streams)], dtype=torch.int64)
+
+
+def _further_columns(
+    batches: Sequence[PackedBatch], samples: Sequence[Sample], rule: PlanRule, is_policys: Tensor
+) -> Tensor:
+    """[S, ...] int64: facts of the objective's samples, tokens of streams, tokens at depths."""
+    streams = (*rule.policy, *rule.own_tokens)
+    columns = [_tokens_of(batches, (stream,)) for stream in rule.own_tokens]
+    columns += [_tokens_of(batches, streams)] if columns else []
+    for depth in range(1, rule.depths + 1):
+        counted = [n for batch in batches for n in batch.trained_at(depth, *streams)]
+        columns.append(torch.tensor(counted, dtype=torch.int64))
+    return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
+
+
+def _share_of(k: int, batch: PackedBatch) -> Share:
+    digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
+    return Share(batch.cp_ranks.first, batch.cp_ranks.size, int.from_bytes(digest, "big"))
+
+
+def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
+    ids = [getattr(sample, name) for sample in samples]
+    missing = [i for i, value in enumerate(ids) if value is None]
+    if missing and len(missing) < len(ids):
+        raise ValueError(
+            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot be "
+            "counted. Give it to every sample or to none."
+        )
+    return None if missing or not ids else ids
+
+
+def _check_aggregation(aggregation: str, divisor: float | None) -> None:
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
+        )
+    takes_divisor = AGGREGATIONS[aggregation].takes_divisor
+    if takes_divisor and not (divisor is not None and 0 < divisor < float("inf")):
+        raise ValueError(
+            f"divisor={divisor} of {aggregation} must be finite and > 0. Set it to a length, for instance 4096."
+        )
+    if not takes_divisor and divisor is not None:
+        raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
+
+
+def needs_prompt_ids(aggregation: str) -> bool:
+    """Whether its denominators count prompt groups."""
+    return AGGREGATIONS[aggregation].unit == "prompt"
+
+
+def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
+    """[S] int64 on the CPU, from what a user gives."""
+    try:
+        counts = torch.as_tensor(tokens_per_sample)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers of trained tokens."
+        ) from error
+    if counts.numel() == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
+        raise ValueError(
+            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
+            "Give whole numbers of trained tokens."
+        )
+    if (counts < 0).any():
+        i = int((counts < 0).nonzero()[0])
+        raise ValueError(
+            f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
+        )
+    return counts.to(torch.int64).cpu()
+
+
+def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
+    """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
+    if len(ids) != size:
+        raise ValueError(
+            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
+        )
+    for i, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
+        if isinstance(value, int) and abs(value) >= 2**62:
+            raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
+    keys = [value if isinstance(value, int) else -(2**62) - (_hash(value) >> 2) for value in ids]
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

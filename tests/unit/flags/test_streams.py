@@ -1,0 +1,145 @@
+"""`--pg-stream`: what it is read as, and each rule broken alone, and its near misses. `-k E71` finds one rule."""
+
+import pytest
+from namespaces import REDUCER, accepts, arguments, breaks, constant, row
+
+from megatron_pg.args import validate_args
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.flags.banner import banner
+from megatron_pg.flags.streams import parse, streams_of
+
+
+def streams(*texts: str, **rest: object) -> dict[str, object]:
+    return {"pg_stream": list(texts), **rest}
+
+
+# Each breaks exactly one rule.
+BROKEN = [
+    row("E71", "a word", {"pg_stream": "sft:ce"}, "--pg-stream must be a list of texts"),
+    row("E71", "nothing", {"pg_stream": []}, "--pg-stream must be a list of texts"),
+    row("E71", "number", {"pg_stream": [1]}, "--pg-stream 1 does not begin with NAME:kind"),
+    row("E71", "no kind", streams("sft"), "does not begin with NAME:kind"),
+    row("E71", "capital", streams("Sft:ce"), "does not begin with NAME:kind"),
+    row("E71", "slash", streams("a/b:ce"), "does not begin with NAME:kind"),
+    row("E71", "kind", streams("sft:cross_entropy"), "has the kind 'cross_entropy', and sft can be ce"),
+    row("E71", "close kind", streams("sft:entrop"), "did you mean entropy?"),
+    row("E71", "objective elsewhere", streams("sft:rl"), "has the kind 'rl', and sft can be ce"),
+    row("E71", "kind of the objective", streams("rl:ce"), "has the kind 'ce', and rl can be rl"),
+    row(
+        "E71", "option", streams("sft:ce,wieght=1"), "has 'wieght=1', which is none of weight=…", "did you mean weight?"
+    ),
+    row("E71", "no value", streams("sft:ce,weight"), "has 'weight', which is none of"),
+    row("E71", "twice", streams("sft:ce,weight=1,weight=2"), "has weight twice"),
+    row("E71", "text", streams("sft:ce,weight=big"), "has weight=big, which is no number"),
+    row("E71", "negative", streams("sft:ce,weight=-0.1"), "has weight=-0.1, which is not finite and >= 0"),
+    row("E71", "nan", streams("sft:ce,weight=nan"), "has weight=nan, which is not finite and >= 0"),
+    row("E71", "name of a flag", streams("kl:ce"), "has a name that belongs to --pg-kl-coef"),
+    row("E71", "aggregation", streams("sft:ce,aggregation=mean"), "has aggregation=mean, which is none of sample_mean"),
+    row("E71", "policy's weights", streams("sft:ce,aggregation=policy"), "has aggregation=policy", "add on=rl"),
+    row("E71", "divisor alone", streams("sft:ce,divisor=4"), "has divisor=4, which has no effect without"),
+    row("E71", "no divisor", streams("sft:ce,aggregation=constant"), "needs divisor=L in tokens"),
+    row("E71", "divisor 0", streams("sft:ce,aggregation=constant,divisor=0"), "needs divisor=L in tokens"),
+    row("E71", "no estimator", streams("ref:kl,on=rl"), "needs estimator=…; there is no default"),
+    row("E71", "estimator of none", streams("sft:ce,estimator=k3"), "has estimator=k3, and ce is no KL divergence"),
+    row("E71", "unknown estimator", streams("t:opd,estimator=k4"), "has estimator=k4, which is none of k1"),
+    row(
+        "E71",
+        "objective's aggregation",
+        streams("rl:rl,aggregation=constant,divisor=3"),
+        "takes weight=0, no objective",
+    ),
+    row("E71", "objective's weight", streams("rl:rl,weight=2"), "takes weight=0, no objective"),
+    row("E72", "twice", streams("sft:ce", "sft:opd"), "--pg-stream sft is given 2 times"),
+    row(
+        "E72",
+        "on nothing",
+        streams("t:opd,on=sft"),
+        "--pg-stream t:opd,on=sft: there is no such stream; choose one of rl",
+    ),
+    row("E72", "on a borrower", streams("t:opd,on=rl", "h:entropy,on=t"), "on=t: t has no tokens of its own"),
+    row("E72", "on itself", streams("t:opd,on=t"), "on=t: t has no tokens of its own"),
+    row("E73", "nothing left", streams("rl:rl,weight=0"), "--pg-stream rl:rl,weight=0 leaves no loss"),
+    row("E73", "all dropped", streams("rl:rl,weight=0", "sft:ce,weight=0"), "leaves no loss"),
+    row(
+        "E73",
+        "terms of the objective",
+        streams("rl:rl,weight=0", "sft:ce", pg_entropy_coef=0.1),
+        "--pg-kl-coef and --pg-entropy-coef are terms of the objective",
+    ),
+    row(
+        "E73",
+        "weights of the objective",
+        streams("rl:rl,weight=0", "h:entropy,on=rl,aggregation=policy"),
+        "--pg-stream h:entropy,aggregation=policy takes the objective's weights",
+    ),
+]
+
+# Each differs from a broken one by what makes it right.
+NEAR_MISSES = [
+    row("E71", "kinds", streams("sft:ce", "t:opd,on=rl", "ref:kl,estimator=k2,on=sft", "h:entropy,on=rl")),
+    row("E71", "weight 0", streams("sft:ce,weight=0")),
+    row("E71", "aggregations", streams("a:ce,aggregation=token_mean", "b:ce,aggregation=prompt_mean", "c:ce")),
+    row("E71", "constant", streams("sft:ce,aggregation=constant,divisor=4096,weight=0.5")),
+    row("E71", "policy's weights", streams("h:entropy,on=rl,aggregation=policy")),
+    row("E72", "on a stream", streams("sft:ce", "h:entropy,on=sft")),
+    row("E72", "on one of weight 0", streams("sft:ce,weight=0", "h:entropy,on=sft")),
+    row("E73", "another loss", streams("rl:rl,weight=0", "t:opd,on=rl")),
+    row("E73", "terms of the objective", streams("sft:ce", pg_entropy_coef=0.1)),
+]
+
+
+pytestmark = pytest.mark.usefixtures("rank_zero", "user_code")
+
+
+@pytest.mark.parametrize(("overrides", "rule", "fragments"), BROKEN)
+def test_a_broken_rule_is_named_alone_and_changes_nothing(overrides, rule, fragments):
+    breaks(arguments(**overrides), rule, *fragments)
+
+
+@pytest.mark.parametrize(("overrides", "rule", "fragments"), NEAR_MISSES)
+def test_a_near_miss_passes(overrides, rule, fragments):
+    accepts(arguments(**overrides))
+
+
+def test_a_text_is_a_stream():
+    assert parse("sft:ce") == Stream(name="sft", kind="ce")
+    text = "teacher:opd,weight=0.5,aggregation=constant,divisor=4096,on=rl,estimator=k2"
+    found = Stream(
+        name="teacher", kind="opd", weight=0.5, aggregation="constant", divisor=4096.0, on="rl", estimator="k2"
+    )
+    assert parse(text) == found
+
+
+def test_what_is_not_said_is_the_objectives():
+    args = validate_args(arguments(**constant(7.0), **streams("sft:ce", "t:opd,on=rl,aggregation=token_mean")))
+    sft, teacher = streams_of(args)
+    assert (sft.aggregation, sft.divisor, sft.tokens) == ("constant", 7.0, "sft")
+    assert (teacher.aggregation, teacher.divisor, teacher.tokens) == ("token_mean", None, "rl")
+    assert teacher.estimator == "k3_weighted"
+    assert teacher.reads == ("teacher_logprobs", "old_logprobs")
+
+
+@pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")
+def test_under_a_custom_reducer_the_default_is_the_step_mean():
+    args = validate_args(arguments(custom_pg_loss_reducer_function_path=REDUCER, **streams("sft:ce")))
+    assert streams_of(args)[0].aggregation == "sample_mean"
+
+
+def test_a_weight_of_0_drops_a_stream_and_the_shorthands_are_streams():
+    args = validate_args(arguments(pg_kl_coef=0.1, pg_kl_estimator="k2", **streams("sft:ce,weight=0", "b:ce")))
+    assert [(stream.name, stream.weight, stream.tokens) for stream in streams_of(args)] == [
+        ("kl", 0.1, "rl"),
+        ("b", 1.0, "b"),
+    ]
+
+
+def test_the_banner_says_the_whole_sum():
+    args = arguments(**streams("sft:ce,weight=0.1,aggregation=token_mean", "t:opd,on=rl,aggregation=policy"))
+    text = banner(validate_args(args))
+    assert "+ 0.1 Σ v·(-log π) over the tokens of sft, counted alone: v = 1/δ, δ = T" in text
+    assert "+ 1 Σ v·(KL(π‖π_teacher)) by k3_weighted over the tokens of rl, with v = the weights of pg_loss" in text
+    assert "--pg-stream sft:ce" in text
+    alone = banner(validate_args(arguments(**streams("rl:rl,weight=0", "sft:ce"))))
+    assert "objective" in alone
+    assert "none  (--pg-stream rl:rl,weight=0)" in alone
+    assert "pg_loss" not in alone.partition("δ = ")[0]
