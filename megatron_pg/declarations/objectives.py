@@ -26,12 +26,17 @@ class ObjectiveDeclaration:
     loss: str  # `package.module:function` from Tokens and Parameters to [T]
     outside: str | None = None  # to [T] bool each, above and below its bounds; None: it has none
     averaged: str | None = None  # to [T], whose averages over whole sequences the loss reads; None: it reads none
-    row: str | None = None  # what the kernels call it, where they compute it themselves
+    row: str | None = None  # the Triton function by which kernels compute it; None: they end in torch
 
     def bound_rows(self, numbers: Numbers) -> list[tuple[str, str]]:
         """Rows of the banner, from its numbers by name; `lower` and `upper` are the clip bounds."""
         clip = {"lower": 1 - numbers.get("clip_eps_low", 0.0), "upper": 1 + numbers.get("clip_eps_high", 0.0)}
         return [(name, text.format(**numbers, **clip)) for name, text in self.bounds.items()]
+
+    def row_numbers(self, numbers: Numbers) -> tuple[float, ...]:
+        """What its row reads: its numbers in order, but bounds of the ratio in place of their distances from 1."""
+        sides = {CLIP_EPS_LOW: -1.0, CLIP_EPS_HIGH: 1.0}
+        return tuple(1.0 + sides[n] * numbers[n.name] if n in sides else numbers[n.name] for n in self.numbers)
 
     def load(self) -> tuple[Callable, Callable | None, Callable | None]:
         """The loss, what says which tokens are outside of its bounds, and what it averages over sequences."""
@@ -171,7 +176,7 @@ OBJECTIVES = {
         bounds={"clip": _clipped("r")},
         loss="megatron_pg.objectives.grpo:grpo",
         outside=_GRPO_OUTSIDE,
-        row="clipped_surrogate",
+        row="megatron_pg.kernels.rows:grpo",
     ),
     "dual_clip": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
@@ -179,6 +184,7 @@ OBJECTIVES = {
         bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
         loss="megatron_pg.objectives.dual_clip:dual_clip",
         outside=_GRPO_OUTSIDE,
+        row="megatron_pg.kernels.rows:capped",
     ),
     "two_sided": ObjectiveDeclaration(
         formula=f"ℓ = -min(min(r, δ)·A, clip(r)·A), {_R}",
@@ -187,6 +193,7 @@ OBJECTIVES = {
         contradiction=_delta_message,
         loss="megatron_pg.objectives.two_sided:two_sided",
         outside=_GRPO_OUTSIDE,
+        row="megatron_pg.kernels.rows:capped",
     ),
     "gspo": _gspo(
         "gspo",
@@ -205,12 +212,14 @@ OBJECTIVES = {
         bounds={"clip": "weight in [{lower:g}, {cispo_cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"},
         loss="megatron_pg.objectives.cispo:cispo",
         outside="megatron_pg.objectives.cispo:outside",
+        row="megatron_pg.kernels.rows:cispo",
     ),
     "sapo": ObjectiveDeclaration(
         formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
         numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
         bounds={"tau": "{sapo_tau_pos:g} where A > 0, else {sapo_tau_neg:g}  (--pg-sapo-tau-pos/-neg)"},
         loss="megatron_pg.objectives.sapo:sapo",
+        row="megatron_pg.kernels.rows:sapo",
     ),
     "dppo_tv": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where |π - π_old| is inside the trust region, {_R}",
@@ -218,6 +227,7 @@ OBJECTIVES = {
         bounds=_trust_region("probability"),
         loss="megatron_pg.objectives.dppo:dppo_tv",
         outside="megatron_pg.objectives.dppo:outside_tv",
+        row="megatron_pg.kernels.rows:dppo_tv",
     ),
     "dppo_kl": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where KL of the token is inside the trust region, {_R}",
@@ -225,16 +235,24 @@ OBJECTIVES = {
         bounds=_trust_region("nats"),
         loss="megatron_pg.objectives.dppo:dppo_kl",
         outside="megatron_pg.objectives.dppo:outside_kl",
+        row="megatron_pg.kernels.rows:dppo_kl",
     ),
-    "reinforce": ObjectiveDeclaration(formula="ℓ = -A·log π", loss="megatron_pg.objectives.reinforce:reinforce"),
+    "reinforce": ObjectiveDeclaration(
+        formula="ℓ = -A·log π",
+        loss="megatron_pg.objectives.reinforce:reinforce",
+        row="megatron_pg.kernels.rows:reinforce",
+    ),
     "reinforce_is": ObjectiveDeclaration(
-        formula=f"ℓ = -r·A, {_R}", loss="megatron_pg.objectives.reinforce:reinforce_is"
+        formula=f"ℓ = -r·A, {_R}",
+        loss="megatron_pg.objectives.reinforce:reinforce_is",
+        row="megatron_pg.kernels.rows:reinforce_is",
     ),
     "dro": ObjectiveDeclaration(
         formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}",
         numbers={DRO_BETA: None},
         bounds={"pull": "β = {dro_beta:g}  (--pg-dro-beta)"},
         loss="megatron_pg.objectives.dro:dro",
+        row="megatron_pg.kernels.rows:dro",
     ),
     "topr": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}",
@@ -244,6 +262,7 @@ OBJECTIVES = {
     "topr_token": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}",
         loss="megatron_pg.objectives.topr:topr_token",
+        row="megatron_pg.kernels.rows:topr_token",
     ),
     "ipo": ObjectiveDeclaration(
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
@@ -254,6 +273,7 @@ OBJECTIVES = {
         },
         loss="megatron_pg.objectives.ipo:ipo",
         outside="megatron_pg.objectives.ipo:outside",
+        row="megatron_pg.kernels.rows:ipo",
     ),
     "vespo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",

@@ -18,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clip_bounds, surrogate_fields
-from megatron_pg.kernels.tiles import FLOOR, accumulate, grpo_row, logprob_and_entropy, merge, minus_infinity, values
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
+from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity, values
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 VECTOR_BYTES = 16  # of one load of one thread
@@ -89,7 +90,7 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
     )
 
 
-def grpo_loss_and_gradient(
+def loss_and_gradient(
     logits: Tensor,
     gradient: Tensor,
     policy_loss: PolicyLoss,
@@ -98,7 +99,7 @@ def grpo_loss_and_gradient(
     grad_scale: float,
     entropy: bool,
 ) -> PolicyGradientLoss:
-    """Loss and per-token values of the plain clipped surrogate, float32, 0 where masked. Fills `gradient`.
+    """Loss and per-token values of a loss that has a row, float32, 0 where masked. Fills `gradient`.
 
     Args:
         logits: [T, V] that `supports` accepts.
@@ -106,42 +107,58 @@ def grpo_loss_and_gradient(
         policy_loss: with its [T] fields, any float; masked rows are not read.
         vocabulary: whole; padding takes no part.
         grad_scale: factor of the gradient.
-        entropy: False leaves the entropies 0.
+        entropy: False leaves the entropies 0, unless they are in the loss.
     """
-    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+    constants = term_constants(policy_loss)
+    has_kl = constants["KL"] is not None
+    out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid * logits.element_size())
     processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
-    grpo_kernel[(min(len(logits), shape.programs * processors),)](
+    one_launch_kernel[(min(len(logits), shape.programs * processors),)](
         logits,
         gradient,
         policy_loss.fields.targets.contiguous(),
-        *surrogate_fields(policy_loss),
+        *term_fields(policy_loss),
         out,
         len(logits),
         valid,
         logits.stride(0),
         gradient.stride(0),
         math.log2(math.e) / temperature,
-        *clip_bounds(policy_loss),
+        *term_numbers(policy_loss),
         grad_scale / policy_loss.terms.grad_divisor / temperature,
         0,
-        **shape.constants(logits.dtype, entropy=entropy),
+        **constants,
+        **shape.constants(logits.dtype, entropy=entropy or constants["BONUS"]),
         num_warps=shape.warps,
         maxnreg=shape.registers,
     )
     gradient[:, valid:] = 0
-    token_losses, weighted, logprobs, log_ratios, entropies = out.unbind()
-    return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies)
+    token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
+    streams = stream_losses(policy_loss, kl[0] if has_kl else None, entropies)
+    return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
 
 
 @gluon.jit
-def _tile_gradient(words, c, peak, factor, dtype: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr):
-    """factor * 2^(z c - peak), rounded to `dtype`, in the order of the logits."""
+def _column(z, c, peak, factor, bend, BONUS: gl.constexpr):
+    """The gradient by logits z, s = z c - peak: 2^s factor, or with an entropy bonus 2^s (factor + bend s)."""
+    shifted = gl.fma(z, c, -peak)
+    if BONUS:
+        return gl.exp2(shifted) * gl.fma(gl.maximum(shifted, LOWEST), bend, factor)
+    else:
+        return gl.exp2(shifted) * factor
+
+
+@gluon.jit
+def _tile_gradient(
+    words, c, peak, factor, bend, dtype: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr, BONUS: gl.constexpr
+):
+    """The columns' gradient rounded to `dtype`, in the order of the logits."""
     logits = values(words, KIND)
-    low = gl.exp2(gl.fma(logits[0], c, -peak)) * factor
+    low = _column(logits[0], c, peak, factor, bend, BONUS)
     if len(logits) == 2:
-        high = gl.exp2(gl.fma(logits[1], c, -peak)) * factor
+        high = _column(logits[1], c, peak, factor, bend, BONUS)
         both = gl.join(low, high).to(dtype)
         return gl.convert_layout(gl.reshape(both, (low.shape[0], 2 * low.shape[1])), layout, assert_trivial=True)
     else:
@@ -211,11 +228,13 @@ def _stream_gradients(
     c,
     peak,
     factor,
+    bend,
     KIND: gl.constexpr,
     PAIR: gl.constexpr,
     TILE: gl.constexpr,
     COUNT: gl.constexpr,
     layout: gl.constexpr,
+    BONUS: gl.constexpr,
 ):
     """The gradient of the words from `after` on, backwards: the last words read are the first read again."""
     dtype: gl.constexpr = g_row.dtype.element_ty
@@ -228,14 +247,14 @@ def _stream_gradients(
         coming = _load_tiles(z_row + ahead, offsets, limit, KIND, TILE, 0, COUNT)
         for k in gl.static_range(COUNT):
             at = (start + k * TILE) * PAIR
-            out = _tile_gradient(tiles[k], c, peak, factor, dtype, KIND, layout)
+            out = _tile_gradient(tiles[k], c, peak, factor, bend, dtype, KIND, layout, BONUS)
             gl.store(g_row + at, out, mask=g_offsets < width * PAIR - at)
         tiles = coming
         start = ahead
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def grpo_kernel(
+def one_launch_kernel(
     logits,
     gradients,
     targets,
@@ -243,16 +262,26 @@ def grpo_kernel(
     advantages,
     weights,
     mask,
+    other_logprobs,
+    kl_weights,
+    bonus_weights,
     results,
     rows,
     columns,
     logits_stride,
     gradients_stride,
     c,
-    clip_low,
-    clip_high,
+    p0,
+    p1,
+    p2,
+    p3,
+    kl_coef,
+    entropy_coef,
     grad_scale,
     zero,
+    ROW: gl.constexpr,
+    KL: gl.constexpr,
+    BONUS: gl.constexpr,
     KIND: gl.constexpr,
     THREADS: gl.constexpr,
     WORDS: gl.constexpr,
@@ -316,10 +345,12 @@ def grpo_kernel(
     while row < rows:
         # the row's loss, from the statistics of all its words
         slope = 0.0
+        bend = 0.0
         peak = 0.0
         factor = 0.0
+        policy = 0.0
         loss = 0.0
-        weight = 0.0
+        kl = 0.0
         logprob = 0.0
         log_ratio = 0.0
         entropy = 0.0
@@ -335,21 +366,55 @@ def grpo_kernel(
             )
             weight = gl.load(weights + row).to(gl.float32)
             advantage = gl.load(advantages + row).to(gl.float32)
+            other_logprob = 0.0
+            kl_weight = 0.0
+            bonus_weight = 0.0
+            if KL is not None:
+                other_logprob = gl.load(other_logprobs + row).to(gl.float32)
+                kl_weight = gl.load(kl_weights + row).to(gl.float32)
+            if BONUS:
+                bonus_weight = gl.load(bonus_weights + row).to(gl.float32)
             peak, total, shifted = gl.reduce((m, s, t), 0, merge)
             logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
-            log_ratio = logprob - gl.load(old_logprobs + row).to(gl.float32)
-            loss, slope = grpo_row(log_ratio, advantage, weight, clip_low, clip_high)
-            slope *= grad_scale
-            factor = slope / total
+            old_logprob = gl.load(old_logprobs + row).to(gl.float32)
+            log_ratio = logprob - old_logprob
+            policy, loss, slope, bend, kl = loss_terms(
+                logprob,
+                entropy,
+                old_logprob,
+                advantage,
+                weight,
+                other_logprob,
+                kl_weight,
+                bonus_weight,
+                (p0, p1, p2, p3),
+                kl_coef,
+                entropy_coef,
+                ROW,
+                KL,
+                BONUS,
+            )
+            slope *= -grad_scale
+            if BONUS:  # -bend p (log p + H), log p = ln2 (s - log2 total)
+                bend *= -grad_scale
+                factor = (slope + bend * (entropy - LN2 * gl.log2(total))) / total
+                bend = bend * LN2 / total
+            else:
+                factor = slope / total
             key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
-        gl.store(results + row, loss)
-        gl.store(results + rows + row, weight * loss)
+        gl.store(results + row, policy)
+        gl.store(results + rows + row, loss)
         gl.store(results + 2 * rows + row, logprob)
         gl.store(results + 3 * rows + row, log_ratio)
         if ENTROPY:
             gl.store(results + 4 * rows + row, entropy)
         else:
             gl.store(results + 4 * rows + row, 0.0)
+        if KL is not None:
+            gl.store(results + 5 * rows + row, kl)
+        moves = slope != 0
+        if BONUS:
+            moves = moves | (bend != 0)
 
         # its gradient, while the next row comes in
         following = row + gl.num_programs(0)
@@ -357,10 +422,11 @@ def grpo_kernel(
         limit = gl.where(live_next, width, 0)
         z_next = z_words + following * z_stride
         g_row = gradients + row * gradients_stride + g_offsets
-        if slope != 0:
+        if moves:
             for k in gl.static_range(KEPT):
                 at = (SLOTS + k) * TILE * PAIR
-                out = _tile_gradient(_unshared(kept[k], key, KIND), c, peak, factor, dtype, KIND, g_layout)
+                words = _unshared(kept[k], key, KIND)
+                out = _tile_gradient(words, c, peak, factor, bend, dtype, KIND, g_layout, BONUS)
                 gl.store(g_row + at, out, mask=g_offsets < columns - at)
             if STREAMED > 0:
                 z_this = z_words + row * z_stride + offsets
@@ -374,11 +440,13 @@ def grpo_kernel(
                     c,
                     peak,
                     factor,
+                    bend,
                     KIND,
                     PAIR,
                     TILE,
                     STREAMED,
                     g_layout,
+                    BONUS,
                 )
         else:
             for start in range(0, columns, TILE * PAIR):
@@ -392,11 +460,10 @@ def grpo_kernel(
             if g >= LAG:
                 async_copy.wait_group(LAG - 1)
             for tile in range(PER):
-                if slope != 0:
+                if moves:
                     at = (g * PER + tile) * TILE * PAIR
-                    out = _tile_gradient(
-                        slots.index(g * PER + tile).load(layout), c, peak, factor, dtype, KIND, g_layout
-                    )
+                    words = slots.index(g * PER + tile).load(layout)
+                    out = _tile_gradient(words, c, peak, factor, bend, dtype, KIND, g_layout, BONUS)
                     if ALL_SHARED:
                         gl.store(g_row + at, out, mask=g_offsets < columns - at)
                     else:
@@ -413,9 +480,9 @@ def grpo_kernel(
                     for k in gl.static_range((g - 1) * KEPT // (GROUPS - 1), g * KEPT // (GROUPS - 1)):
                         m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
             _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
-        if slope != 0:
+        if moves:
             gl.thread_barrier()  # the target's column belongs to another thread
-            p = gl.exp2(gl.fma(target_logit, c, -peak)) * factor
+            p = _column(target_logit, c, peak, factor, bend, BONUS)
             gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
         if STREAMED > 0:  # the registers of the kept tiles serve the streamed ones first
             if live_next:

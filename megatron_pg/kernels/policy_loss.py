@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.objectives import Objective, Tokens, objective_of
+from megatron_pg.objectives.row import Row
 from megatron_pg.objectives.streams import StreamTokens
 
 
@@ -75,11 +76,16 @@ class PolicyLoss:
     fields: TokenFields
 
     @property
-    def row(self) -> str | None:
-        """What the kernels call the objective, where they compute it and it is all there is; else None."""
-        terms = self.terms
-        has_more = terms.opsm_anchor or terms.streams or self.fields.old_logprobs is None
-        return None if has_more else terms.objective.row
+    def row(self) -> Row | None:
+        """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch.
+
+        They have at most one divergence and one entropy term, over the objective's tokens.
+        """
+        kinds = [stream.kind if KINDS[stream.kind].against is None else "divergence" for stream in self.terms.streams]
+        has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
+        has_more |= any(own.mask is not None for own in self.fields.streams.values())
+        has_more |= self.fields.policy_mask is not None or self.fields.old_logprobs is None
+        return None if has_more or self.terms.opsm_anchor else self.terms.objective.row
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""
@@ -196,16 +202,3 @@ def clipped_surrogate(
     """The clipped surrogate and nothing else."""
     objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
     return PolicyLoss(LossTerms(objective=objective, grad_divisor=grad_divisor), fields)
-
-
-def surrogate_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
-    """What a kernel of the clipped surrogate reads per token: [T] each and contiguous, because kernels have no strides."""
-    fields = policy_loss.fields
-    read = (fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask)
-    return tuple(values.contiguous() for values in read)
-
-
-def clip_bounds(policy_loss: PolicyLoss) -> tuple[float, float]:
-    """Between which ratios the clipped surrogate has a gradient whatever the advantage's sign."""
-    clip = policy_loss.terms.objective.parameters
-    return 1.0 - clip.clip_eps_low, 1.0 + clip.clip_eps_high

@@ -1,4 +1,4 @@
-"""What every kernel does with a tile of logits: running statistics, gradient, and the loss of a row.
+"""What every kernel does with a tile of logits: running statistics, and the log-probability of a row.
 
 Statistics are in the log2 domain with c = log2(e) / temperature, so that every exponent is one fused multiply-add:
 
@@ -12,13 +12,10 @@ word is: one logit, or two bfloat16 logits in 32 bits.
 import triton
 import triton.language as tl
 
-from megatron_pg.objectives import MAX_LOG_RATIO
-
 # start of a running maximum: -inf would make NaN of a row that begins with -inf, and much lower ones are rounded by whole powers of 2
 FLOOR = tl.constexpr(-(2.0**31))
 LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN
 LN2 = tl.constexpr(0.6931471805599453)
-BOUND = tl.constexpr(MAX_LOG_RATIO)
 
 
 @triton.jit
@@ -84,19 +81,3 @@ def logprob_and_entropy(m, s, t, target_logit, c):
     logprob = tl.fma(tl.fma(target_logit, c, -m) - log_sum, LN2, 0.0)
     in_range = (s > 0) & (s < float("inf"))
     return tl.where(in_range, logprob, float("nan")), tl.where(in_range, LN2 * (log_sum - t / s), float("nan"))
-
-
-@triton.jit
-def grpo_row(log_ratio, advantage, weight, clip_low, clip_high):
-    """Loss of one token, and minus weight times its derivative; `megatron_pg.objectives.grpo` is the specification.
-
-    Comparisons choose and never `minimum` or `maximum`, which would drop a NaN.
-    """
-    bounded = tl.where(log_ratio > BOUND, BOUND, tl.where(log_ratio < -BOUND, -BOUND, log_ratio))
-    ratio = tl.exp(bounded)
-    clipped = tl.where(ratio > clip_high, clip_high, tl.where(ratio < clip_low, clip_low, ratio))
-    loss = tl.where(clipped * advantage < ratio * advantage, -clipped * advantage, -ratio * advantage)
-    inside = (log_ratio <= BOUND) & (log_ratio >= -BOUND)
-    alive = tl.where(advantage >= 0, ratio <= clip_high, ratio >= clip_low) & inside
-    broken = (log_ratio != log_ratio) | (advantage != advantage)
-    return loss, tl.where(alive | broken, ratio * advantage * weight, 0.0)

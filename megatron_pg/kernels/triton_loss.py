@@ -58,12 +58,12 @@ class _OneLaunch(torch.autograd.Function):
         from megatron_pg.kernels import one_launch
 
         gradient = logits.detach() if inplace else torch.empty_like(logits)
-        found = one_launch.grpo_loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
+        found = one_launch.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
-        per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy
-        ctx.mark_non_differentiable(*per_token)
+        per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy, found.stream_losses
+        ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         return found.loss, *per_token
 
     @staticmethod

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, triton_loss, vocab_parallel
 from megatron_pg.kernels.logprobs import Rows
-from megatron_pg.kernels.surrogate import surrogate_and_slope
+from megatron_pg.kernels.surrogate import surrogate_and_slopes
 from megatron_pg.lm_head.readers import EagerReader, Slopes
 
 
@@ -25,11 +25,10 @@ class TritonReader(EagerReader):
         return vocab_parallel.combine(shares, *self._rows(chunk), self._vocabulary)
 
     def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Slopes]:
-        """The clipped surrogate in one launch."""
+        """In one launch, where the objective has a row."""
         if not policy_loss.row:
             return super().loss_and_slopes(policy_loss, rows)
-        found, slope = surrogate_and_slope(policy_loss, rows.logprobs, rows.entropy)
-        return found, (slope, torch.zeros_like(slope))
+        return surrogate_and_slopes(policy_loss, rows.logprobs, rows.entropy)
 
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: Slopes) -> None:
         """By a kernel."""
@@ -45,7 +44,7 @@ class TritonReader(EagerReader):
         """By a kernel."""
         from megatron_pg.kernels import one_launch  # where `fits_one_launch` has looked for what it needs
 
-        return one_launch.grpo_loss_and_gradient(
+        return one_launch.loss_and_gradient(
             z, out, policy_loss, self._vocabulary, grad_scale=grad_scale, entropy=entropy
         )
 

@@ -17,6 +17,7 @@ from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.head import needs_recompute
 from megatron_pg.flags.import_path import load_function
 from megatron_pg.flags.loss_terms import objective_numbers
+from megatron_pg.objectives.custom_row import custom_row, row_failure, row_refusal
 from megatron_pg.objectives.objective import Objective
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
@@ -59,8 +60,8 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     """Import the objective at `path` and try it, without averages over whole sequences too.
 
     Raises:
-        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, or a token's loss or metric depends on
-            other tokens of the micro-batch.
+        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, a token's loss or metric depends on
+            other tokens of the micro-batch, or its row is not it.
         ImportPathError: it cannot be imported or called.
     """
     function = load_function(path, OBJECTIVE_PARAMETERS)
@@ -78,12 +79,19 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
     if reason := _probe_reports(reports, parameters):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
+    reads_sequences = _reads_sequences(loss, reports, parameters)
+    if reason := row_refusal(function, parameters, reads_sequences=reads_sequences):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    row = custom_row(function, parameters)
+    if row and (reason := row_failure(row, loss, parameters)):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     return Objective(
         name=path,
         loss=loss,
         reports=reports if names else None,
         reported=names,
-        reads_sequences=_reads_sequences(loss, reports, parameters),
+        reads_sequences=reads_sequences,
+        row=row,
         parameters=parameters,
     )
 

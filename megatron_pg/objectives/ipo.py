@@ -14,7 +14,8 @@ def ipo(tokens: Tokens, parameters: Parameters) -> Tensor:
     Source: INTELLECT Policy Optimization, the loss of prime-rl. Its later releases drop a token by the sign of A, as dppo_tv.
     """
     above, below = outside(tokens, parameters)
-    surrogate = torch.where(above | below, 0, -tokens.ratios * tokens.advantages)
+    nothing = 0 * tokens.advantages  # but of one that is not finite, which stays visible
+    surrogate = torch.where(above | below, nothing, -tokens.ratios * tokens.advantages)
     return surrogate + parameters.ipo_tau * tokens.log_ratios.square()
 
 

@@ -1,14 +1,17 @@
 """An objective with its numbers, as the loss and the metrics take it."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_pg.declarations.declaration import load
 from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.objectives.row import Row
 from megatron_pg.objectives.tokens import Parameters, Tokens
 
-_KIND = ("reads_sequences", "has_one_loss_per_sequence", "has_one_advantage_per_sequence", "row")  # as declared
+_KIND = ("reads_sequences", "has_one_loss_per_sequence", "has_one_advantage_per_sequence")  # as declared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class Objective:
     has_one_advantage_per_sequence: bool = False
     averaged: Callable[[Tokens, Parameters], Tensor] | None = None
     """[T] whose average over the whole sequence the loss reads as `sequence_average`; None: it reads none."""
-    row: str | None = None  # what the kernels call it; None: they do not compute it themselves
+    row: Row | None = None  # as kernels compute it; None: they end in torch
     parameters: Parameters
 
 
@@ -36,5 +39,17 @@ def objective_of(name: str, **numbers: float | None) -> Objective:
     declared = OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
     loss, outside, averaged = declared.load()
-    kind = {key: getattr(declared, key) for key in _KIND}
-    return Objective(name=name, loss=loss, outside=outside, averaged=averaged, parameters=Parameters(**numbers), **kind)
+    row = None
+    if declared.row is not None and all(
+        number.name in numbers for number in declared.numbers
+    ):  # else the loss names it
+        row = Row(functools.partial(load, declared.row), declared.row_numbers(numbers))
+    return Objective(
+        name=name,
+        loss=loss,
+        outside=outside,
+        averaged=averaged,
+        row=row,
+        parameters=Parameters(**numbers),
+        **{key: getattr(declared, key) for key in _KIND},
+    )

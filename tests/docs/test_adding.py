@@ -1,6 +1,7 @@
 """docs/adding.md, executed: a user's objective, and an objective and an aggregation that are declared while the test runs."""
 
 import argparse
+import dataclasses
 import json
 import random
 import re
@@ -29,6 +30,7 @@ from megatron_pg.flags.banner import banner
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import Tokens, objective_of
+from megatron_pg.objectives.custom import load_custom_objective
 from megatron_pg.step.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -122,6 +124,24 @@ def test_the_users_metric_is_exact_in_every_layout(settings, tmp_path):
     for layout in (Layout(), Layout(data=2, context=2, tensor=2, microbatches=2)):
         found = simulation.run_step(samples, logits, layout, loss, rng).metrics["softened_fraction"]
         assert found == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # Triton's interpreter
+def test_the_users_row_is_the_users_objective_in_the_kernels(settings, tmp_path):
+    (tmp_path / "my_rl" / "kernel.py").write_text(blocks()["my_rl/kernel.py"], encoding="utf-8")
+    found = load_custom_objective("my_rl.kernel:soft_clip_by_row", clip_eps_high=0.28)
+    assert found.row.numbers == (0.28,)
+    losses = []
+    for objective in (settings.terms.objective, found):
+        rng = random.Random(7)
+        samples = random_step(rng, vocabulary=cases.VOCABULARY)
+        logits = [table.float() for table in cases.poisoned_logits(samples, rng)]
+        loss = simulation.settings("sample_mean", per_token=False, terms=LossTerms(objective=objective))
+        loss = dataclasses.replace(loss, impl="triton")
+        losses.append(simulation.run_step(samples, logits, Layout(), loss, rng))
+    by_torch, by_row = losses
+    assert by_row.reported == pytest.approx(by_torch.reported, rel=1e-6)
+    assert gradient_error(by_row.gradients, by_torch.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("declared")

@@ -7,6 +7,8 @@ import torch
 from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import Sequences, TokenFields
+from megatron_pg.batch.fields import StreamFields
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -55,9 +57,21 @@ def test_the_gradient_is_that_of_old_log_probabilities_that_are_the_models_own(n
     torch.testing.assert_close(first, second, rtol=2e-5, atol=2e-6)
 
 
-def test_the_kernel_of_the_plain_surrogate_is_left_out():
-    """It reads old log-probabilities."""
+def test_the_kernels_of_whole_losses_are_left_out():
+    """They read old log-probabilities."""
     terms = LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"]))
-    assert PolicyLoss(terms, fields(torch.zeros(ROWS))).row == "clipped_surrogate"
+    assert PolicyLoss(terms, fields(torch.zeros(ROWS))).row.load().__name__ == "grpo"
+    assert (
+        PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is not None
+    )
     assert PolicyLoss(terms, fields(None)).row is None
-    assert PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is None
+    assert PolicyLoss(replace(terms, opsm_anchor="old_logprobs"), fields(torch.zeros(ROWS))).row is None
+    two = (*kl_and_entropy(entropy_coef=0.1), Stream(name="more", kind="entropy", on="rl"))
+    assert PolicyLoss(replace(terms, streams=two), fields(torch.zeros(ROWS))).row is None
+    supervised = (Stream(name="sft", kind="ce"),)
+    assert PolicyLoss(replace(terms, streams=supervised), fields(torch.zeros(ROWS))).row is None
+    own = {"entropy": StreamFields(mask=torch.ones(ROWS, dtype=torch.bool))}
+    known = replace(fields(torch.zeros(ROWS)), streams=own)
+    assert PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), known).row is None
+    of_some = replace(fields(torch.zeros(ROWS)), policy_mask=torch.ones(ROWS, dtype=torch.bool))
+    assert PolicyLoss(terms, of_some).row is None

@@ -12,10 +12,14 @@ import one_launch
 import pytest
 import simulation
 import torch
+from objective_parts import build
 from samples import make_sample
+from stream_terms import kl_and_entropy
 
-from megatron_pg.batch import pack, slice_batch
-from megatron_pg.kernels import Vocabulary, grpo_loss
+from megatron_pg.batch import TokenFields, pack, slice_batch
+from megatron_pg.batch.fields import StreamFields
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, grpo_loss, policy_gradient_loss
 from megatron_pg.kernels.logprobs import logprobs_of
 from megatron_pg.step.loss import microbatch_loss
 
@@ -25,6 +29,8 @@ SMALL = [1, 2, 16, 31, 32, 33, 1000, 1024, 2047, 2048, 2049, 4096, 4103, 9008]
 LARGE = [19008, 24000, 37984, 50257, 60000, 100000, 151936, 200000]  # every shape of the one-launch kernel
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 SENTINEL = -123.0
+ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
+KL = {"kl_coef": 0.3, "kl_estimator": "k1_weighted"}
 
 pytestmark = [
     # the interpreter computes in NumPy
@@ -447,6 +453,35 @@ def test_what_launches_the_one_launch_kernel(dtype, upstream, inplace, monkeypat
     assert torch.equal(gradient, same)
     assert torch.equal(out.loss, straight.loss)
     assert [k["ENTROPY"] for k in launches] == [True, False, True, True]
+
+
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+@pytest.mark.parametrize("name", ROWS)
+def test_every_loss_with_a_row_goes_through_the_one_launch_kernel(name, monkeypatch):
+    """Its own work done in torch from the row: everything around it, with KL and bonus, against the eager reference."""
+    for terms in ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2}):
+        streams = kl_and_entropy(**terms)[:: (-1) ** len(terms)]  # in either order
+        case = base(rows=20, columns=64, padding=16, temperature=0.7)
+        fields = make(case)
+        logits, mask = fields.pop("logits"), fields["mask"]
+        own = {s.name: StreamFields(weights=torch.where(mask, torch.rand(case.rows), math.nan)) for s in streams}
+        refs = fields["old_logprobs"] - 0.5 * fields["advantages"]
+        known = TokenFields(**fields, ref_logprobs=refs, streams=own, corrections=2 * fields["weights"])
+        loss = PolicyLoss(LossTerms(objective=build(name), grad_divisor=8.0, streams=streams), known)
+        vocabulary, found = Vocabulary.of(case.columns, temperature=0.7, vocab_size=48), []
+        with monkeypatch.context() as context:
+            launches = one_launch.in_torch(context)
+            for impl in ("triton", "torch"):
+                leaf = logits.clone().requires_grad_()
+                out = policy_gradient_loss(leaf, loss, vocabulary, grad_scale=3.0, impl=impl)
+                (3 * out.loss).backward()
+                found.append([out.loss, out.token_losses, out.logprobs, out.entropy, out.stream_losses, leaf.grad])
+        (launch,) = launches
+        assert (launch["BONUS"], launch["KL"] is not None) == ("entropy_coef" in terms, "kl_coef" in terms)
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("columns", [1000, 1024])

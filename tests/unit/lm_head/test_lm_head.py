@@ -580,6 +580,36 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
             assert worst(ours.detach().double(), wanted.detach().double()) <= 1e-12, field.name
 
 
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+@pytest.mark.parametrize("name", [name for name, declared in OBJECTIVES.items() if declared.row])
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_row_in_the_head_equals_torch(name, whole, monkeypatch):
+    """By statistics, one launch for the loss and a gradient, or by the one-launch kernel, its own work done in torch."""
+    launches = one_launch.in_torch(monkeypatch) if whole else []
+    fields = make(Case(dtype=torch.float32, impl="triton"))
+    numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
+    terms = LossTerms(
+        objective=objective_of(name, **numbers),
+        streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.02),
+        grad_divisor=2.0,
+    )
+    token_fields = TokenFields(
+        **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
+        corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
+        ref_logprobs=fields["old_logprobs"] + 0.1,
+    )
+    policy_loss, found = PolicyLoss(terms, token_fields), []
+    for impl in ("triton", "torch"):
+        hidden, weight = fields["hidden"].clone().requires_grad_(), fields["weight"].clone().requires_grad_()
+        vocabulary = Vocabulary.of(len(weight))
+        out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, Head(impl=impl), grad_scale=3.0)
+        (out.loss * 3).backward()
+        found.append([out.loss.detach(), out.token_losses, out.stream_losses, hidden.grad, weight.grad])
+    for ours, wanted in zip(*found, strict=True):
+        assert worst(ours, wanted.double()) <= 2e-5
+    assert bool(launches) == whole
+
+
 def test_in_float32_the_head_and_its_split_change_nothing():
     """What warning W10 says."""
     hidden, weight = torch.randn(7, 16, device=DEVICE), torch.randn(48, 16, device=DEVICE)

@@ -1,0 +1,69 @@
+"""What kernels compute an objective by: a Triton function of one token, which is tried in torch, without Triton and a GPU.
+
+loss, slope = row(logprob, old_logprob, advantage, numbers),   slope = d loss / d logprob
+"""
+
+import builtins
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_NUMBERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An objective as kernels compute it. The same on every rank."""
+
+    load: Callable[[], Any]
+    """Gives the Triton function; torch alone must not need Triton, so it is asked for where a kernel is launched."""
+    numbers: tuple[float, ...] = ()  # its numbers, at most `MOST_NUMBERS`
+
+
+class _Language:
+    """`triton.language` of values per token: what rows use of it, in torch; a number has the dtype of the values."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+
+    exp, exp2, log, log2 = (staticmethod(each) for each in (torch.exp, torch.exp2, torch.log, torch.log2))
+    abs, sqrt, sigmoid = (staticmethod(each) for each in (torch.abs, torch.sqrt, torch.sigmoid))
+    maximum, minimum = staticmethod(torch.maximum), staticmethod(torch.minimum)
+
+    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
+        """As torch's, which would make two numbers float32."""
+        x, y = (v if isinstance(v, Tensor) else torch.tensor(v, dtype=self._dtype) for v in (x, y))
+        return torch.where(condition, x, y)
+
+
+def in_torch(function: Any, dtype: torch.dtype = torch.float64) -> Callable:
+    """The same source as a function of tensors of that dtype.
+
+    Args:
+        function: of `triton.jit`; it may call others that its module has by name, and use of `triton.language` what rows need.
+        dtype: of the values.
+    """
+    return _translated(function.fn, _Language(dtype), {})
+
+
+def _translated(
+    function: types.FunctionType, language: _Language, found: dict[types.FunctionType, Callable]
+) -> Callable:
+    if function in found:
+        return found[function]
+    names: dict[str, Any] = {"__builtins__": builtins}
+    translated = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    found[function] = translated
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(getattr(value, "fn", None), types.FunctionType):
+            names[name] = _translated(value.fn, language, found)
+        elif getattr(value, "__name__", None) == "triton.language":
+            names[name] = language
+        elif value is not None:
+            names[name] = getattr(value, "value", value)  # of a constexpr
+    return translated

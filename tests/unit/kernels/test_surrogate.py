@@ -1,0 +1,129 @@
+"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64: every row, KL estimator and the bonus."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from objective_parts import ESTIMATORS, build
+from stream_terms import kl_and_entropy
+
+from megatron_pg.batch import TokenFields
+from megatron_pg.batch.fields import StreamFields
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.kernels import LossTerms, PolicyLoss
+from megatron_pg.kernels.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
+
+pytestmark = [
+    # the interpreter computes in NumPy
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
+PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs", "kl.weights", "entropy.weights")
+COUNT = 2 * BLOCK + 17
+LIMIT = 5e-6  # float32, of 1 + |what is expected|
+
+
+def drawn(name: str, seed: int, **terms) -> tuple[PolicyLoss, torch.Tensor, torch.Tensor]:
+    """A loss of float32 values in float64 with log-probabilities and entropies, and tokens off the kinks trained."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda: torch.randn(COUNT, generator=generator).double()  # noqa: E731
+    uniform = lambda: torch.rand(COUNT, generator=generator).double()  # noqa: E731
+    old = -4 * uniform().float().double()
+    spread = torch.tensor([0.01, 0.3, 1.0])[torch.arange(COUNT) % 3]
+    logprobs = torch.minimum(old + spread * normal(), torch.tensor(-1e-3)).float().double()
+    logprobs[::50] = (old[::50] + 25.0 * (-1.0) ** torch.arange(len(old[::50]))).float().double()  # beyond the clamp
+    advantages = normal()
+    advantages[::9] = 0.0
+    fields = TokenFields(
+        targets=torch.zeros(COUNT, dtype=torch.int64),
+        mask=uniform() < 0.8,
+        old_logprobs=old,
+        advantages=advantages,
+        weights=uniform(),
+        corrections=2 * uniform(),
+        streams={each: StreamFields(weights=uniform()) for each in ("kl", "entropy")},
+        ref_logprobs=(logprobs - normal()).float().double(),
+    )
+    streams = kl_and_entropy(**{key: value for key, value in terms.items() if key != "grad_divisor"})
+    how = LossTerms(objective=build(name), streams=streams, grad_divisor=terms.get("grad_divisor", 1.0))
+    loss, entropy = PolicyLoss(how, fields), 3 * uniform()
+    near = [evaluated(loss, logprobs + step, entropy)[1] for step in (-1e-5, 1e-5)]
+    steady = (near[0] - near[1]).abs() <= 1e-3 * (1 + near[0].abs())
+    return PolicyLoss(loss.terms, replace(fields, mask=fields.mask & steady)), logprobs, entropy
+
+
+def evaluated(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple:
+    leaves = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
+    found = loss(*leaves)
+    gradients = torch.autograd.grad(found.loss, leaves, materialize_grads=True, allow_unused=True)
+    return found, *gradients
+
+
+def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple:
+    """As kernels get it: float32, NaN in all fields of tokens that are not trained, whose log-probability and entropy are 0."""
+    mask = loss.fields.mask
+    known = loss.fields.per_token()
+    fields = {name: known[name].float().masked_fill(~mask, math.nan).to(DEVICE) for name in PER_TOKEN}
+    fields |= {"mask": mask.to(DEVICE), "targets": known["targets"].to(DEVICE)}
+    values = (v.float().masked_fill(~mask, 0).to(DEVICE).requires_grad_() for v in (logprobs, entropy))
+    return PolicyLoss(loss.terms, TokenFields.of(fields)), *values
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.detach()
+    return float(((found.detach().cpu().double() - expected).abs() / (1 + expected.abs())).max())
+
+
+@pytest.mark.proof("Loss terms in one launch: every row with every KL estimator and the bonus, float32: within 5e-6")
+@pytest.mark.parametrize("name", ROWS)
+def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence):
+    errors = []
+    for number, estimator in enumerate([None, *ESTIMATORS]):
+        for seed in range(10 if full else 1):
+            kl = {"kl_coef": 0.3, "kl_estimator": estimator} if estimator else {}
+            bonus = {"entropy_coef": 0.2} if (number + seed) % 2 else {}
+            loss, logprobs, entropy = drawn(name, 100 * seed + number, grad_divisor=4.0, **kl, **bonus)
+            expected, by_logprob, by_entropy = evaluated(loss, logprobs, entropy)
+            as_kernels, *leaves = poisoned(loss, logprobs, entropy)
+            found = surrogate_loss(as_kernels, *leaves)
+            gradients = torch.autograd.grad(found.loss, leaves, materialize_grads=True, allow_unused=True)
+            pairs = [(gradients[0], by_logprob), (gradients[1], by_entropy), (found.log_ratios, expected.log_ratios)]
+            pairs.append((found.token_losses, expected.token_losses))
+            assert (found.stream_losses is None) == (expected.stream_losses is None)
+            further = [] if expected.stream_losses is None else [(found.stream_losses, expected.stream_losses)]
+            pairs += further
+            errors += [worst(*pair) for pair in pairs]
+            terms = [expected.token_losses, *(values for _, values in further)]
+            size = sum(float(values.detach().abs().sum()) for values in terms)
+            errors.append(abs(float(found.loss.detach()) - float(expected.loss.detach())) / (1 + size))
+            again, slopes = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
+            assert torch.equal(again.loss, found.loss.detach())
+            assert torch.equal(slopes[0], gradients[0])
+            assert torch.equal(slopes[1], gradients[1])
+    evidence(cases=len(errors), worst=max(errors))
+    assert max(errors) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("field", ["old_logprobs", "advantages", "weights", "ref_logprobs"])
+def test_what_is_not_finite_at_a_trained_token_stays_visible(name, field):
+    loss, logprobs, entropy = drawn(name, 3, kl_coef=0.1, kl_estimator="k3_weighted")
+    at = int(loss.fields.mask.nonzero()[2])
+    bad = getattr(loss.fields, field).clone()
+    bad[at] = math.nan
+    as_kernels, *leaves = poisoned(PolicyLoss(loss.terms, replace(loss.fields, **{field: bad})), logprobs, entropy)
+    found, (slope, _) = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
+    assert found.loss.isnan()
+    assert slope.isnan().nonzero().flatten().tolist() == [at]
+
+
+def test_no_token_at_all_is_a_loss_of_0():
+    loss, logprobs, entropy = drawn("sapo", 1, kl_coef=0.1, kl_estimator="k1", entropy_coef=0.1)
+    nothing = PolicyLoss(loss.terms, replace(loss.fields, mask=torch.zeros(COUNT, dtype=torch.bool)))
+    as_kernels, *leaves = poisoned(nothing, logprobs, entropy)
+    found, slopes = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
+    assert float(found.loss) == 0.0
+    assert not torch.stack([found.token_losses, *found.stream_losses, *slopes]).any()

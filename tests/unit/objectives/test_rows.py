@@ -1,0 +1,191 @@
+"""Rows, what kernels compute objectives and KL estimators by: their source, in torch, against autograd of the specification."""
+
+import math
+
+import pytest
+import torch
+from objective_parts import ESTIMATORS, build
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.kernels import rows
+from megatron_pg.objectives import MAX_LOG_RATIO, Tokens, objective_of
+from megatron_pg.objectives.custom import load_custom_objective
+from megatron_pg.objectives.row import MOST_NUMBERS, in_torch
+
+ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
+COUNT = 200_000
+EXACT = {"sapo": 1e-13, "k3": 1e-11, "k1_weighted": 1e-11, "k3_weighted": 1e-11}  # others: equal, bit for bit
+# r exactly on 0.8, 1.28, 1.5, 3, as exp rounds; the clamp's own bounds and what is beyond; equal policies
+EDGES = [*(math.log(r) for r in (0.8, 1.28, 1.5, 3.0)), MAX_LOG_RATIO, -MAX_LOG_RATIO, 0.0]
+EDGES += [sign * math.nextafter(MAX_LOG_RATIO, math.inf) for sign in (1, -1)]
+
+
+def drawn() -> tuple[torch.Tensor, ...]:
+    """log π, log π_old, log π_ref and A of many tokens: near, far, on every edge, certain ones, and A = 0."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = lambda: torch.rand(COUNT, dtype=torch.float64, generator=generator)  # noqa: E731
+    normal = lambda: torch.randn(COUNT, dtype=torch.float64, generator=generator)  # noqa: E731
+    old, ref, advantages = -8 * uniform(), -8 * uniform(), normal()
+    old[:1000], advantages[::10] = 0.0, 0.0
+    log_ratios = normal() * torch.tensor([0.001, 0.3, 3.0, 12.0], dtype=torch.float64).repeat(COUNT // 4)
+    log_ratios[1000:10_000] = torch.tensor(EDGES, dtype=torch.float64).repeat(1000)
+    old[1000:10_000] = 0.0  # so that the difference is the edge itself
+    return old + log_ratios, old, ref, advantages
+
+
+def differing(found: torch.Tensor, expected: torch.Tensor, limit: float) -> torch.Tensor:
+    return ~((found - expected).abs() <= limit * (1 + expected.abs()))
+
+
+@pytest.mark.proof("Rows of kernels against autograd of the objective, 200,000 tokens in float64: equal (sapo: 1e-13)")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_the_objective_and_its_derivative(name, evidence):
+    objective, (logprobs, old, _, advantages) = build(name), drawn()
+    leaf = logprobs.requires_grad_()
+    tokens = Tokens(logprobs=leaf, old_logprobs=old, advantages=advantages, log_ratios=leaf - old)
+    expected = objective.loss(tokens, objective.parameters)
+    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
+    loss, slope = in_torch(objective.row.load())(leaf.detach(), old, advantages, objective.row.numbers)
+    assert not differing(loss, expected.detach(), EXACT.get(name, 0.0)).any()
+    assert not differing(slope, gradient, EXACT.get(name, 0.0)).any()
+    evidence(cases=COUNT, worst=float((slope - gradient).abs().max()))
+
+
+@pytest.mark.proof(
+    "Rows of KL estimators against autograd, 200,000 tokens in float64: 1e-11 relative, k1, k2 and abs equal"
+)
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_a_row_is_the_estimator_and_its_derivative(name, evidence):
+    logprobs, old, ref, _ = drawn()
+    leaf = logprobs.requires_grad_()
+    expected = ESTIMATORS[name](leaf - ref, leaf - old)
+    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
+    value, slope = in_torch(getattr(rows, KL_ESTIMATORS[name].function))(leaf.detach(), old, ref)
+    assert not differing(value, expected.detach(), EXACT.get(name, 0.0)).any()
+    assert not differing(slope, gradient, EXACT.get(name, 0.0)).any()
+    evidence(cases=COUNT)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("bad", ["logprobs", "old", "advantages"])
+def test_what_is_not_finite_is_seen_in_loss_and_slope(name, bad):
+    """But for what an objective does not read: a ratio, or that of a sample with A >= 0."""
+    objective = build(name)
+    values = {field: torch.tensor([-1.0, -1.0], dtype=torch.float64) for field in ("logprobs", "old")}
+    values["advantages"] = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    values[bad] = values[bad] * torch.nan
+    loss, slope = in_torch(objective.row.load())(*values.values(), objective.row.numbers)
+    unread = {("reinforce", "old"), ("topr_token", "old")}
+    assert loss.isnan().all() == ((name, bad) not in unread)
+    if bad == "old" and name == "topr_token":
+        assert loss.isnan().tolist() == [False, True]
+    reads_logprob = name not in ("reinforce", "topr_token")
+    assert slope.isnan().all() == ((name, bad) not in unread and (bad != "logprobs" or reads_logprob))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_finite_where_nothing_is_trained(name):
+    objective, nothing = build(name), torch.zeros(3, dtype=torch.float64)
+    found = in_torch(objective.row.load())(nothing, nothing, nothing, objective.row.numbers)
+    assert torch.cat(found).isfinite().all()
+    assert len(objective.row.numbers) <= MOST_NUMBERS
+
+
+@pytest.mark.parametrize("x", [1e-30, 1e-9, 1e-5, 0.01, 0.49, 0.51, 3.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_arguments_keep_their_digits(x, dtype):
+    """e^x - 1, log(1 + x) and log(1 - e^x), which Triton does not have, of both signs."""
+    eps, both = torch.finfo(dtype).eps, torch.tensor([x, -x], dtype=dtype)
+    exact = torch.tensor([x, -x], dtype=dtype).double()
+    pairs = [(rows.expm1, both, exact.expm1()), (rows.log1p, both[:1], exact[:1].log1p())]
+    pairs.append((rows.log1mexp, both[1:], torch.log(-exact[1:].expm1())))
+    for function, argument, expected in pairs[: 3 if x < 10 else 2]:
+        found = in_torch(function, dtype)(argument).double()
+        assert (
+            (found - expected).abs() <= 8 * eps * expected.abs() + (4 * eps if function is rows.log1mexp else 0)
+        ).all()
+
+
+def test_bounds_of_the_ratio_are_made_before_they_are_rounded():
+    """1 - 0.2 in float64: the kernels had it so before they knew other objectives."""
+    assert objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28).row.numbers == (1.0 - 0.2, 1.0 + 0.28)
+    assert build("dual_clip").row.numbers == (1.0 - 0.2, 1.0 + 0.28, 3.0)
+    assert build("cispo").row.numbers == (1.0 - 0.2, 1.5)
+    assert build("dppo_tv").row.numbers == (0.05, 0.1, 3.0)
+    assert objective_of("dual_clip").row is None  # its cap has no default
+
+
+# --- a user's own ---
+
+OWN = """\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def helper(r, bound):
+    return tl.where(r > bound, bound, r)
+
+
+@triton.jit
+def row(logprob, old_logprob, advantage, numbers):
+    r = tl.exp(tl.where(logprob - old_logprob > 20.0, 20.0, tl.where(logprob - old_logprob < -20.0, -20.0, logprob - old_logprob)))
+    slope = {slope}
+    return slope * logprob{more}, tl.where((logprob - old_logprob > 20.0) | (logprob - old_logprob < -20.0), 0.0, slope)
+
+
+def mine(tokens, parameters):
+    weights = tokens.ratios.detach().clamp(max=1.0 + parameters.clip_eps_high)
+    return -weights * tokens.advantages * tokens.weighable_logprobs{reads}
+
+
+mine.row = {row}
+mine.row_numbers = {names}
+"""
+RIGHT = {
+    "slope": "-helper(r, 1.0 + numbers[0]) * advantage",
+    "more": "",
+    "reads": "",
+    "row": "row",
+    "names": "('clip_eps_high',)",
+}
+
+
+def write_module(folder, monkeypatch, **changes) -> str:
+    (folder / "user_row.py").write_text(OWN.format(**RIGHT | changes), encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(__import__("sys").modules, "user_row", raising=False)
+    return "user_row:mine"
+
+
+def test_a_users_row_is_tried_and_taken(tmp_path, monkeypatch):
+    found = load_custom_objective(write_module(tmp_path, monkeypatch), clip_eps_high=0.3)
+    assert found.row.numbers == (0.3,)
+    assert found.row.load() is __import__("user_row").row
+
+
+def test_a_user_needs_no_row(tmp_path, monkeypatch):
+    assert load_custom_objective(write_module(tmp_path, monkeypatch, row="None"), clip_eps_high=0.3).row is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"slope": "-helper(r, 1.0 + numbers[0]) * advantage * 1.000001"}, "has a row whose loss is"),
+        ({"slope": "-r * advantage"}, "has a row whose loss is"),
+        ({"more": " + 0.0 * old_logprob / old_logprob"}, "has a row that is not finite where all fields are 0"),
+        ({"slope": "tl.cumsum(r)"}, "has a row that fails on 4096 tokens: AttributeError"),
+        ({"row": "mine"}, "has a row that is a function, which kernels cannot call; give a function of triton.jit"),
+        (
+            {"names": "('clip_eps_high', 'delta')"},
+            "has a row that reads delta, which no flag has given; give --pg-delta",
+        ),
+        ({"names": "('clip_eps_high',) * 5"}, "has a row of 5 numbers, and kernels pass 4"),
+        ({"reads": " + 0.0 * tokens.sequence_log_ratios"}, "reads averages over whole sequences and has a row"),
+    ],
+)
+def test_a_users_row_that_is_not_the_objective_is_refused(changes, reason, tmp_path, monkeypatch):
+    with pytest.raises(ArgumentError, match=f"custom objective 'user_row:mine' {reason}"):
+        load_custom_objective(write_module(tmp_path, monkeypatch, **changes), clip_eps_high=0.3)
