@@ -13,7 +13,7 @@ from megatron_pg.mismatch.noise import bins_of, noise_of, robust
 
 _LARGEST = 3.0  # of d in e^d
 _FEWEST = 100  # tokens that a scale is of
-_GROWTH = 1.8  # of the scale beyond 4 nats
+_GROWTH = 2.0  # of the scale beyond 4 nats
 MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
 
 

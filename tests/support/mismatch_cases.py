@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[Callable, tuple]] = {  # and its size when weak, medium 
     "shift": (shift, (0.02, 0.3, 1.0)),
     "template": (template, (1, 3, 8)),
     "staleness": (staleness, (0.0005, 0.003, 0.015)),
-    "head_precision": (head_precision, (8, 6, 4)),
+    "head_precision": (head_precision, (7, 5, 3)),
     "routing": (routing, (0.001, 0.01, 0.05)),
     "bfloat16_grid": (bfloat16_grid, (0.03, 0.3, 1.0)),
     "group": (group, (0.002, 0.01, 0.05)),
