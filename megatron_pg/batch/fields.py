@@ -76,7 +76,7 @@ class TokenFields:
             if dot:
                 own.setdefault(stream, {})[kind] = values[name]
         streams = {stream: StreamFields(**each) for stream, each in own.items()}
-        rest: dict[str, Any] = {name: each for name, each in values.items() if "." not in name}
+        rest: dict[str, Any] = {"old_logprobs": None} | {name: v for name, v in values.items() if "." not in name}
         return cls(**rest, streams=streams, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":

@@ -180,6 +180,7 @@ def test_a_launch(command, files, full, evidence):
 GIVEN = {
     "compare": ["rollouts.jsonl"],
     "plot": ["metrics.jsonl"],
+    "mismatch": ["rollouts.jsonl"],
     "report": ["metrics.jsonl", "--output", "out.html", "--overwrite"],
     "convert": ["dump.jsonl", "--format", "jsonl", "--output", "out.jsonl", "--overwrite"],
     "doctor": [],

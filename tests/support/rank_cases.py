@@ -28,7 +28,7 @@ FAST = [
     *("cp2t-sample_mean-gspo-recompute", "tp2s-constant-gspo-recompute"),
     *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
     *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
-    *("tp2s-prompt_mean-fused-streams", "dp2t-constant-docs-streams"),
+    "tp2s-prompt_mean-fused-streams",
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
@@ -184,7 +184,7 @@ DYNAMIC_FULL = [
     for mode in MODES
     for option in ("", "-rope", "-rope-fused-dist-overlap", "-gspo", "-rope-activations")
 ]
-DYNAMIC_FULL += ["dp2t-constant-rope-dynamic-streams", "dp2t-constant-rope-dynamic-docs-streams"]
+DYNAMIC_FULL += ["dp2t-constant-rope-dynamic-streams"]
 DYNAMIC_4 = [
     f"{layout}-{mode}-rope{option}-dynamic"
     for layout in ("dp4t", "dp2cp2t", "dp2tp2ts")
@@ -229,7 +229,7 @@ DOCUMENTS = [
     *("tp2t-constant-docs", "tp2s-token_mean-docs", "tp2ts-prompt_mean-docs"),
     *("pp2-sample_mean-docs", "pp2t-token_mean-docs", "pp2v-constant-docs", "pp2tv-token_mean-docs"),
     *("cp2t-prompt_mean-docs", "cp2-constant-docs", "cp2t-token_mean-docs"),
-    *("dp2t-token_mean-mtp-docs", "cp2t-constant-mtp2-fused-docs"),
+    *("dp2t-token_mean-mtp-docs", "cp2t-constant-mtp2-fused-docs", "dp2t-constant-docs-streams"),
     *("dp2t-constant-fused-docs", "pp2tv-token_mean-fused-docs", "cp2t-sample_mean-gspo-recompute-docs"),
     "pp2tv-sample_mean-hybrid-docs",
 ]

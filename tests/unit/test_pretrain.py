@@ -333,7 +333,7 @@ def logged(session, monkeypatch, tmp_path):
             )
         )
         session._objective = {"clip": "0.2"}
-        plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9)
+        plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9, streams={})
         session._report = SimpleNamespace(metrics={"pg_loss": -0.5, "theirs": 2.0} | metrics, nonfinite={}, plan=plan)
         args = Namespace(log_interval=1, tensorboard_log_interval=1)
         monkeypatch.setattr(pretrain, "get_args", lambda: args)
