@@ -58,7 +58,12 @@ class LocalBatch:
         sample = self.whole.samples[i]
         prompt_length = len(sample.tokens) - sample.response_length
         k = int(self.whole.position_ids[row, position]) + 1 - prompt_length
-        known = [n for n in ("old_logprobs", "advantages") if None not in (getattr(sample, n), getattr(self.fields, n))]
+        holders = sample, self.fields
+        known = [
+            name
+            for name in ("old_logprobs", "advantages")
+            if all(getattr(holder, name) is not None for holder in holders)
+        ]
         given = ", ".join(f"{name} {float(getattr(sample, name)[k]):g}" for name in known)
         where = f"sample {sample.sample_id} (number {i} of its micro-batch), response token {k}"
         return f"{where} with {given}" if given else where
@@ -108,9 +113,9 @@ def slice_batch(
     slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
-        inputs=ModelInputs(**_on(device, inputs)),
-        fields=TokenFields.of(_on(device, flat), whole),
-        trained=_on(device, {"trained": trained})["trained"],
+        inputs=ModelInputs(**_on(device, **inputs)),
+        fields=TokenFields.of(_on(device, **flat), whole),
+        **_on(device, trained=trained),
         whole=batch,
         row_index=index,
         depths=tuple(
@@ -127,17 +132,16 @@ def _depth_fields(
     rows = {"targets": batch.spread(labels, depth), "weights": batch.spread(weights, depth)}
     flat = {name: values[:, index].t().reshape(-1) for name, values in rows.items()}
     mask = batch.spread(trained, depth)[:, index].t().reshape(-1)
-    return DepthFields(**_on(device, flat | {"trained": mask.nonzero()[:, 0]}))
+    return DepthFields(**_on(device, **flat, trained=mask.nonzero()[:, 0]))
 
 
 def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_group: ProcessGroup | None) -> Sequences:
     slots = torch.where(slots < 0, len(counts), slots)
     order, lengths = slots.argsort(stable=True), torch.bincount(slots, minlength=len(counts) + 1)
-    found = {"slots": slots, "order": order, "lengths": lengths, "counts": counts}
-    return Sequences(**_on(device, found), group=cp_group)
+    return Sequences(**_on(device, slots=slots, order=order, lengths=lengths, counts=counts), group=cp_group)
 
 
-def _on(device: torch.device | str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _on(device: torch.device | str, **tensors: Tensor) -> dict[str, Tensor]:
     """The tensors on the device, without waiting for it."""
     if torch.device(device).type == "cpu":
         return tensors

@@ -7,7 +7,7 @@ rank sees the same table, so a mistake in it is found, and raised, on every rank
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -140,12 +140,14 @@ def plan_from_table(
         _check_groups(torch.cat(tables), name_of)
     warning = _check_unique(tables, heads, rule, local.samples, group)
     whole, with_prompts = torch.cat(tables), any(h.has_prompt_ids == 1 for h in heads)
-    count = partial(_count_units, whole, local.held, with_prompts=with_prompts, divisor=rule.divisor)
-    trained, kept = whole[:, TRAINED], whole[:, KEPT if rule.denominator == "kept" else TRAINED]
+    # by the column itself: a stream over the objective's tokens is not counted again
+    count = cache(partial(_count_units, whole, local.held, with_prompts=with_prompts, divisor=rule.divisor))
+    trained = whole[:, TRAINED]
+    kept = whole[:, KEPT] if rule.denominator == "kept" else trained
     of_streams, of_depths = whole[:, WIDTH:].tensor_split([rule.width - WIDTH - rule.depths], dim=1)
     union = of_streams[:, -1] if rule.own_tokens else trained
     _check_counted(union, trained, kept)
-    counts, counted = count(trained), count(kept, live_only=rule.live_only)
+    counts, counted = count(trained, live_only=False), count(kept, live_only=rule.live_only)
     depths = [count(tokens, live_only=rule.live_only) for tokens in of_depths.unbind(dim=1)]
     columns = dict.fromkeys(rule.policy, trained) | dict(zip(rule.own_tokens, of_streams.unbind(dim=1), strict=False))
     return StepPlan(
@@ -174,7 +176,6 @@ def _plan_streams(
     """Every stream by itself; over the objective's tokens its denominators count the units that the objective's count."""
     names = dict.fromkeys(stream.tokens for stream in rule.streams)
     counts = {name: count(columns[name], live_only=rule.live_only and name in rule.policy) for name in names}
-    rollouts = {name: count(columns[name]).num_rollouts for name in names} if rule.live_only else {}
     found = {}
     for stream in rule.streams:
         own, denominators = counts[stream.tokens], None
@@ -183,7 +184,7 @@ def _plan_streams(
         found[stream.name] = StreamPlan(
             denominators=denominators,
             num_tokens=own.num_tokens,
-            num_rollouts=rollouts.get(stream.tokens, own.num_rollouts),
+            num_rollouts=count(columns[stream.tokens], live_only=False).num_rollouts,
         )
     return found
 

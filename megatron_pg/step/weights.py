@@ -160,7 +160,9 @@ def token_weights(
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
     for name in settings.terms.reads:
-        if batch.optional_values(name) is None:  # a micro-batch without a token that reads it is one of the same loss
+        if all(
+            getattr(sample, name) is None for sample in batch.samples
+        ):  # a micro-batch without a token that reads it is one of the same loss
             found[name] = batch.response_values(name)
     for stream in settings.terms.streams:
         if stream.tokens not in settings.policy:

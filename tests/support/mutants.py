@@ -580,7 +580,7 @@ def live_units_counted_over_tokens_that_are_not_the_objectives():
 def streams_count_what_the_correction_leaves():
     def rule(plan_rule, columns, count):
         is_kept = plan_rule.denominator == "kept"
-        return plan_rule, columns | ({"rl": count.args[0][:, 3]} if is_kept else {}), count
+        return plan_rule, columns | ({"rl": count.__wrapped__.args[0][:, 3]} if is_kept else {}), count
 
     with stream_plans_by(rule):
         yield
