@@ -215,22 +215,29 @@ def accuracy(problem: Problem, rows: int = 256) -> dict:
     }
 
 
-def weight_gradient_error(problem: Problem, rows: int = 512, columns: int = 8192) -> dict:
-    """Relative error of the weight gradient of a part of the problem against float64."""
-    hidden, weight = problem.hidden.detach()[:rows], problem.weight.detach()[:columns]
+def gradient_errors(problem: Problem, rows: int = 512, columns: int = 8192) -> dict:
+    """Relative errors of both gradients of a part of the problem against float64, of this rank's part of the vocabulary."""
+    group, ranks = problem.tp_group, 1 if problem.tp_group is None else problem.tp_group.size()
+    hidden, weight = problem.hidden.detach()[:rows], problem.weight.detach()[: columns // ranks].clone()
+    parts = [torch.empty_like(weight) for _ in range(ranks)]
+    if group is not None:
+        torch.distributed.all_gather(parts, weight, group=group)
+    whole = weight if group is None else torch.cat(parts)
     targets = problem.targets[:rows] % columns
     fields = (targets, problem.old_logprobs[:rows], problem.advantages[:rows], problem.weights[:rows])
-    exact_hidden, exact_weight = (values.double().requires_grad_() for values in (hidden, weight))
+    exact_hidden, exact_weight = (values.double().requires_grad_() for values in (hidden, whole))
     options = {**CLIP, "clip_eps_low": 1.0, "clip_eps_high": 1e9}
     grpo_loss(exact_hidden @ exact_weight.t(), *fields, **options, impl="torch").loss.backward()
+    exact_part = exact_weight.grad.chunk(ranks)[0 if group is None else group.rank()]
     found = {}
-    for backward in ("bf16", "split"):
+    for mode, backward in (("forward", "bf16"), ("forward", "split"), ("recompute", "bf16")):
         total = torch.zeros(weight.shape, device="cuda")
-        leaf = hidden.clone().requires_grad_()
-        head = weight.clone().requires_grad_()
-        lm_head.grpo_head_loss(leaf, head, *fields, **options, main_grad=total, backward=backward).loss.backward()
-        found[f"weight gradient, {backward}"] = float((total - exact_weight.grad).norm() / exact_weight.grad.norm())
-        found[f"hidden gradient, {backward}"] = float((leaf.grad - exact_hidden.grad).norm() / exact_hidden.grad.norm())
+        leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options |= {"mode": mode, "backward": backward, "main_grad": total, "tp_group": group}
+        lm_head.grpo_head_loss(leaf, head, *fields, **options).loss.backward()
+        name = f"{mode}, {backward}"
+        found[f"weight gradient, {name}"] = float((total - exact_part).norm() / exact_part.norm())
+        found[f"hidden gradient, {name}"] = float((leaf.grad - exact_hidden.grad).norm() / exact_hidden.grad.norm())
     return found
 
 
@@ -266,7 +273,7 @@ def bench(rows: int, repetitions: int, *, with_peers: bool) -> dict:
     if with_peers:
         torch.cuda.empty_cache()
         products = {name: median_ms(logits_product(problem, dtype), repetitions) for name, dtype in LOGITS.items()}
-        result["logits_ms"], result["errors"] = products, accuracy(problem) | weight_gradient_error(problem)
+        result["logits_ms"], result["errors"] = products, accuracy(problem) | gradient_errors(problem)
     return result
 
 
@@ -323,12 +330,8 @@ def main() -> None:
         torch.distributed.init_process_group("nccl")
         problem = Problem(8192, tp_group=torch.distributed.group.WORLD)
         times = {"bare": median_ms(bare(problem), args.repetitions), "ours": median_ms(ours(problem), args.repetitions)}
-        if torch.distributed.get_rank() == 0:
-            print(
-                json.dumps(
-                    {"ranks": torch.distributed.get_world_size(), "ratio": times["ours"] / times["bare"]} | times
-                )
-            )
+        found = {"rank": problem.tp_group.rank(), "ratio": times["ours"] / times["bare"]} | times
+        print(json.dumps(found | gradient_errors(problem)), flush=True)
         torch.distributed.destroy_process_group()
         return
     results = [bench(8192, args.repetitions, with_peers=True)]

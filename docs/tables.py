@@ -114,6 +114,7 @@ DIVIDED_BY = {
     "step": "none (integer of the plan)",
     "sample": "over samples",
     "ratio": "formed from reduced sums",
+    "rank": "formed from each rank's sums",
 }
 Rows = list[tuple[str, ...]]
 

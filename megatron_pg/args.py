@@ -45,7 +45,10 @@ __all__ = [
 ]
 
 # Own arguments that move no loss or gradient, or, of documents, only which samples a step takes.
-_NOT_OF_THE_LOSS = ("pg_metrics", "pg_kernel", "pg_dry_run", "docs_per_step_end", "docs_per_step_drop_position")
+_NOT_OF_THE_LOSS = (
+    *("pg_metrics", "pg_no_mismatch_advice", "pg_kernel", "pg_dry_run"),
+    *("docs_per_step_end", "docs_per_step_drop_position"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -64,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=METRIC_LEVELS,
         default="basic",
         help="none: pg_loss only; basic: ratio, KL, clip fraction, advantages, counts; with_entropy: and the exact entropy.",
+    )
+    group.add_argument(
+        "--pg-no-mismatch-advice",
+        action="store_true",
+        help="Say nothing where trainer and rollout engine stay apart for several steps; the metrics mismatch/... stay.",
     )
     group.add_argument(
         "--pg-kernel",
@@ -150,8 +158,10 @@ def _common_rules(facts: Facts) -> Violations:
     yield from choice("--pg-metrics", args.pg_metrics, METRIC_LEVELS)
     if args.pg_kernel is not None:
         yield from choice("--pg-kernel", args.pg_kernel, IMPLEMENTATIONS)
-    if not isinstance(args.pg_dry_run, bool):
-        yield "E25", f"--pg-dry-run must be true or false, got {args.pg_dry_run!r}"
+    for flag in ("--pg-dry-run", "--pg-no-mismatch-advice"):
+        value = vars(args)[flag.strip("-").replace("-", "_")]
+        if not isinstance(value, bool):
+            yield "E25", f"{flag} must be true or false, got {value!r}"
 
 
 def snapshot(args: argparse.Namespace) -> dict[str, object]:

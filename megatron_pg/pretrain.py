@@ -42,6 +42,7 @@ from megatron_pg.args import (
 from megatron_pg.batch import PackedBatch, cut_over_ranks
 from megatron_pg.flags.banner import banner, describe, in_force
 from megatron_pg.flags.import_path import source_of
+from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import ADDED_BYTES, GROUP, CallbackError, added_values
 from megatron_pg.rollouts.sample import Sample
@@ -473,7 +474,9 @@ class _Session:
             objective=self._objective,
         )
         if not self._last_iteration and torch.distributed.get_rank() == 0:
-            self._console.begin(log.report, self.step.settings.metrics)
+            history = self._writer.before(log.iteration) if self._writer else ()
+            advice = Advice(history) if self.step.settings.advises else None
+            self._console.begin(log.report, self.step.settings.metrics, advice)
         if not self._last_iteration:
             self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
         self._last_iteration = log.iteration

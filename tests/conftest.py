@@ -42,6 +42,13 @@ def evidence(request):
     return lambda **figures: request.config.stash[EVIDENCE].add(row, **figures)
 
 
+@pytest.fixture
+def on_the_device():
+    """Tensors are made on a GPU where there is one."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory, full):
     """Launches of real ranks, begun before the first test that runs."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
 
+TOPK = "topk:"  # before the names of `TopK`'s fields; no stream's name holds a colon
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StreamFields:
@@ -16,6 +18,15 @@ class StreamFields:
 
     weights: Tensor | None = None  # None: those of the objective
     mask: Tensor | None = None  # bool; None: the tokens of the objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopK:
+    """The teacher's likeliest tokens; where no stream that reads them trains the token they may be anything."""
+
+    ids: Tensor  # [T, K] int32, global ids, -1 where there is none
+    logprobs: Tensor  # [T, K] float32, nats
+    tails: Tensor  # [T] float64, the teacher's probability of all other tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +50,7 @@ class TokenFields:
     ref_logprobs: Tensor | None = None  # nats, of the reference; NaN where the sample has none
     rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
+    teacher_topk: TopK | None = None
     streams: Mapping[str, StreamFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own
@@ -61,8 +73,10 @@ class TokenFields:
         return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known, by name; those of a stream as `stream.field`."""
+        """The fields that are known, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.teacher_topk is not None:
+            found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
         for stream, own in self.streams.items():
             found |= {f"{stream}.{each.name}": getattr(own, each.name) for each in fields(own)}
         return {name: values for name, values in found.items() if isinstance(values, torch.Tensor)}
@@ -76,8 +90,10 @@ class TokenFields:
             if dot:
                 own.setdefault(stream, {})[kind] = values[name]
         streams = {stream: StreamFields(**each) for stream, each in own.items()}
-        rest: dict[str, Any] = {"old_logprobs": None} | {name: v for name, v in values.items() if "." not in name}
-        return cls(**rest, streams=streams, sequences=sequences)
+        topk = {name.removeprefix(TOPK): v for name, v in values.items() if name.startswith(TOPK)}
+        rest: dict[str, Any] = {"old_logprobs": None}
+        rest |= {name: v for name, v in values.items() if "." not in name and not name.startswith(TOPK)}
+        return cls(**rest, teacher_topk=TopK(**topk) if topk else None, streams=streams, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""

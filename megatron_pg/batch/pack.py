@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.context_ranks import ContextRanks
+from megatron_pg.batch.fields import TopK
 from megatron_pg.batch.zigzag import padded_length
 from megatron_pg.rollouts.fields import OPTIONAL, POLICY
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.token_sets import ABSENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +52,7 @@ class PackedBatch:
             *(self.response_values(name) for name in ("old_logprobs", "advantages")),
             *(self.optional_values(name) for name in OPTIONAL),
             *(sample.routed_experts for sample in self.samples),
+            *(values for s in self.samples if (t := s.teacher_topk) is not None for values in (t.ids, t.logprobs)),
             *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
         ):
             content.update(b"" if values is None else values.numpy().tobytes())
@@ -95,6 +98,25 @@ class PackedBatch:
         gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
         return torch.cat([gap if value is None else value for value, gap in zip(values, gaps, strict=True)])
 
+    def topk(self) -> TopK:
+        """The teacher's likeliest tokens of the response tokens, [sum of R] instead of [T] each; none for samples without them."""
+        known = [sample.teacher_topk for sample in self.samples]
+        width = max((sets.ids.shape[1] for sets in known if sets is not None), default=0) or 1
+        lengths = [sample.response_length for sample in self.samples]
+        size = sum(lengths)
+        found = TopK(
+            ids=torch.full((size, width), ABSENT, dtype=torch.int32),
+            logprobs=torch.zeros(size, width),
+            tails=torch.ones(size, dtype=torch.float64),
+        )
+        parts = zip(known, *(v.split(lengths) for v in (found.ids, found.logprobs, found.tails)), strict=True)
+        for sets, ids, logprobs, tails in parts:
+            if sets is not None:
+                ids[:, : sets.ids.shape[1]] = sets.ids
+                logprobs[:, : sets.ids.shape[1]] = sets.logprobs
+                tails.copy_(sets.tails)
+        return found
+
     @property
     def loss_mask(self) -> Tensor:
         """[sum of R] bool, response tokens that the objective trains."""
@@ -105,10 +127,11 @@ class PackedBatch:
         return self.position_ids.flatten()[self.response_positions] >= depth
 
     def spread(self, values: Tensor, depth: int = 0) -> Tensor:
-        """[B, W] from response-aligned values [sum of R]: each at the position that predicts it, or `depth` before it, 0 elsewhere."""
-        reached, flat = self.reached(depth), torch.zeros(self.tokens.numel(), dtype=values.dtype)
+        """[B, W, …] from response-aligned values [sum of R, …]: each at the position that predicts it, or `depth` before it, 0 elsewhere."""
+        further = values.shape[1:]
+        reached, flat = self.reached(depth), torch.zeros(self.tokens.numel(), *further, dtype=values.dtype)
         flat[self.response_positions[reached] - depth] = values[reached]
-        return flat.view(self.tokens.shape)
+        return flat.view(*self.tokens.shape, *further)
 
     def trained_at(self, depth: int, *streams: str) -> list[int]:
         """Tokens of each sample that one of the streams trains and multi-token prediction of that depth can predict.

@@ -41,7 +41,11 @@ class Sequences:
             # unsafe: the lengths are known to fit, and a check would wait for the device
             summed = partial(torch.segment_reduce, reduce="sum", lengths=self.lengths, unsafe=True, initial=0)
             sums = torch.stack([summed(row[self.order]) for row in values.double()])[:, :-1].contiguous()
-            if self.group is not None and len(self.counts) > 0:
-                torch.distributed.all_reduce(sums, group=self.group)
-            averages = torch.nn.functional.pad(sums / self.counts, (0, 1))
+            averages = torch.nn.functional.pad(self.over_ranks(sums) / self.counts, (0, 1))
             return averages[:, self.slots].to(values.dtype)
+
+    def over_ranks(self, sums: Tensor) -> Tensor:
+        """[n, S] float64, contiguous, of this rank, made the sums of all ranks of the group in place; each calls with the same n."""
+        if self.group is not None and len(self.counts) > 0:
+            torch.distributed.all_reduce(sums, group=self.group)
+        return sums

@@ -84,7 +84,7 @@ def slice_batch(
 
     Args:
         batch: the whole micro-batch.
-        fields: [sum of R] each, what the step adds to the samples' own fields, by its name in `TokenFields.per_token`: at least
+        fields: [sum of R, …] each, what the step adds to the samples' own fields, by its name in `TokenFields.per_token`: at least
             `weights`.
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
@@ -105,7 +105,7 @@ def slice_batch(
     }
     rows = {name: batch.spread(values) for name, values in known.items() if values is not None}
     rows |= {"targets": batch.labels, "slots": batch.sample_index}
-    flat = {name: values[:, index].t().reshape(-1) for name, values in rows.items()}
+    flat = {name: values[:, index].transpose(0, 1).flatten(0, 1) for name, values in rows.items()}
     inputs = {name: getattr(batch, name)[:, index] for name in ("tokens", "labels", "position_ids")}
     inputs["loss_mask"] = flat["mask"].view(-1, len(batch.tokens)).t().float()
     if batch.qkv_format == "thd":

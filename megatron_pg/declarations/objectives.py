@@ -27,6 +27,7 @@ class ObjectiveDeclaration:
     outside: str | None = None  # to [T] bool each, above and below its bounds; None: it has none
     averaged: str | None = None  # to [T], whose averages over whole sequences the loss reads; None: it reads none
     row: str | None = None  # the Triton function by which kernels compute it; None: they end in torch
+    averaged_row: str | None = None  # and the one of `averaged`
 
     def bound_rows(self, numbers: Numbers) -> list[tuple[str, str]]:
         """Rows of the banner, from its numbers by name; `lower` and `upper` are the clip bounds."""
@@ -164,6 +165,7 @@ def _gspo(name: str, **rest: Any) -> ObjectiveDeclaration:
         reads_sequences=True,
         loss=f"megatron_pg.objectives.{name}:{name}",
         outside="megatron_pg.objectives.gspo:outside",
+        row=f"megatron_pg.kernels.rows:{name}",
         **rest,
     )
 
@@ -258,6 +260,7 @@ OBJECTIVES = {
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}",
         reads_sequences=True,
         loss="megatron_pg.objectives.topr:topr",
+        row="megatron_pg.kernels.rows:topr",
     ),
     "topr_token": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}",
@@ -284,6 +287,7 @@ OBJECTIVES = {
         },
         reads_sequences=True,
         loss="megatron_pg.objectives.vespo:vespo",
+        row="megatron_pg.kernels.rows:vespo",
     ),
     "gmpo": ObjectiveDeclaration(
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
@@ -298,6 +302,8 @@ OBJECTIVES = {
         loss="megatron_pg.objectives.gmpo:gmpo",
         outside="megatron_pg.objectives.gmpo:outside",
         averaged="megatron_pg.objectives.gmpo:clipped",
+        row="megatron_pg.kernels.rows:gmpo",
+        averaged_row="megatron_pg.kernels.rows:gmpo_clipped",
     ),
 }
 DEFAULT = "grpo"

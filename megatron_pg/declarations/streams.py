@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.declaration import load
@@ -12,10 +13,21 @@ SHORTHANDS = {"kl": "--pg-kl-coef", "entropy": "--pg-entropy-coef"}  # the strea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A stream's option: how much of the mixture m a distribution is."""
+
+    option: str
+    default: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamKind:
     """What the loss of a token is."""
 
     formula: str  # of ℓ
+    reads_topk: bool = False  # the teacher's likeliest tokens, which every sample must have
+    has_tail: bool = True  # of such a kind: all other tokens are one category
+    mixture: Mixture | None = None
     against: str | None = (
         None  # field of log-probabilities that a KL estimator compares with; every sample must have it
     )
@@ -24,7 +36,11 @@ class StreamKind:
 
     def load(self) -> Callable:
         """From `StreamTokens` to [T]."""
-        return load(f"megatron_pg.objectives.streams:{self.function}")
+        return load(f"megatron_pg.objectives.{'topk' if self.reads_topk else 'streams'}:{self.function}")
+
+
+def _topk(formula: str, function: str, **rest: Any) -> StreamKind:
+    return StreamKind(formula=formula, reads_topk=True, function=function, **rest)
 
 
 KINDS: Mapping[str, StreamKind] = {
@@ -34,7 +50,14 @@ KINDS: Mapping[str, StreamKind] = {
     ),
     "kl": StreamKind(formula="KL(π‖π_ref)", against="ref_logprobs", function="divergence"),
     "entropy": StreamKind(formula="-H", function="negative_entropy"),
+    "topk_forward_kl": _topk("KL(P‖Q)", "forward_kl"),
+    "topk_reverse_kl": _topk("KL(Q‖P)", "reverse_kl"),
+    "topk_jsd": _topk("β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q", "jsd", mixture=Mixture(option="beta", default=0.5)),
+    "topk_skew_forward": _topk("KL(P‖αP + (1-α)Q)", "skew_forward", mixture=Mixture(option="alpha", default=0.1)),
+    "topk_skew_reverse": _topk("KL(Q‖αQ + (1-α)P)", "skew_reverse", mixture=Mixture(option="alpha", default=0.1)),
+    "topk_generalised_reverse": _topk("Σ_S q·log(q/p) - q + p", "generalised_reverse", has_tail=False),
 }
+TAIL_FLOOR = 1e-6  # default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +71,14 @@ class Stream:
     divisor: float | None = None  # L of `constant`
     on: str | None = None  # the stream whose tokens it takes; None: it has its own
     estimator: str | None = None  # of a KL divergence
+    mixture: float | None = None  # β or α of a top-k divergence
+    temperature: float | None = None  # of the teacher, of a top-k divergence; None: 1
+    tail_floor: float | None = None  # the least probability of the teacher's tail, of a top-k divergence with a tail
+
+    @property
+    def reads_topk(self) -> bool:
+        """Whether it reads the teacher's likeliest tokens."""
+        return KINDS[self.kind].reads_topk
 
     @property
     def tokens(self) -> str:
@@ -62,11 +93,20 @@ class Stream:
     @property
     def reads(self) -> tuple[str, ...]:
         """Fields that every sample with a token of it must have."""
+        if self.reads_topk:
+            return ("teacher_topk",)
         against = KINDS[self.kind].against
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())
 
-    def resolved(self, aggregation: str, divisor: float | None) -> "Stream":
-        """With the objective's aggregation and divisor, and the kind's estimator, where none were given."""
-        found = dataclasses.replace(self, estimator=self.estimator or KINDS[self.kind].estimator)
+    def resolved(self, aggregation: str, divisor: float | None, tail_floor: float = TAIL_FLOOR) -> "Stream":
+        """With the objective's aggregation and divisor, and the kind's estimator and mixture, where none were given."""
+        kind = KINDS[self.kind]
+        mixture = kind.mixture.default if self.mixture is None and kind.mixture else self.mixture
+        found = dataclasses.replace(
+            self,
+            estimator=self.estimator or kind.estimator,
+            mixture=mixture,
+            tail_floor=tail_floor if kind.reads_topk and kind.has_tail else None,
+        )
         return found if found.aggregation else dataclasses.replace(found, aggregation=aggregation, divisor=divisor)

@@ -109,9 +109,20 @@ def _stream_row(stream: Stream) -> tuple[str, str]:
         weights = (
             f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=stream.divisor)}"
         )
-    term = f"+ {stream.weight:g} Σ v·({KINDS[stream.kind].formula}){by} over the tokens of {stream.tokens}"
+    term = f"+ {stream.weight:g} Σ v·({_loss(stream)}){by} over the tokens of {stream.tokens}"
     text = f"{term}, {weights}  ({stream.flag})"
     return stream.name, text
+
+
+def _loss(stream: Stream) -> str:
+    """The loss of a token, with its numbers."""
+    kind = KINDS[stream.kind]
+    if not kind.reads_topk:
+        return kind.formula
+    letters = {"beta": "β", "alpha": "α"}
+    number = f", {letters[kind.mixture.option]} = {stream.mixture:g}" if kind.mixture else ""
+    tail = f" and all others as one, which it gives at least {stream.tail_floor:g}" if kind.has_tail else ""
+    return f"{kind.formula}{number}, over the teacher's likeliest tokens{tail}"
 
 
 def _auxiliary_weights(args: argparse.Namespace) -> str:

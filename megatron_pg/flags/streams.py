@@ -2,18 +2,22 @@
 
 import argparse
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
-from megatron_pg.declarations.declaration import did_you_mean
-from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Stream
+from megatron_pg.declarations.declaration import ABOVE_ZERO, did_you_mean
+from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, TAIL_FLOOR, Stream
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.values import number
 from megatron_pg.rollouts.fields import POLICY, is_stream
 
-_OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator")
+_MIXTURES = tuple(dict.fromkeys(kind.mixture.option for kind in KINDS.values() if kind.mixture))
+_NUMBERS = ("weight", "divisor", "temperature", *_MIXTURES)
+_OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator", "temperature", *_MIXTURES)
 
 
 def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
@@ -24,8 +28,16 @@ def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME:KIND[,OPTION=VALUE]...",
         help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(KINDS)}; options "
         f"weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the stream whose tokens it takes, "
-        f"for instance {POLICY}, those of the objective), estimator (of a KL divergence). {POLICY}:{POLICY},weight=0 drops the objective. "
+        f"for instance {POLICY}, those of the objective), estimator (of a KL divergence), beta, alpha (of a top-k divergence) "
+        f"and temperature (of its teacher, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
         "May be given several times.",
+    )
+    group.add_argument(
+        "--pg-teacher-tail-floor",
+        type=float,
+        metavar="P",
+        help="Least probability that a teacher gives to all tokens together that it does not name, for the kinds topk_*: a teacher "
+        f"whose named tokens sum to 1 would be infinitely far. Default {TAIL_FLOOR:g}; a metric counts where it acts.",
     )
 
 
@@ -50,8 +62,9 @@ def parse(text: object) -> Stream:
             raise ValueError(f"has {part!r}, which is none of {', '.join(f'{each}=…' for each in _OPTIONS)}{hint}")
         if option in given:
             raise ValueError(f"has {option} twice, so one of them would be ignored")
-        given[option] = _number(option, value) if option in ("weight", "divisor") else value
-    stream = Stream(name=name, kind=kind, **given)
+        given[option] = _number(option, value) if option in _NUMBERS else value
+    mixtures = {option: given.pop(option) for option in _MIXTURES if option in given}
+    stream = Stream(name=name, kind=kind, **given, mixture=next(iter(mixtures.values()), None))
     if not (math.isfinite(stream.weight) and stream.weight >= 0):
         raise ValueError(f"has weight={stream.weight:g}, which is not finite and >= 0")
     if name in SHORTHANDS:
@@ -61,6 +74,7 @@ def parse(text: object) -> Stream:
     else:
         _check_aggregation(stream)
         _check_estimator(stream)
+        _check_topk(stream, mixtures)
     return stream
 
 
@@ -98,16 +112,34 @@ def _check_estimator(stream: Stream) -> None:
         if kind.against is not None and kind.estimator is None:
             raise ValueError("needs estimator=…; there is no default (k3_weighted has the right value and gradient)")
     elif kind.against is None:
-        raise ValueError(f"has estimator={stream.estimator}, and {stream.kind} is no KL divergence; remove it")
+        why = "needs none: it is exact over its categories" if kind.reads_topk else "is no KL divergence"
+        raise ValueError(f"has estimator={stream.estimator}, and {stream.kind} {why}; remove it")
     elif stream.estimator not in KL_ESTIMATORS:
         hint = did_you_mean(stream.estimator, KL_ESTIMATORS, {})
         raise ValueError(f"has estimator={stream.estimator}, which is none of {', '.join(KL_ESTIMATORS)}{hint}")
 
 
+def _check_topk(stream: Stream, mixtures: Mapping[str, float]) -> None:
+    kind = KINDS[stream.kind]
+    own = kind.mixture.option if kind.mixture else None
+    if strays := [option for option in mixtures if option != own]:
+        instead = f"; it has {own}" if own else ""
+        raise ValueError(f"has {strays[0]}={mixtures[strays[0]]:g}, which {stream.kind} does not read{instead}")
+    if stream.mixture is not None and not 0 < stream.mixture < 1:
+        raise ValueError(
+            f"has {own}={stream.mixture:g}, which is not between 0 and 1, where one of the two would be alone"
+        )
+    if stream.temperature is not None and not kind.reads_topk:
+        raise ValueError(
+            f"has temperature={stream.temperature:g}, and {stream.kind} has no teacher of whose likeliest tokens it would be; remove it"
+        )
+
+
 def stream_violations(facts: Facts) -> Violations:
     """Rules E71 of one stream, E72 of several, E73 of what they cannot go with."""
-    texts = facts.args.pg_stream
+    texts, floor = facts.args.pg_stream, facts.args.pg_teacher_tail_floor
     if texts is None:
+        yield from () if floor is None else _floor_rules(floor, ())
         return
     if not isinstance(texts, (list, tuple)) or not texts:
         yield "E71", f"--pg-stream must be a list of texts, one for each stream, got {texts!r}"
@@ -119,8 +151,18 @@ def stream_violations(facts: Facts) -> Violations:
         except ValueError as error:
             yield "E71", f"--pg-stream {text} {error}"
     if len(streams) == len(texts):
+        yield from () if floor is None else _floor_rules(floor, streams)
         yield from (("E72", message) for message in _contradictions(streams))
         yield from _together(facts, streams)
+
+
+def _floor_rules(floor: object, streams: Sequence[Stream]) -> Violations:
+    yield from number("--pg-teacher-tail-floor", floor, ABOVE_ZERO, math.nextafter(1.0, 0.0), "between 0 and 1")
+    if not any(KINDS[stream.kind].has_tail for stream in streams if stream.name != POLICY and stream.reads_topk):
+        yield (
+            "E73",
+            f"--pg-teacher-tail-floor {floor} has no effect without a --pg-stream of a kind topk_* that has a tail; remove it",
+        )
 
 
 def _contradictions(streams: list[Stream]) -> list[str]:
@@ -145,6 +187,14 @@ def _contradictions(streams: list[Stream]) -> list[str]:
 
 def _together(facts: Facts, streams: list[Stream]) -> Violations:
     """What the rest of the loss would mean nothing with."""
+    for stream in streams:
+        theirs = 1.0 if stream.temperature is None else stream.temperature
+        if stream.name != POLICY and stream.reads_topk and theirs != facts.args.pg_temperature:
+            yield (
+                "E73",
+                f"{stream.flag} has a teacher at temperature {theirs:g}, and --pg-temperature is {facts.args.pg_temperature}: the likeliest "
+                "tokens of one cannot be had from another; record them at this temperature, and say so by temperature=…",
+            )
     if all(stream.name != POLICY for stream in streams):
         return
     for stream in streams:
@@ -186,10 +236,11 @@ def streams_of(args: argparse.Namespace) -> tuple[Stream, ...]:
     of_policy = args.loss_aggregation, args.loss_aggregation_divisor
     if args.custom_pg_loss_reducer_function_path is not None:
         of_policy = step_mean, None
+    floor = TAIL_FLOOR if args.pg_teacher_tail_floor is None else args.pg_teacher_tail_floor
     term = partial(Stream, on=POLICY, aggregation=of_terms)
     found = [
         term(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
         term(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
-        *(stream.resolved(*of_policy) for stream in streams_given(args) if stream.name != POLICY),
+        *(stream.resolved(*of_policy, floor) for stream in streams_given(args) if stream.name != POLICY),
     ]
     return tuple(stream for stream in found if stream.weight)

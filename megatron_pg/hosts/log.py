@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.log import Console, StepLog, step_record
@@ -49,7 +50,8 @@ class HostLog:
     ) -> None:
         """A step that the optimizer has seen."""
         if not self._has_begun:
-            self._console.begin(report, self._settings.metrics)
+            advice = Advice(self._file.before(iteration) if self._file else ()) if self._settings.advises else None
+            self._console.begin(report, self._settings.metrics, advice)
             self._has_begun = True
         log = StepLog(
             iteration=iteration,

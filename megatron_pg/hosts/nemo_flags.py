@@ -165,6 +165,8 @@ def _refused_of_ours(ours: Mapping[str, Any]) -> Iterator[str]:
         )
     if ours.get("pg_metrics_file"):
         yield f"--pg-metrics-file {ours['pg_metrics_file']}: the metrics go to NeMo-RL's logger as pg/…; remove it"
+    if ours.get("pg_no_mismatch_advice"):
+        yield "--pg-no-mismatch-advice has no effect, because no advice is given in NeMo-RL; remove it"
 
 
 def refused_of_policy(config: Any) -> Iterator[str]:

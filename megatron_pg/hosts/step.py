@@ -33,6 +33,7 @@ class HostStep:
         fields: [sum of R] each, what the step adds to the samples' own fields.
         context: context-parallel group over which rows are cut; None: this rank has whole samples.
         on_policy: the model being trained has sampled; `old_logprobs` of the samples are not read.
+        data_rank: this rank's number in the data-parallel group.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class HostStep:
         context: ProcessGroup | None = None,
         *,
         on_policy: bool = False,
+        data_rank: int = 0,
     ):
         lengths = [sample.response_length for sample in samples]
         self._settings, self._samples, self.plan = settings, samples, plan
         self._context = context if context is not None and context.size() > 1 else None
         self._fields = {name: values.split(lengths) for name, values in (fields or {}).items() if values is not None}
-        self._on_policy = on_policy
+        self._on_policy, self._data_rank = on_policy, data_rank
         self._found: dict[LocalBatch, Diagnostics] = {}
 
     @classmethod
@@ -85,7 +87,7 @@ class HostStep:
             rule = replace(settings.plan_rule, numbers_may_repeat=False)
             plan = plan_from_table(table, rule, error=error, group=data)
         fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
-        return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy)
+        return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy, data_rank=data.rank())
 
     def slice(
         self,
@@ -151,6 +153,6 @@ class HostStep:
             NonFiniteLossError: on every rank.
         """
         with lost_peer_named(lambda: "behind its forwards, before the optimizer moved"):
-            rows, _ = gather_found(self._found, self._settings.metrics, reports=reports)
+            found = gather_found(self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank)
         self._found = {}
-        return None if self.plan is None else report_of(self.plan, self._settings.metrics, rows)
+        return None if self.plan is None else report_of(self.plan, self._settings.metrics, found)

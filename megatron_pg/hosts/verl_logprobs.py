@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
 from megatron_pg.lm_head import Head
-from megatron_pg.lm_head.heads import logprobs_of_rows
+from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import enter
 from megatron_pg.step.settings import LossSettings
 
@@ -47,7 +47,8 @@ class Logprobs:
         head = Head(mode="recompute", backward=self._settings.head_backward, impl=self._settings.impl)
         if not self.sequence_parallel:  # else verl has gathered them, and its backward adds up what it scatters
             hidden = enter(hidden, vocabulary.tp_group, False)
-        return logprobs_of_rows(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)[:2]
+        logprobs, entropy, _ = rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
+        return logprobs, entropy
 
     def _vocabulary(self, columns: int, group: ProcessGroup | None) -> Vocabulary:
         group = group if group is not None and group.size() > 1 else None

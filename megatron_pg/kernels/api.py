@@ -112,8 +112,8 @@ def policy_gradient_loss(  # noqa: D417
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
         found = reference_loss(logits, policy_loss, vocabulary)
     else:
-        check_for_triton(logits)
         check_layout(logits, inplace)
+        check_for_triton(logits)
         from megatron_pg.kernels.triton_loss import triton_loss  # torch alone must not need Triton
 
         with torch.cuda.device_of(logits):

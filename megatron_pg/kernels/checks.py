@@ -5,6 +5,7 @@ import os
 import torch
 from torch import Tensor
 
+from megatron_pg.batch.fields import TOPK
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
 from megatron_pg.kernels.policy_loss import PolicyLoss
 
@@ -27,16 +28,17 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     for name, is_needed in needed.items():
         if is_needed and getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
-    size = fields.targets.shape
-    for name, found in fields.per_token().items():
-        if found.shape != size:
+    size, known = fields.targets.shape, fields.per_token()
+    for name, found in known.items():
+        is_table = name in (f"{TOPK}ids", f"{TOPK}logprobs")
+        if found.shape[:1] != size or found.dim() != 1 + is_table:
             raise ValueError(
                 f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets, so tokens would not align. Give one value "
                 "per token."
             )
         if found.device != values.device:
             raise ValueError(f"{name} is on {found.device} and the logits on {values.device}. Move it there.")
-    for name, found in fields.per_token().items():
+    for name, found in known.items():
         if name.endswith("mask") and found.dtype != torch.bool:
             raise ValueError(
                 f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
@@ -48,13 +50,13 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
 
 def check_for_triton(values: Tensor) -> None:
     """Refuse a device and a dtype that the Triton kernels cannot do."""
+    if values.dtype == torch.float64:
+        raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
     if values.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"impl='triton' cannot run on {values.device}: Triton kernels need a CUDA device (or TRITON_INTERPRET=1, to "
             "test). Use impl='torch'."
         )
-    if values.dtype == torch.float64:
-        raise ValueError("impl='triton' computes in float32 and would lose float64's digits. Use impl='torch'.")
 
 
 def check_layout(logits: Tensor, inplace: bool) -> None:

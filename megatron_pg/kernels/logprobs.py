@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.vocabulary import Vocabulary
 
-_FLOOR = -1000.0  # exp(_FLOOR) is 0 in every dtype, and _FLOOR * 0 is not NaN as -inf * 0 would be
+FLOOR = -1000.0  # exp(FLOOR) is 0 in every dtype, and FLOOR * 0 is not NaN as -inf * 0 would be
 
 
 def logprobs_and_entropy(
@@ -70,19 +70,28 @@ class Rows(NamedTuple):
     peaks: Tensor  # m = max z/tau
     totals: Tensor  # S = sum e^(z/tau - m)
 
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the loss is a function of."""
+        return self.logprobs, self.entropy
+
 
 def statistics(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[T, 4] of this rank's columns: m, S, U = sum (z/tau - m) e^(z/tau - m), and z/tau of the target, 0 if not owned."""
-    scaled = _compute_dtype(logits) / vocabulary.temperature
+    scaled = compute_dtype(logits) / vocabulary.temperature
     local, owned = vocabulary.owned(targets)
+    # where, not a product: the target of another rank is none of this slice's business, NaN included
+    target = torch.where(owned, scaled.gather(1, local[:, None])[:, 0], 0)
+    return torch.cat([moments(scaled), target[:, None]], dim=1)
+
+
+def moments(scaled: Tensor) -> Tensor:
+    """[T, 3] of z/tau [T, V / tp]: m, S and U."""
     finite = torch.finfo(scaled.dtype).min  # a slice of -inf only must not give -inf - -inf
     peaks = scaled.amax(dim=1).clamp(min=finite)
     shifted = scaled - peaks[:, None]
     weights = shifted.exp()
-    # where, not a product: the target of another rank is none of this slice's business, NaN included
-    target = torch.where(owned, scaled.gather(1, local[:, None])[:, 0], 0)
-    moments = (weights * shifted.clamp(min=_FLOOR)).sum(dim=1)
-    return torch.stack([peaks, weights.sum(dim=1), moments, target], dim=1)
+    return torch.stack([peaks, weights.sum(dim=1), (weights * shifted.clamp(min=FLOOR)).sum(dim=1)], dim=1)
 
 
 def combine(shares: Tensor) -> Rows:
@@ -91,7 +100,7 @@ def combine(shares: Tensor) -> Rows:
     peak = peaks.amax(dim=0)
     offset = peaks - peak
     scale = offset.exp()
-    moments = (moments + totals * offset.clamp(min=_FLOOR)) * scale
+    moments = (moments + totals * offset.clamp(min=FLOOR)) * scale
     total = (totals * scale).sum(dim=0)
     log_total = total.log()
     return Rows(targets.sum(dim=0) - peak - log_total, log_total - moments.sum(dim=0) / total, peak, total)
@@ -106,16 +115,17 @@ def gradient(
     """
     local, owned = vocabulary.owned(targets)
     grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
-    shifted = _compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
+    shifted = compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
     p = shifted.exp() / rows.totals[:, None]
     # log p_j kept finite where p_j is 0
-    log_p_plus_entropy = (shifted - (rows.totals.log() - rows.entropy)[:, None]).clamp(min=_FLOOR)
+    log_p_plus_entropy = (shifted - (rows.totals.log() - rows.entropy)[:, None]).clamp(min=FLOOR)
     grad = p * (-grad_logprobs[:, None] - grad_entropy[:, None] * log_p_plus_entropy)
     at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
     return grad.scatter_(1, local[:, None], at_target) / vocabulary.temperature
 
 
-def _compute_dtype(logits: Tensor) -> Tensor:
+def compute_dtype(logits: Tensor) -> Tensor:
+    """The logits in what is computed in: float32, or float64 for float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -86,7 +86,7 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
         logits.dtype in KINDS
         and aligned
         and vocabulary.valid % 16 == 0
-        and torch.cuda.get_device_capability(logits.device)[0] == 9
+        and torch.cuda.get_device_properties(logits.device).major == 9
     )
 
 
@@ -134,7 +134,8 @@ def loss_and_gradient(
         num_warps=shape.warps,
         maxnreg=shape.registers,
     )
-    gradient[:, valid:] = 0
+    if valid < gradient.shape[1]:
+        gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
     streams = stream_losses(policy_loss, kl[0] if has_kl else None, entropies)
     return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
@@ -378,19 +379,19 @@ def one_launch_kernel(
             logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
             old_logprob = gl.load(old_logprobs + row).to(gl.float32)
             log_ratio = logprob - old_logprob
-            policy, loss, slope, bend, kl = loss_terms(
+            policy, slope = ROW(logprob, old_logprob, advantage, (p0, p1, p2, p3))
+            loss, slope, bend, kl = loss_terms(
+                policy,
+                slope,
                 logprob,
                 entropy,
                 old_logprob,
-                advantage,
                 weight,
                 other_logprob,
                 kl_weight,
                 bonus_weight,
-                (p0, p1, p2, p3),
                 kl_coef,
                 entropy_coef,
-                ROW,
                 KL,
                 BONUS,
             )

@@ -7,16 +7,18 @@ correction touches.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
 from megatron_pg.objectives.row import Row
-from megatron_pg.objectives.streams import StreamTokens
+from megatron_pg.objectives.streams import Categories, StreamTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,11 @@ class LossTerms:
         return frozenset((*anchor, *(name for stream in self.streams for name in stream.reads)))
 
     @property
+    def reads_topk(self) -> bool:
+        """Whether a loss is over the teacher's likeliest tokens."""
+        return any(stream.reads_topk for stream in self.streams)
+
+    @property
     def reads_entropy(self) -> bool:
         """Whether the entropy is in the loss."""
         return any(stream.kind == "entropy" for stream in self.streams)
@@ -61,6 +68,9 @@ class PolicyGradientLoss:
     kept: Tensor | None = None  # bool, not rejected by opsm; None without it
     sequence_log_ratios: Tensor | None = None  # None unless the objective reads them
     sequence_advantages: Tensor | None = None
+    student_mass: Tensor | None = (
+        None  # Σ_S q, 0 where nothing reads the teacher's likeliest tokens; None: nothing does
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,24 +89,37 @@ class PolicyLoss:
     def row(self) -> Row | None:
         """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch.
 
-        They have at most one divergence and one entropy term, over the objective's tokens.
+        They have at most one divergence and one entropy term, over the objective's tokens, and average over sequences once:
+        the one weight of a sequence that opsm thins out would need what it rejects first.
         """
         kinds = [stream.kind if KINDS[stream.kind].against is None else "divergence" for stream in self.terms.streams]
         has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
         has_more |= any(own.mask is not None for own in self.fields.streams.values())
         has_more |= self.fields.policy_mask is not None or self.fields.old_logprobs is None
-        return None if has_more or self.terms.opsm_anchor else self.terms.objective.row
+        has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
+        return None if has_more else self.terms.objective.row
+
+    @property
+    def topk_ids(self) -> Tensor | None:
+        """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
+        if not self.terms.reads_topk:
+            return None
+        readers = [self.fields.of_stream(stream.name).mask for stream in self.terms.streams if stream.reads_topk]
+        return torch.where(torch.stack(readers).any(dim=0)[:, None], self.fields.teacher_topk.ids, -1)
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""
         return PolicyLoss(self.terms, self.fields.at(rows))
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None = None) -> PolicyGradientLoss:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor | None = None, topk: TopKLogprobs | None = None
+    ) -> PolicyGradientLoss:
         """Loss and per-token values, in the dtype of `logprobs`.
 
         Args:
             logprobs: [T] nats, differentiable.
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
+            topk: of `topk_ids`, where those are; differentiable.
         """
         mask = self.fields.of_policy.mask
 
@@ -106,7 +129,7 @@ class PolicyLoss:
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
         loss, token_losses = self._policy_term(losses, kept, select)
-        further, stream_losses = self._streams(tokens, logprobs, entropy)
+        further, stream_losses = self._streams(tokens, logprobs, entropy, topk)
         loss = loss if further is None else loss + further
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
@@ -120,6 +143,7 @@ class PolicyLoss:
             kept,
             None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
             tokens.sequence_advantages,
+            None if topk is None else self._student_mass(topk).to(logprobs.dtype),
         )
 
     def _tokens(self, logprobs: Tensor, select: Callable[[Tensor], Tensor]) -> tuple[Tokens, Tensor | None]:
@@ -164,13 +188,18 @@ class PolicyLoss:
         weights = weights if kept is None else torch.where(kept, weights, 0)
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
-    def _streams(self, policy: Tokens, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _streams(
+        self, policy: Tokens, logprobs: Tensor, entropy: Tensor | None, topk: TopKLogprobs | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The weighted sum of all streams' losses, and the losses; `policy` is what the objective sees."""
         sums, losses = [], []
         for stream in self.terms.streams:
             own = self.fields.of_stream(stream.name)
             shared = policy if own.mask is self.fields.of_policy.mask else None
-            losses.append(KINDS[stream.kind].load()(self._of_stream(stream, own.mask, shared, logprobs, entropy)))
+            known = self._of_stream(stream, own.mask, shared, logprobs, entropy)
+            if stream.reads_topk:
+                known = replace(known, categories=self._categories(stream, own.mask, topk), mixture=stream.mixture)
+            losses.append(KINDS[stream.kind].load()(known))
             sums.append(stream.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
         return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)
 
@@ -195,10 +224,28 @@ class PolicyLoss:
             estimator=stream.estimator,
         )
 
+    def _student_mass(self, topk: TopKLogprobs) -> Tensor:
+        return torch.where(self.topk_ids >= 0, topk.head.detach().exp(), 0).sum(dim=1)
+
+    def _categories(self, stream: Stream, mask: Tensor, topk: TopKLogprobs) -> Categories:
+        """The named tokens and the tail, of student and teacher, float64; none where the token is not of the stream."""
+        teacher = self.fields.teacher_topk
+        floor = 1.0 if stream.tail_floor is None else stream.tail_floor  # without a tail nothing is read
+        exist = torch.cat([teacher.ids >= 0, (topk.has_tail & (stream.tail_floor is not None))[:, None]], dim=1)
+        exist &= mask[:, None]
+        log_p = torch.cat([teacher.logprobs.double(), teacher.tails.clamp(min=floor).log()[:, None]], dim=1)
+        log_q = torch.cat([topk.head, topk.tail[:, None]], dim=1)
+        return Categories(torch.where(exist, log_q, 0), torch.where(exist, log_p, 0), exist)
+
 
 def clipped_surrogate(
     fields: TokenFields, *, clip_eps_low: float, clip_eps_high: float, grad_divisor: float
 ) -> PolicyLoss:
     """The clipped surrogate and nothing else."""
+    return PolicyLoss(_clipped_terms(clip_eps_low, clip_eps_high, grad_divisor), fields)
+
+
+@lru_cache(maxsize=16)  # a small shard's launches cost less than what is found out about an objective
+def _clipped_terms(clip_eps_low: float, clip_eps_high: float, grad_divisor: float) -> LossTerms:
     objective = objective_of("grpo", clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
-    return PolicyLoss(LossTerms(objective=objective, grad_divisor=grad_divisor), fields)
+    return LossTerms(objective=objective, grad_divisor=grad_divisor)

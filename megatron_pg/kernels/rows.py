@@ -3,7 +3,9 @@
     loss, slope = row(logprob, old_logprob, advantage, numbers)         value, slope = row(logprob, old_logprob, ref_logprob)
 
 The torch functions of `megatron_pg.objectives` are the specification; the docstring says where a row is it in other words.
-`numbers` are up to four, what the declaration makes of the flags. Comparisons choose, never `minimum` or `maximum`, which
+`numbers` are four, what the declaration makes of the flags, and behind them, for objectives of whole sequences, four of the
+token's sequence: the average of log r, the average of A, its trained tokens, and the average of what the objective averages
+itself; the slope is by the token's own log-ratio in each average, times the trained tokens. Comparisons choose, never `minimum` or `maximum`, which
 would drop a NaN: what is not finite stays visible. A row is finite where all fields are 0, as they are where nothing is trained.
 """
 
@@ -51,15 +53,20 @@ def log1mexp(x):
 
 
 @triton.jit
-def grpo(logprob, old_logprob, advantage, numbers):
-    """The bounds of r, low and high."""
-    log_ratio = logprob - old_logprob
+def clipped_surrogate(log_ratio, advantage, numbers):
+    """-min(r A, clip(r) A); the bounds of r, low and high."""
     r, clamped = ratio(log_ratio)
     clipped = tl.where(r > numbers[1], numbers[1], tl.where(r < numbers[0], numbers[0], r))
     loss = tl.where(clipped * advantage < r * advantage, -clipped * advantage, -r * advantage)
     clips = tl.where(advantage >= 0, r > numbers[1], r < numbers[0])
     broken = (log_ratio != log_ratio) | (advantage != advantage)
     return loss, tl.where((clips | clamped) & (broken == 0), 0.0, -r * advantage)
+
+
+@triton.jit
+def grpo(logprob, old_logprob, advantage, numbers):
+    """The bounds of r, low and high."""
+    return clipped_surrogate(logprob - old_logprob, advantage, numbers)
 
 
 @triton.jit
@@ -160,6 +167,60 @@ def ipo(logprob, old_logprob, advantage, numbers):
     nothing = 0.0 * advantage  # but of one that is not finite, which stays visible
     loss = tl.where(dropped, nothing, -r * advantage) + numbers[2] * (log_ratio * log_ratio)
     return loss, tl.where(dropped | clamped, nothing, -r * advantage) + 2.0 * numbers[2] * log_ratio
+
+
+# --- objectives of whole sequences ---
+
+
+@triton.jit
+def gspo(logprob, old_logprob, advantage, numbers):
+    """The bounds of R, low and high."""
+    return clipped_surrogate(numbers[4], numbers[5], numbers)
+
+
+@triton.jit
+def gspo_token(logprob, old_logprob, advantage, numbers):
+    """The same."""
+    return clipped_surrogate(numbers[4], advantage, numbers)
+
+
+@triton.jit
+def topr(logprob, old_logprob, advantage, numbers):
+    """No number."""
+    log_weight = numbers[4] * numbers[6]
+    tapered = tl.exp(tl.where(log_weight > 0, 0.0, log_weight))
+    slope = -tl.where(advantage < 0, tapered, 1.0) * advantage
+    return slope * logprob, slope
+
+
+@triton.jit
+def vespo(logprob, old_logprob, advantage, numbers):
+    """k and λ where A > 0, then elsewhere."""
+    log_weight = numbers[4] * numbers[6]
+    w, clamped = ratio(log_weight)
+    bounded = tl.where(log_weight > BOUND, BOUND, tl.where(log_weight < -BOUND, -BOUND, log_weight))
+    k = tl.where(advantage > 0, numbers[0], numbers[2])
+    rate = tl.where(advantage > 0, numbers[1], numbers[3])
+    slope = -tl.exp(k * bounded + rate * (1.0 - w)) * advantage
+    return slope * logprob, tl.where(clamped, 0.0, slope)
+
+
+@triton.jit
+def gmpo(logprob, old_logprob, advantage, numbers):
+    """How far a token's log-ratio may lie below 0 where A < 0, and above it elsewhere."""
+    g, clamped = ratio(numbers[7])
+    log_ratio = logprob - old_logprob
+    clipped = tl.where(advantage < 0, log_ratio < -numbers[0], log_ratio > numbers[1])
+    slope = -g * numbers[5]
+    return slope, tl.where(clipped | clamped, 0.0, slope)
+
+
+@triton.jit
+def gmpo_clipped(log_ratio, advantage, numbers):
+    """What gmpo averages."""
+    lowered = tl.where(log_ratio < -numbers[0], -numbers[0], log_ratio)
+    raised = tl.where(log_ratio > numbers[1], numbers[1], log_ratio)
+    return tl.where(advantage < 0, lowered, raised)
 
 
 # --- KL estimators: of x = log π - log π_ref ---

@@ -1,7 +1,10 @@
 """The loss from log-probabilities and entropies in one launch, where `PolicyLoss`, its specification, takes 30 to 100.
 
-So many small launches cost the host more time than the device needs for a shard of logits.
+So many small launches cost the host more time than the device needs for a shard of logits. A loss that reads whole sequences
+takes another launch before it, `segments`.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -9,35 +12,58 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.segments import ADVANTAGE, DRIFT, LOG_RATIO, OWN, WEIGHT, SequenceFields, sequence_fields
 from megatron_pg.kernels.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
 
 BLOCK = 256
 
 
+class _PerToken(NamedTuple):
+    """[T] float32 each; None where there is no such term."""
+
+    losses: Tensor  # weighted, of all terms
+    policy: Tensor
+    log_ratios: Tensor
+    slope: Tensor  # derivatives by log π
+    bend: Tensor | None  # and by H
+    kl: Tensor | None
+    sequence_log_ratios: Tensor | None
+    sequence_advantages: Tensor | None
+    kept: Tensor | None
+
+
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
     """What `policy_loss(logprobs, entropy)` is, for one that has a row and for [T] float32 each, 0 where masked."""
-    loss, token_losses, log_ratios, kl = _Surrogate.apply(logprobs, entropy, policy_loss)
-    streams = stream_losses(policy_loss, kl, entropy.detach())
-    return PolicyGradientLoss(loss, token_losses, logprobs.detach(), log_ratios, entropy.detach(), streams)
+    loss, *found = _Surrogate.apply(logprobs, entropy, policy_loss)
+    return _result(policy_loss, logprobs.detach(), entropy.detach(), loss, _PerToken(*found))
 
 
 def surrogate_and_slopes(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
 ) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
     """The same without autograd, and the derivatives of the loss by each log-probability and entropy."""
-    losses, token_losses, log_ratios, slope, bend, kl = _evaluate(policy_loss, logprobs, entropy)
-    bend = torch.zeros_like(slope) if bend is None else bend
-    streams = stream_losses(policy_loss, kl, entropy)
-    return PolicyGradientLoss(losses.sum(), token_losses, logprobs, log_ratios, entropy, streams), (slope, bend)
+    found = _evaluate(policy_loss, logprobs, entropy)
+    bend = torch.zeros_like(found.slope) if found.bend is None else found.bend
+    return _result(policy_loss, logprobs, entropy, found.losses.sum(), found), (found.slope, bend)
+
+
+def _result(
+    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor, loss: Tensor, found: _PerToken
+) -> PolicyGradientLoss:
+    streams = stream_losses(policy_loss, found.kl, entropy)
+    kept = None if found.kept is None else found.kept != 0
+    of_sequences = found.sequence_log_ratios, found.sequence_advantages
+    return PolicyGradientLoss(loss, found.policy, logprobs, found.log_ratios, entropy, streams, kept, *of_sequences)
 
 
 class _Surrogate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprobs, entropy, policy_loss):
-        losses, token_losses, log_ratios, slope, bend, kl = _evaluate(policy_loss, logprobs, entropy)
-        ctx.save_for_backward(slope, bend)
-        ctx.mark_non_differentiable(*(values for values in (token_losses, log_ratios, kl) if values is not None))
-        return losses.sum(), token_losses, log_ratios, kl
+        found = _evaluate(policy_loss, logprobs, entropy)
+        ctx.save_for_backward(found.slope, found.bend)
+        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
+        ctx.mark_non_differentiable(*(values for values in found if values is not None))
+        return found.losses.sum(), *found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -46,26 +72,46 @@ class _Surrogate(torch.autograd.Function):
         return slope * grad_loss, None if bend is None else bend * grad_loss, None
 
 
-def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor | None, ...]:
-    """[T] each: weighted loss, policy term, log-ratio, the two derivatives, KL; None where there is no such term."""
-    constants = term_constants(policy_loss)
-    found = [True, True, True, True, constants["BONUS"], constants["KL"] is not None]
-    out = torch.empty(len(found), len(logprobs), dtype=torch.float32, device=logprobs.device)
-    surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
-        logprobs,
-        entropy,
-        *term_fields(policy_loss),
-        out,
-        len(logprobs),
-        *term_numbers(policy_loss),
-        1.0 / policy_loss.terms.grad_divisor,
-        **constants,
-        BLOCK=BLOCK,
-    )
-    return tuple(values if is_found else None for values, is_found in zip(out, found, strict=True))
+def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _PerToken:
+    """All that one launch finds, or two."""
+    constants, terms = term_constants(policy_loss), policy_loss.terms
+    mask, of_objective = policy_loss.fields.mask, terms.objective.reads_sequences
+    if terms.reads_sequences:
+        sequences = sequence_fields(policy_loss, logprobs)
+    else:
+        sequences = SequenceFields(mask, mask, mask, {"OPSM": False, "ONE_WEIGHT": False})
+    is_found = [True, True, True, True, constants["BONUS"], constants["KL"] is not None]
+    is_found += [of_objective, of_objective, terms.opsm_anchor is not None]
+    out = torch.empty(len(is_found), len(logprobs), dtype=torch.float32, device=logprobs.device)
+    if len(logprobs):
+        surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
+            logprobs,
+            entropy,
+            *term_fields(policy_loss),
+            sequences.slots,
+            sequences.counts,
+            sequences.sums,
+            out,
+            len(logprobs),
+            sequences.sums.shape[-1],
+            *term_numbers(policy_loss),
+            1.0 / terms.grad_divisor,
+            terms.opsm_threshold or 0.0,
+            **constants,
+            SEQUENCES=terms.reads_sequences,
+            **sequences.constants,
+            BLOCK=BLOCK,
+        )
+    return _PerToken(*(values if known else None for values, known in zip(out.unbind(), is_found, strict=True)))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _average(sums, slot, known, count, sequences, KIND: tl.constexpr):
+    """Of the token's sequence; 0 where there is none."""
+    return (tl.load(sums + KIND * sequences + slot, known, 0.0) / count).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "sequences"])
 def surrogate_kernel(
     logprobs,
     entropies,
@@ -76,8 +122,12 @@ def surrogate_kernel(
     other_logprobs,
     kl_weights,
     bonus_weights,
+    slots,
+    counts,
+    sums,
     results,
     rows,
+    sequences,
     p0,
     p1,
     p2,
@@ -85,12 +135,16 @@ def surrogate_kernel(
     kl_coef,
     entropy_coef,
     slope_scale,
+    opsm_threshold,
     ROW: tl.constexpr,
     KL: tl.constexpr,
     BONUS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    OPSM: tl.constexpr,
+    ONE_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Results [6, rows]: loss, policy term, log-ratio, slope_scale times the derivatives by log π and H, and KL."""
+    """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     live = here & (tl.load(mask + row, here, 0) != 0)
@@ -108,19 +162,41 @@ def surrogate_kernel(
     if BONUS:
         entropy = tl.load(entropies + row, live, 0.0)
         bonus_weight = tl.load(bonus_weights + row, live, 0.0).to(tl.float32)
-    policy, loss, slope, bend, kl = loss_terms(
+    if SEQUENCES:
+        slot = tl.load(slots + row, here, sequences)
+        known = slot < sequences
+        count = tl.load(counts + slot, known, 1.0)
+        log_ratio = _average(sums, slot, known, count, sequences, LOG_RATIO)
+        reward = _average(sums, slot, known, count, sequences, ADVANTAGE)
+        own = _average(sums, slot, known, count, sequences, OWN)
+        of_sequence = (p0, p1, p2, p3, log_ratio, reward, count.to(tl.float32), own)
+        policy, slope = ROW(logprob, old_logprob, advantage, of_sequence)
+        policy = tl.where(live, policy, 0.0)  # a token that is not trained has a sequence, too
+        slope = tl.where(live, slope, 0.0)
+        tl.store(results + 6 * rows + row, log_ratio, here)
+        tl.store(results + 7 * rows + row, reward, here)
+        if OPSM:
+            drift = _average(sums, slot, known, count, sequences, DRIFT)
+            kept = ((advantage < 0) & (drift > opsm_threshold)) == 0
+            policy = tl.where(kept, policy, 0.0)
+            slope = tl.where(kept, slope, 0.0)
+            tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
+        if ONE_WEIGHT:
+            weight = tl.where(live, _average(sums, slot, known, count, sequences, WEIGHT), 0.0)
+    else:
+        policy, slope = ROW(logprob, old_logprob, advantage, (p0, p1, p2, p3))
+    loss, slope, bend, kl = loss_terms(
+        policy,
+        slope,
         logprob,
         entropy,
         old_logprob,
-        advantage,
         weight,
         other_logprob,
         kl_weight,
         bonus_weight,
-        (p0, p1, p2, p3),
         kl_coef,
         entropy_coef,
-        ROW,
         KL,
         BONUS,
     )

@@ -38,10 +38,14 @@ def term_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
 
 
 def term_numbers(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """The numbers of the row, filled up, and lambda and eta."""
+    """`numbers_of`, and lambda and eta."""
+    return *numbers_of(policy_loss), *(0.0 if each is None else each.weight for each in _streams(policy_loss))
+
+
+def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
+    """The numbers of the row, filled up."""
     numbers = policy_loss.row.numbers if policy_loss.row else ()
-    filled = (*numbers, *[0.0] * (MOST_NUMBERS - len(numbers)))
-    return *filled, *(0.0 if each is None else each.weight for each in _streams(policy_loss))
+    return *numbers, *[0.0] * (MOST_NUMBERS - len(numbers))
 
 
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
@@ -59,23 +63,21 @@ def stream_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -
 
 @triton.jit
 def loss_terms(
+    policy,
+    slope,
     logprob,
     entropy,
     old_logprob,
-    advantage,
     weight,
     other_logprob,
     kl_weight,
     bonus_weight,
-    numbers,
     kl_coef,
     entropy_coef,
-    ROW: tl.constexpr,
     KL: tl.constexpr,
     BONUS: tl.constexpr,
 ):
-    """The policy term before its weight, the whole loss, the derivatives by log π and H, and the value of the KL estimator."""
-    policy, slope = ROW(logprob, old_logprob, advantage, numbers)
+    """From the row's loss and slope: the whole loss, its derivatives by log π and by H, and the value of the KL estimator."""
     loss = weight * policy
     slope = weight * slope
     bend = 0.0
@@ -87,4 +89,4 @@ def loss_terms(
     if BONUS:
         bend = -entropy_coef * bonus_weight
         loss += bend * entropy
-    return policy, loss, slope, bend, kl
+    return loss, slope, bend, kl

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.surrogate import surrogate_loss
+from megatron_pg.kernels.topk import topk_logprobs
+from megatron_pg.kernels.topk_triton import topk_rows_of
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -23,15 +25,20 @@ def triton_loss(
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad
-    if policy_loss.row and trains and fits_one_launch(logits, vocabulary):
+    is_by_token = policy_loss.row and not policy_loss.terms.reads_sequences
+    if is_by_token and trains and fits_one_launch(logits, vocabulary):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
     fields = policy_loss.fields
     targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
+    if (ids := policy_loss.topk_ids) is not None:
+        rows = (
+            logits if logits.stride(0) >= logits.shape[1] else logits.contiguous()
+        )  # where ids are hidden, each its own
+        logprobs, entropies, head, tail = topk_rows_of(rows, targets, mask, ids, vocabulary, inplace=inplace)
+        return policy_loss(logprobs, entropies, topk_logprobs(head, tail, ids, vocabulary))
     logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
-    if policy_loss.row and len(logits):
-        return surrogate_loss(policy_loss, logprobs, entropies)
-    return policy_loss(logprobs, entropies)
+    return surrogate_loss(policy_loss, logprobs, entropies) if policy_loss.row else policy_loss(logprobs, entropies)
 
 
 def fits_one_launch(logits: Tensor, vocabulary: Vocabulary) -> bool:
@@ -62,6 +69,7 @@ class _OneLaunch(torch.autograd.Function):
         if inplace:  # whoever saved the logits gets an error, not a wrong gradient
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
+        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
         per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy, found.stream_losses
         ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         return found.loss, *per_token

@@ -54,13 +54,25 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _block(logits: Tensor) -> dict[str, int]:
+def launch_of(logits: Tensor) -> dict[str, int]:
     """How a kernel that walks over logits is launched."""
     words = VECTOR_BYTES // logits.element_size()
     return {"THREADS": 32 * WARPS, "WORDS": words, "UNROLL": UNROLL, "num_warps": WARPS}
 
 
-def _log2_scale(vocabulary: Vocabulary) -> float:
+def _is_shifted(*matrices: Tensor) -> bool:
+    """Whether rows begin beside multiples of a vector, all matrices' alike, and the first one on one.
+
+    Kernels then read from the multiple before each row, and hide what is not the row's.
+    """
+    words = VECTOR_BYTES // matrices[0].element_size()
+    strides, dtypes = {each.stride(0) for each in matrices}, {each.dtype for each in matrices}
+    starts = all(each.data_ptr() % VECTOR_BYTES == 0 for each in matrices)
+    return starts and len(strides) == len(dtypes) == 1 and strides.pop() % words != 0
+
+
+def log2_scale(vocabulary: Vocabulary) -> float:
+    """c of `tiles`."""
     return math.log2(math.e) / vocabulary.temperature
 
 
@@ -75,8 +87,9 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabu
         vocabulary.valid,
         vocabulary.first,
         logits.stride(0),
-        _log2_scale(vocabulary),
-        **_block(logits),
+        log2_scale(vocabulary),
+        **launch_of(logits),
+        SHIFTED=_is_shifted(logits),
     )
     return shares
 
@@ -86,7 +99,7 @@ def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabular
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, out, ranks, rows, vocabulary.size, _log2_scale(vocabulary), BLOCK=COMBINE_ROWS
+        shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS
     )
     return Rows(*out)
 
@@ -101,8 +114,9 @@ def write_gradient(
     vocabulary: Vocabulary,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; `slopes`: by log-probability and entropy."""
-    block = _block(logits)
-    blocks = triton.cdiv(logits.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
+    block, shifted = launch_of(logits), _is_shifted(logits, gradient)
+    longest = logits.shape[1] + (block["WORDS"] - 1 if shifted else 0)
+    blocks = triton.cdiv(longest, block["THREADS"] * block["WORDS"] * UNROLL)
     gradient_kernel[(len(logits) * blocks,)](
         logits,
         gradient,
@@ -119,9 +133,21 @@ def write_gradient(
         blocks,
         logits.stride(0),
         gradient.stride(0),
-        _log2_scale(vocabulary),
+        log2_scale(vocabulary),
         **block,
+        SHIFTED=shifted,
     )
+
+
+@triton.jit
+def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
+    """Where reading begins, a multiple of a vector if `SHIFTED`, and the words from there to the row."""
+    start = row * stride
+    lead = 0
+    if SHIFTED:
+        lead = (start % WORDS).to(tl.int32)
+        start = start // WORDS * WORDS
+    return start, lead
 
 
 @triton.jit
@@ -137,6 +163,7 @@ def statistics_kernel(
     THREADS: tl.constexpr,
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):
     """One row per program: shares[row] = m, s, t and the target's logit, 0 where another rank owns the target."""
     row = tl.program_id(0).to(tl.int64)
@@ -151,15 +178,27 @@ def statistics_kernel(
         target = tl.load(targets + row) - first
         owned = (target >= 0) & (target < valid)
         target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
-        z_row = logits + row * stride + offsets
-        full = valid // (TILE * UNROLL)
+        origin, lead = _row_start(row, stride, WORDS, SHIFTED)
+        z_row = logits + origin + offsets
+        end = valid + lead
+        begin = 0
+        if SHIFTED:
+            tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity("plain"))
+            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
+            begin = TILE
+        full = (end - begin) // (TILE * UNROLL)
         for group in range(full):
             tiles = ()
             for k in tl.static_range(UNROLL):
-                tiles = tiles + (tl.load(z_row + (group * UNROLL + k) * TILE, eviction_policy="evict_first"),)
+                at = begin + (group * UNROLL + k) * TILE
+                tiles = tiles + (tl.load(z_row + at, eviction_policy="evict_first"),)
             m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
-        for start in range(full * UNROLL * TILE, valid, TILE):
-            tile = tl.load(z_row + start, mask=offsets < valid - start, other=minus_infinity("plain"))
+        whole = (end - begin) // TILE  # without a mask: one that no vector shares would make the loads scalar
+        for k in range(full * UNROLL, whole):
+            tile = tl.load(z_row + begin + k * TILE)
+            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
+        for start in range(begin + whole * TILE, end, TILE):
+            tile = tl.load(z_row + start, mask=offsets < end - start, other=minus_infinity("plain"))
             m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
     tl.store(shares + row * 4, peak)
@@ -194,6 +233,14 @@ def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, B
 
 
 @triton.jit
+def _tile_gradient(tile, column, target, c, peak, bend, constant, a):
+    """2^s (constant + bend s) of logits, s = z c - peak, and a more at the target."""
+    shifted = tl.fma(tile.to(tl.float32), c, -peak)
+    gradient = tl.exp2(shifted) * tl.fma(tl.maximum(shifted, LOWEST), bend, constant)
+    return tl.where(column == target, gradient + a, gradient)
+
+
+@triton.jit
 def gradient_kernel(
     logits,
     gradients,
@@ -215,6 +262,7 @@ def gradient_kernel(
     THREADS: tl.constexpr,
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):
     """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients."""
     TILE: tl.constexpr = THREADS * WORDS
@@ -228,27 +276,38 @@ def gradient_kernel(
     # an objective that compares and clips has slope 0 where the log-probability is NaN
     a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
     e = tl.load(grad_entropies + row) * (c * LN2)
-    g_row = gradients + row * gradients_stride + offsets
+    z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
+    g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
+    z_row = logits + z_start + start + offsets
+    g_row = gradients + g_start + start + offsets
+    column = offsets + (start - lead)  # of the first tile
+    inside = (start >= lead) & (start + TILE * UNROLL <= lead + valid)  # then no mask, which no vector may share
     dtype: tl.constexpr = gradients.dtype.element_ty
     if (tl.load(mask + row) != 0) & ((a != 0) | (e != 0)):
         peak = tl.load(peaks + row)
-        constant = a + e * (tl.load(entropies + row) - LN2 * tl.log2(total))
-        z_row = logits + row * logits_stride + offsets
-        tiles = ()
-        for k in tl.static_range(UNROLL):
-            at = start + k * TILE
-            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"), eviction_policy="evict_first")
-            tiles = tiles + (tile,)
-        for k in tl.static_range(UNROLL):
-            at = start + k * TILE
-            shifted = tl.fma(tiles[k].to(tl.float32), c, -peak)
-            scale = tl.fma(tl.maximum(shifted, LOWEST), -e * LN2 / total, -constant / total)
-            gradient = tl.exp2(shifted) * scale
-            gradient = tl.where(offsets + at == target, gradient + a, gradient)
-            gradient = tl.where(offsets + at < valid, gradient, 0.0)
-            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at, eviction_policy="evict_first")
+        constant = -(a + e * (tl.load(entropies + row) - LN2 * tl.log2(total))) / total
+        bend = -e * LN2 / total
+        if inside:
+            tiles = ()
+            for k in tl.static_range(UNROLL):
+                tiles = tiles + (tl.load(z_row + k * TILE, eviction_policy="evict_first"),)
+            for k in tl.static_range(UNROLL):
+                out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a)
+                tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
+        else:
+            for k in tl.static_range(UNROLL):
+                at = column + k * TILE
+                here = (at >= 0) & (at < valid)
+                tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"), eviction_policy="evict_first")
+                out = _tile_gradient(tile, at, target, c, peak, bend, constant, a)
+                out = tl.where(here, out, 0.0)
+                known = (at >= 0) & (at < columns)
+                tl.store(g_row + k * TILE, out.to(dtype), mask=known, eviction_policy="evict_first")
     else:
         zeros = tl.zeros((THREADS, WORDS), dtype)
         for k in tl.static_range(UNROLL):
-            at = start + k * TILE
-            tl.store(g_row + at, zeros, mask=offsets < columns - at, eviction_policy="evict_first")
+            at = column + k * TILE
+            if inside:
+                tl.store(g_row + k * TILE, zeros, eviction_policy="evict_first")
+            else:
+                tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns), eviction_policy="evict_first")

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.kernels import Vocabulary
-from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.products import logits_dtype, product_into
-from megatron_pg.lm_head.readers import EagerReader
+from megatron_pg.lm_head.readers import EagerReader, EagerTopKReader
 
 
 class Chunks:
@@ -24,17 +23,22 @@ class Chunks:
         rows: [n] which rows of `hidden` they are; None: all.
         vocabulary: what the logits are of.
         impl: what reads them.
+        ids: [n, K] of the wanted rows, whose log-probabilities are wanted too; None: none are.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary, impl: str
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor | None,
+        vocabulary: Vocabulary,
+        impl: str,
+        ids: Tensor | None = None,
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
-        reader = EagerReader
-        if impl == "triton":
-            from megatron_pg.lm_head.triton_reader import TritonReader as reader  # torch alone must not need Triton
-        self.reader = reader(vocabulary, targets)
+        self.reader = _reader(impl, vocabulary, targets, ids)
         buffers = min(vocabulary.ranks, 2)
         self.rows = products.chunk_rows(weight, buffers)
         size = min(self.rows, self._count), len(weight)
@@ -50,8 +54,8 @@ class Chunks:
         product_into(products.states(self._hidden, self._rows, chunk), self._weight.t(), out)
         return out
 
-    def with_rows(self) -> Iterator[tuple[slice, Tensor, Rows]]:
-        """Each chunk, its logits, and its log-probabilities; ranks exchange those of a chunk under the product of the next."""
+    def with_rows(self) -> Iterator[tuple[slice, Tensor, Any]]:
+        """Each chunk, its logits, and its distributions, `Rows` or `TopKRows`; ranks exchange those of a chunk under the product of the next."""
         waiting: deque[tuple] = deque()
         for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self.buffers))
@@ -62,14 +66,24 @@ class Chunks:
             yield self._combined(*waiting.popleft())
 
     def _start_gather(self, shares: Tensor) -> tuple[Tensor, Any]:
-        """[tp, c, 4] that will hold every rank's shares, and what to wait for first."""
+        """[tp, c, …] that will hold every rank's shares, and what to wait for first."""
         if self._vocabulary.ranks == 1:
             return shares[None], None
         gathered = shares.new_empty(self._vocabulary.ranks, *shares.shape)
         into, group = gathered.flatten(0, 1), self._vocabulary.tp_group
         return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=group, async_op=True)
 
-    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Any) -> tuple[slice, Tensor, Rows]:
+    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Any) -> tuple[slice, Tensor, Any]:
         if work is not None:
             work.wait()
         return chunk, z, self.reader.combine(shares, chunk)
+
+
+def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, ids: Tensor | None) -> EagerReader:
+    plain: type[EagerReader] = EagerReader
+    of_ids: Any = EagerTopKReader
+    if impl == "triton":  # torch alone must not need Triton
+        from megatron_pg.lm_head.triton_reader import TritonReader, TritonTopKReader
+
+        plain, of_ids = TritonReader, TritonTopKReader
+    return plain(vocabulary, targets) if ids is None else of_ids(vocabulary, targets, ids)

@@ -1,12 +1,13 @@
 """All logits in float32 by one product, or log-probabilities and entropies from chunks of logits that are never stored whole."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.checks import check_for_triton
 from megatron_pg.kernels.cross_entropy import CrossEntropy
-from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import Chunks
@@ -109,7 +110,8 @@ def logprobs_and_entropy(  # noqa: D417
     hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
     targets = targets if rows is None else targets.index_select(0, rows)
-    return logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)[:2]
+    logprobs, entropy, _ = rows_of(hidden, weight, targets, rows, vocabulary, head)
+    return logprobs, entropy
 
 
 def head_cross_entropy(
@@ -118,42 +120,60 @@ def head_cross_entropy(
     """`kernels.cross_entropy` from hidden states [..., H], for the targets [T] of some `rows` [n]; the backward makes the logits again."""
     hidden = enter(hidden, vocabulary.tp_group, head.sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
-    logprobs, _, totals = logprobs_of_rows(hidden, weight, targets.index_select(0, rows), rows, vocabulary, head)
+    logprobs, _, totals = rows_of(hidden, weight, targets.index_select(0, rows), rows, vocabulary, head)
     return CrossEntropy.of(logprobs, totals)
 
 
-def logprobs_of_rows(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor | None, vocabulary: Vocabulary, head: Head
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `logprobs_and_entropy` returns, and the `totals` of `Rows`, of arguments that have been checked.
+def rows_of(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: Tensor | None,
+    vocabulary: Vocabulary,
+    head: Head,
+    ids: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """`Rows.outputs`, with ids [n, K] `TopKRows.outputs`, differentiable, and then its `totals`, of arguments that have been checked.
 
     Hidden states are [T, H] of all rows, targets [n] of the wanted ones.
     """
-    return _LogprobsAndEntropy.apply(hidden, weight, targets, rows, vocabulary, head)
+    return _Outputs.apply(hidden, weight, targets, ids, rows, vocabulary, head)
 
 
-class _LogprobsAndEntropy(torch.autograd.Function):
+class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, rows, vocabulary, head):
-        found = torch.empty(len(Rows._fields), len(targets), dtype=logits_dtype(hidden), device=hidden.device)
-        for chunk, _, part in Chunks(hidden, weight, targets, rows, vocabulary, head.impl).with_rows():
+    def forward(ctx, hidden, weight, targets, ids, rows, vocabulary, head):
+        chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, ids)
+        found = _empty(chunks.reader.rows, hidden, targets, ids)
+        for chunk, _, part in chunks.with_rows():
             for values, new in zip(found, part, strict=True):
                 values[chunk] = new
-        ctx.save_for_backward(hidden, weight, targets, rows, found)
+        ctx.save_for_backward(hidden, weight, targets, ids, rows, *found)
         ctx.vocabulary, ctx.head = vocabulary, head
-        rows_found = Rows(*found.clone())  # what is saved must not be an output
-        ctx.mark_non_differentiable(rows_found.totals)
-        return rows_found.logprobs, rows_found.entropy, rows_found.totals
+        outputs = [values.clone() for values in (*found.outputs, found.totals)]  # what is saved must not be an output
+        ctx.mark_non_differentiable(outputs[-1])
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy, _):
-        hidden, weight, targets, rows, found = ctx.saved_tensors
-        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl)
+    def backward(ctx, *slopes):
+        hidden, weight, targets, ids, rows, *found = ctx.saved_tensors
+        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ids)
         gradients = Gradients(hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad)
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
-            slopes = grad_logprobs[chunk], grad_entropy[chunk]
-            chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, Rows(*found[:, chunk]), slopes)
+            of_chunk = chunks.reader.rows(*(values[chunk] for values in found))
+            out = gradients.buffer(chunk, z)
+            chunks.reader.write_gradient(z, out, chunk, of_chunk, tuple(slope[chunk] for slope in slopes[:-1]))
             gradients.take(chunk, z)
-        return *gradients.finish(), None, None, None, None
+        return *gradients.finish(), None, None, None, None, None
+
+
+def _empty(kind: Any, hidden: Tensor, targets: Tensor, ids: Tensor | None) -> Any:
+    """`Rows` or `TopKRows` of n rows, to be filled."""
+    count, dtype = len(targets), logits_dtype(hidden)
+    if ids is None:
+        return kind(*hidden.new_empty(len(kind._fields), count, dtype=dtype))
+    dtypes = {"head": torch.float64, "tail": torch.float64, "tail_totals": torch.float64}
+    shapes = {"head": (count, ids.shape[1])}
+    return kind(*(hidden.new_empty(shapes.get(n, (count,)), dtype=dtypes.get(n, dtype)) for n in kind._fields))

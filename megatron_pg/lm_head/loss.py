@@ -1,6 +1,6 @@
 """The policy-gradient loss from hidden states: its gradient made with it, chunk by chunk, or by `heads` in the backward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.lm_head.chunks import Chunks
 from megatron_pg.lm_head.gradients import Gradients
-from megatron_pg.lm_head.heads import logprobs_of_rows
+from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype
+from megatron_pg.lm_head.readers import loss_of
 
 
 def grpo_head_loss(  # noqa: D417
@@ -110,10 +111,23 @@ def policy_gradient_head_loss(  # noqa: D417
             *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, options)
         )
     else:
-        targets = policy_loss.fields.targets.index_select(0, rows)
-        values = logprobs_of_rows(hidden, weight, targets, rows, vocabulary, head)[:2]
-        found = policy_loss(*(v.new_zeros(mask.shape).index_copy(0, rows, v) for v in values))
+        targets, ids = policy_loss.fields.targets.index_select(0, rows), policy_loss.topk_ids
+        ids = None if ids is None else ids.index_select(0, rows)
+        *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, ids)
+        whole = [v.new_zeros(len(mask), *v.shape[1:]).index_copy(0, rows, v) for v in outputs]
+        found = _loss_of(policy_loss, whole, vocabulary, head.impl)
     return found if entropy or policy_loss.terms.reads_entropy else replace(found, entropy=None)
+
+
+def _loss_of(
+    policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary, impl: str
+) -> PolicyGradientLoss:
+    """`loss_of`, in one launch or two where kernels have the objective's row."""
+    if impl == "torch" or not policy_loss.row:
+        return loss_of(policy_loss, outputs, vocabulary)
+    from megatron_pg.kernels.surrogate import surrogate_loss  # torch alone must not need Triton
+
+    return surrogate_loss(policy_loss, *outputs)
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -122,7 +136,7 @@ class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, options):
         chosen = policy_loss.at(rows)
-        chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl)
+        chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, chosen.topk_ids)
         gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, ctx.needs_input_grad)
         parts = list(_losses(chosen, chunks, gradients, **options))
         ctx.gradients, ctx.grad_scale = gradients, options["grad_scale"]
@@ -155,9 +169,9 @@ def _losses(
             gradients.take(chunk, z)
         return
     for chunk, z, rows in chunks.with_rows():
-        found, (by_logprob, by_entropy) = chunks.reader.loss_and_slopes(policy_loss.at(chunk), rows)
+        found, slopes = chunks.reader.loss_and_slopes(policy_loss.at(chunk), rows)
         yield found
-        slopes = by_logprob * grad_scale, by_entropy * grad_scale
+        slopes = tuple(slope * grad_scale for slope in slopes)
         chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, rows, slopes)
         gradients.take(chunk, z)
 

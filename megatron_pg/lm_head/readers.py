@@ -1,19 +1,36 @@
 """What reads a chunk's logits: its distributions in numbers per row, and then the gradient of the logits."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels import logprobs as eager
+from megatron_pg.kernels import topk as eager_topk
 from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.topk import TopKRows, topk_logprobs
 
-Slopes = tuple[Tensor, Tensor]  # derivatives of the loss by each log-probability and entropy
+Slopes = tuple[
+    Tensor, ...
+]  # derivatives of the loss by what the rows of a chunk bring it, `outputs` of `Rows` or `TopKRows`
+
+
+def loss_of(policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary) -> PolicyGradientLoss:
+    """The loss as a function of what rows bring it: [T, …] `outputs` of `Rows`, or of `TopKRows`."""
+    logprobs, entropy, *named = outputs
+    if not named:
+        return policy_loss(logprobs, entropy)
+    head, tail = named
+    return policy_loss(logprobs, entropy, topk_logprobs(head, tail, policy_loss.topk_ids, vocabulary))
 
 
 class EagerReader:
     """Reads the logits `z` [c, V / tp] of chunks of [n] wanted rows in torch; a `chunk` is a slice of those rows."""
+
+    rows: type = Rows  # what `combine` makes
 
     def __init__(self, vocabulary: Vocabulary, targets: Tensor):
         self._vocabulary, self._targets = vocabulary, targets
@@ -22,25 +39,23 @@ class EagerReader:
         """[c, 4] of this rank's columns."""
         return eager.statistics(self._vocabulary.hide_padding(z), self._targets[chunk], self._vocabulary)
 
-    def combine(self, shares: Tensor, chunk: slice) -> Rows:
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
         """The chunk's distributions from every rank's statistics [tp, c, 4]."""
         rows = eager.combine(shares)
         return rows._replace(logprobs=self._vocabulary.defined(rows.logprobs, self._targets[chunk]))
 
-    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Slopes]:
-        """The loss of a chunk, and its derivatives by each log-probability and entropy."""
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Any) -> tuple[PolicyGradientLoss, Slopes]:
+        """The loss of a chunk, and its derivatives by the outputs of its rows."""
         with torch.enable_grad():
-            logprobs, entropy = (values.detach().requires_grad_() for values in (rows.logprobs, rows.entropy))
-            found = policy_loss(logprobs, entropy)
-            by_logprob, by_entropy = torch.autograd.grad(
-                found.loss, (logprobs, entropy), materialize_grads=True, allow_unused=True
-            )
-        return replace(found, loss=found.loss.detach()), (by_logprob, by_entropy)
+            outputs = [values.detach().requires_grad_() for values in rows.outputs]
+            found = loss_of(policy_loss, outputs, self._vocabulary)
+            slopes = torch.autograd.grad(found.loss, outputs, materialize_grads=True, allow_unused=True)
+        return replace(found, loss=found.loss.detach()), slopes
 
-    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: Slopes) -> None:
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
         """The gradient of the logits from those derivatives; `out` may be `z`."""
         z = self._vocabulary.hide_padding(z)
-        out.copy_(eager.gradient(z, self._targets[chunk], rows, *slopes, self._vocabulary))
+        out.copy_(eager.gradient(z, self._targets[chunk], rows, slopes[0], slopes[1], self._vocabulary))
 
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
         """Whether `loss_and_gradient` makes loss and gradient of a chunk like `z`; torch has no such kernel."""
@@ -51,3 +66,28 @@ class EagerReader:
     ) -> PolicyGradientLoss:
         """The loss of a chunk, and in `out`, which may be `z`, its gradient by the logits, times `grad_scale`."""
         raise NotImplementedError
+
+
+class EagerTopKReader(EagerReader):
+    """`EagerReader` where the loss is over ids [n, K] of each row too."""
+
+    rows = TopKRows
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor):
+        super().__init__(vocabulary, targets)
+        self._ids = ids
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4 + K] of this rank's columns."""
+        z = self._vocabulary.hide_padding(z)
+        return eager_topk.statistics(z, self._targets[chunk], self._ids[chunk], self._vocabulary)
+
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
+        """The chunk's distributions from every rank's statistics [tp, c, 4 + K]."""
+        return eager_topk.combine(shares, self._targets[chunk], self._ids[chunk], self._vocabulary)
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
+        """As of `EagerReader`."""
+        z = self._vocabulary.hide_padding(z)
+        where = self._targets[chunk], self._ids[chunk]
+        out.copy_(eager_topk.gradient(z, *where, rows, eager_topk.Slopes(*slopes), self._vocabulary))

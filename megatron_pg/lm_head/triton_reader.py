@@ -1,11 +1,14 @@
 """What reads a chunk's logits by the Triton kernels. Imported where they are asked for: torch alone must not need Triton."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, triton_loss, vocab_parallel
-from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, topk_triton, triton_loss, vocab_parallel
 from megatron_pg.kernels.surrogate import surrogate_and_slopes
+from megatron_pg.kernels.topk import Slopes as TopKSlopes
+from megatron_pg.kernels.topk import TopKRows
 from megatron_pg.lm_head.readers import EagerReader, Slopes
 
 
@@ -20,19 +23,19 @@ class TritonReader(EagerReader):
         """By a kernel."""
         return vocab_parallel.statistics(z, *self._rows(chunk), self._vocabulary)
 
-    def combine(self, shares: Tensor, chunk: slice) -> Rows:
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
         """By a kernel."""
         return vocab_parallel.combine(shares, *self._rows(chunk), self._vocabulary)
 
-    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Rows) -> tuple[PolicyGradientLoss, Slopes]:
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Any) -> tuple[PolicyGradientLoss, Slopes]:
         """In one launch, where the objective has a row."""
         if not policy_loss.row:
             return super().loss_and_slopes(policy_loss, rows)
         return surrogate_and_slopes(policy_loss, rows.logprobs, rows.entropy)
 
-    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Rows, slopes: Slopes) -> None:
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
         """By a kernel."""
-        vocab_parallel.write_gradient(z, out, *self._rows(chunk), rows, slopes, self._vocabulary)
+        vocab_parallel.write_gradient(z, out, *self._rows(chunk), rows, (slopes[0], slopes[1]), self._vocabulary)
 
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
         """By a kernel."""
@@ -51,3 +54,26 @@ class TritonReader(EagerReader):
     def _rows(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Targets and mask, as kernels take them."""
         return self._targets[chunk], self._trained[chunk]
+
+
+class TritonTopKReader(TritonReader):
+    """`EagerTopKReader` by kernels. A chunk's logits are nobody else's, so the ids stay hidden in them."""
+
+    rows = TopKRows
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor):
+        super().__init__(vocabulary, targets)
+        self._ids = ids.contiguous()
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """By kernels."""
+        return topk_triton.statistics(z, *self._rows(chunk), self._ids[chunk], self._vocabulary)
+
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
+        """On [tp, c, 4 + K]."""
+        return topk_triton.combine(shares, *self._rows(chunk), self._ids[chunk], self._vocabulary)
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
+        """By kernels."""
+        where = *self._rows(chunk), self._ids[chunk]
+        topk_triton.write_gradient(z, out, *where, rows, TopKSlopes(*slopes), self._vocabulary)

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +53,10 @@ class MetricsFile:
         except ValueError:
             self.close()
             raise
+
+    def before(self, iteration: int) -> Iterator[dict[str, Any]]:
+        """The records of the steps before one that goes on from them."""
+        return (json.loads(line) for number, line in _lines(self.path) if number < iteration)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step; a value that is not finite becomes null and is named under "nonfinite".

@@ -59,7 +59,7 @@ class Reduction:
         self._totals = [metric for metric in active if metric.kind == "total"]
         self._added = [*self._means, *self._sums, *self._totals]
         self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
-        self._derived = [metric for metric in active if metric.kind in ("step", "sample", "ratio")]
+        self._derived = [metric for metric in active if metric.kind in ("step", "sample", "ratio", "rank")]
 
     @property
     def needs_entropy(self) -> bool:
@@ -99,9 +99,15 @@ class Reduction:
         added, extrema, documents = partials.split([len(self._added), len(self._extrema), len(_FIELDS)], dim=1)
         return torch.cat([added.sum(dim=0), extrema.amax(dim=0), documents.sum(dim=0)])
 
-    def finish(self, totals: Sequence[float], plan: Any) -> dict[str, float]:
-        """Values by name, in the order of the table, from the combined totals and the step plan."""
+    def by_rank(self, rows: Tensor, data_ranks: Tensor) -> list[list[float]]:
+        """The added metrics of each data-parallel rank, from partial results [n, width] and whose they are, [n] int64."""
+        totals = rows.new_zeros(int(data_ranks.amax()) + 1, len(self._added))
+        return totals.index_add_(0, data_ranks, rows[:, : len(self._added)]).tolist()
+
+    def finish(self, totals: Sequence[float], plan: Any, by_rank: Sequence[Sequence[float]] = ()) -> dict[str, float]:
+        """Values by name, in the order of the table, from the combined totals, the step plan and `by_rank`."""
         documents = dict(zip(_FIELDS, totals[-len(_FIELDS) :], strict=True))
+        ranks = [dict(zip([metric.name for metric in self._added], row, strict=True)) for row in by_rank]
         values = {}
         for metric, total in zip([*self._added, *self._extrema], totals, strict=False):
             if _is_present(metric, documents, plan):
@@ -109,15 +115,19 @@ class Reduction:
                 values[metric.name] = total / documents[metric.needs] if metric.kind == "mean" else sign * total
         for metric in self._derived:
             if _is_present(metric, documents, plan):
+                source = {"ratio": values, "rank": ranks}.get(metric.kind, plan)
                 with suppress(ZeroDivisionError):  # weights that are all 0
-                    values[metric.name] = metric.formula(values if metric.kind == "ratio" else plan)
+                    values[metric.name] = metric.formula(source)
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
         return {name: values[name] for name in order if values.get(name) is not None}
 
     def lacking(self, values: dict[str, float]) -> dict[str, list[str]]:
         """Metrics that are absent from `values` because no sample has the field: names by field."""
-        absent = [metric for metric in self.metrics if metric.needs and metric.name not in values]
-        return {field: [m.name for m in absent if m.needs == field] for field in dict.fromkeys(m.needs for m in absent)}
+        names: dict[str, list[str]] = {}
+        for metric in self.metrics:
+            if metric.needs and metric.kind != "part":
+                names.setdefault(metric.needs, []).append(metric.name)
+        return {field: found for field, found in names.items() if not values.keys() & set(found)}
 
     def nonfinite(self, rows: Sequence[Sequence[float]]) -> dict[str, list[int]]:
         """For every metric the ranks whose contribution is not finite; `rows` are the ranks' partial results."""

@@ -7,6 +7,7 @@
     all      over the trained tokens of the step, those of streams too
     total    a sum over other tokens, which the formula has taken over this rank's part of a micro-batch
     max min  over the trained tokens of the step
+    rank     of sums over each data-parallel rank's trained tokens
     step     an integer of the step plan
     sample   over the samples of the step that carry the value, fully masked ones included (`samples`)
     ratio    of sums, formed after they are reduced
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.metrics import gap
 from megatron_pg.objectives.tokens import MAX_LOG_RATIO
 
 
@@ -33,6 +35,7 @@ class Limit:
     low: float = -math.inf
     high: float = math.inf
     in_step_1: bool = False  # only there: whoever sampled its rollouts had the weights that are trained
+    steps: int = 1  # running, before it is said
     cause: str  # where to look
 
     def is_touched(self, value: float, iteration: int) -> bool:
@@ -43,7 +46,8 @@ class Limit:
     def bounds(self) -> str:
         """Which values are beyond it."""
         sides = [f"< {self.low:g}"] * (self.low > -math.inf) + [f"> {self.high:g}"] * (self.high < math.inf)
-        return " or ".join(sides) + (" in step 1" if self.in_step_1 else "")
+        running = f" for {self.steps} steps" if self.steps > 1 else ""
+        return " or ".join(sides) + (" in step 1" if self.in_step_1 else running)
 
     def __str__(self) -> str:
         return f"{self.bounds}: {self.cause}"
@@ -59,7 +63,7 @@ class Metric:
     unit: str
     meaning: str
     _: KW_ONLY
-    kind: str = "mean"  # or "sum", "all", "total", "max", "min", "step", "sample", "ratio", "part"
+    kind: str = "mean"  # or "sum", "all", "total", "max", "min", "rank", "step", "sample", "ratio", "part"
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
@@ -82,6 +86,30 @@ def _fact(name: str, *words: str, **rest: Any) -> Metric:
     return Metric(name, attrgetter(f"facts.{name}"), *words, kind="sample", **rest)
 
 
+def _of_gap(name: str, formula: Callable[[gap.Sums], Any], *words: str, **rest: Any) -> Metric:
+    """A statistic of trainer against rollout engine."""
+    named = f"mismatch/{name}"
+    return Metric(named, lambda s: formula(_gap_sums(s)), *words, kind="ratio", needs="rollout_logprobs", **rest)
+
+
+def _gap_sums(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums[_GAP + name] for name in gap.SUMS}
+
+
+def _part_of_gap(name: str) -> Callable[[Any], Any]:
+    return lambda tokens: tokens.gap[name]
+
+
+def _farthest(place: int) -> Callable[[Any], Any]:
+    """The rank (0) or its factor (1)."""
+
+    def formula(ranks: Any) -> Any:
+        found = gap.farthest_rank([_gap_sums(sums) for sums in ranks])
+        return None if found is None else found[place]
+
+    return formula
+
+
 def own_metric(name: str) -> Metric:
     """What a custom objective reports beside its loss."""
     return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
@@ -94,8 +122,15 @@ def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
     def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
         return Metric(f"{name}/{suffix}", formula, *words, kind=kind, level=level, stream=name)
 
-    sums = f"_{name}/sum"
-    return (
+    def mean(
+        suffix: str, formula: Callable[[Any], Any], equation: str, unit: str, meaning: str
+    ) -> tuple[Metric, Metric]:
+        sums = f"_{name}/{suffix}"
+        part = Metric(sums, formula, equation, unit, "part of the mean", kind="part", stream=name)
+        ratio = of("ratio", lambda s: s[sums] / s[f"{name}/num_tokens"], suffix, f"{equation} / n", unit, meaning)
+        return part, ratio
+
+    found = (
         of(
             "all",
             lambda t: _weighted(t, name),
@@ -115,16 +150,27 @@ def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
             "rollouts",
             "rollouts of which it has samples",
         ),
-        Metric(sums, lambda t: t.of_stream(name)[1], "Σ ℓ", "nats", "part of the mean", kind="part", stream=name),
-        of(
-            "ratio",
-            lambda s: s[sums] / s[f"{name}/num_tokens"],
-            "mean",
-            f"Σ ({loss}) / n",
-            "nats",
-            "mean of its tokens",
-        ),
+        *mean("mean", lambda t: t.of_stream(name)[1], f"Σ ({loss})", "nats", "mean of its tokens"),
     )
+    if not stream.reads_topk:
+        return found
+    masses = (
+        *mean(
+            "teacher_mass", lambda t: t.teacher_mass(name), "Σ Σ_S p", "1", "what the teacher gives its named tokens"
+        ),
+        *mean("student_mass", lambda t: t.student_mass(name), "Σ Σ_S q", "1", "what the policy gives them"),
+    )
+    if stream.tail_floor is None:
+        return *found, *masses
+    floored = of(
+        "all",
+        lambda t: t.is_floored(stream),
+        "num_floored",
+        "Σ 1[1 - Σ_S p < floor]",
+        "tokens",
+        "whose teacher's tail is raised to `--pg-teacher-tail-floor`",
+    )
+    return *found, *masses, floored
 
 
 def _weighted(tokens: Any, stream: str) -> torch.Tensor:
@@ -132,6 +178,9 @@ def _weighted(tokens: Any, stream: str) -> torch.Tensor:
     weights, losses = tokens.of_stream(stream)
     return weights * losses
 
+
+_GAP = "_mismatch/"  # before the names of its sums
+_ADVISED = 3  # steps
 
 METRICS: tuple[Metric, ...] = (
     Metric(
@@ -474,6 +523,85 @@ METRICS: tuple[Metric, ...] = (
         kind="max",
         needs="rollout_logprobs",
         signs=("< 1", Limit(high=5.0, cause="another token, template or model")),
+    ),
+    _of_gap(
+        "difference",
+        gap.difference,
+        "mean of d = o - b, of tokens with |d| ≤ 3",
+        "nats",
+        "mean gap between trainer and rollout engine",
+        signs=("0", "–"),
+    ),
+    _of_gap(
+        "spread",
+        gap.spread,
+        "standard deviation of d, |d| ≤ 3",
+        "nats",
+        "how far they are apart",
+        signs=("< 0.04", Limit(high=0.08, steps=_ADVISED, cause="precision of the head, or stale weights")),
+    ),
+    _of_gap(
+        "correlation",
+        gap.correlation,
+        "cov(d, b)/√(var d · var b), |d| ≤ 3",
+        "1",
+        "whether d follows the log-probability; absent where all d are equal",
+        signs=("near 0", "–"),
+    ),
+    _of_gap(
+        "temperature",
+        gap.temperature,
+        "1/κ, κ = cov(e, o)/cov(e, b), e = e^d - 1",
+        "1",
+        "the trainer's temperature over the engine's; absent where d does not follow the log-probability (|correlation| < 0.5)",
+        signs=("absent", Limit(low=0.97, high=1.03, steps=_ADVISED, cause="the temperatures differ")),
+    ),
+    _of_gap(
+        "missing_mass",
+        gap.missing_mass,
+        "1 - E[e^d], or 1 - E[e^-d] if that is larger",
+        "fraction",
+        "probability of columns that one side alone counts",
+        signs=(
+            "< 0.003",
+            Limit(
+                high=0.01, steps=_ADVISED, cause="truncated sampling (top-p, top-k), or padded columns in one softmax"
+            ),
+        ),
+    ),
+    _of_gap(
+        "outlier_fraction",
+        gap.outlier_fraction,
+        "1[|d| > 0.5]",
+        "fraction",
+        "tokens on which the two hardly agree",
+        signs=(
+            "< 1e-3",
+            Limit(high=0.03, steps=_ADVISED, cause="other tokens, another template or begin of documents"),
+        ),
+    ),
+    Metric(
+        "mismatch/rank",
+        _farthest(0),
+        "argmax_r of mean_r |d| over that of the others",
+        "rank",
+        "the data-parallel rank that is furthest from the rollout engine; absent with one rank",
+        kind="rank",
+        needs="rollout_logprobs",
+    ),
+    Metric(
+        "mismatch/rank_factor",
+        _farthest(1),
+        "mean_r |d| over that of the others, |d| up to 3",
+        "1",
+        "how much further it is than the others",
+        kind="rank",
+        needs="rollout_logprobs",
+        signs=("< 1.4", Limit(high=2.0, steps=_ADVISED, cause="one rank or one engine only")),
+    ),
+    *(
+        Metric(_GAP + name, _part_of_gap(name), "Σ", "–", "part of mismatch/…", kind="part", needs="rollout_logprobs")
+        for name in gap.SUMS
     ),
     Metric(
         "entropy",

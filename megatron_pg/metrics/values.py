@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss
+from megatron_pg.metrics import gap
 from megatron_pg.objectives.tokens import Tokens, ratio
 
 
@@ -54,6 +56,12 @@ class TokenValues:
         return objective.outside(self._tokens, objective.parameters)
 
     @cached_property
+    def gap(self) -> Mapping[str, Tensor]:
+        """[T] each, what the sums of trainer against rollout engine add up, by `gap.SUMS`."""
+        trainer, engine = self.fields.old_logprobs.double(), self.fields.rollout_logprobs.double()
+        return dict(zip(gap.SUMS, gap.sums_of(trainer, engine), strict=True))
+
+    @cached_property
     def own(self) -> Mapping[str, Tensor]:
         """[T] each, what a custom objective reports."""
         objective = self.terms.objective
@@ -79,6 +87,18 @@ class TokenValues:
         names = [stream.name for stream in self.terms.streams]
         own = self.fields.of_stream(name)
         return torch.where(own.mask, own.weights, 0), self.result.stream_losses[names.index(name)]
+
+    def teacher_mass(self, name: str) -> Tensor:
+        """Σ_S p of the stream's tokens, 0 off them."""
+        return torch.where(self.fields.of_stream(name).mask, 1.0 - self.fields.teacher_topk.tails, 0)
+
+    def student_mass(self, name: str) -> Tensor:
+        """Σ_S q of the stream's tokens, 0 off them."""
+        return torch.where(self.fields.of_stream(name).mask, self.result.student_mass, 0)
+
+    def is_floored(self, stream: Stream) -> Tensor:
+        """Whether the tail of a token's teacher is raised; False off the stream's tokens."""
+        return self.fields.of_stream(stream.name).mask & (self.fields.teacher_topk.tails < stream.tail_floor)
 
     @cached_property
     def total(self) -> Tensor:

@@ -43,7 +43,8 @@ def objective_of(name: str, **numbers: float | None) -> Objective:
     if declared.row is not None and all(
         number.name in numbers for number in declared.numbers
     ):  # else the loss names it
-        row = Row(functools.partial(load, declared.row), declared.row_numbers(numbers))
+        averaged_row = None if declared.averaged_row is None else functools.partial(load, declared.averaged_row)
+        row = Row(functools.partial(load, declared.row), declared.row_numbers(numbers), averaged_row)
     return Objective(
         name=name,
         loss=loss,

@@ -22,6 +22,8 @@ class Row:
     load: Callable[[], Any]
     """Gives the Triton function; torch alone must not need Triton, so it is asked for where a kernel is launched."""
     numbers: tuple[float, ...] = ()  # its numbers, at most `MOST_NUMBERS`
+    load_averaged: Callable[[], Any] | None = None
+    """Gives the one of what it averages over sequences: of log-ratio, advantage, numbers; None: it averages nothing of its own."""
 
 
 class _Language:

@@ -7,6 +7,15 @@ from torch import Tensor
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 
 
+@dataclass(frozen=True, eq=False)
+class Categories:
+    """[T, C] each: C - 1 named tokens, then the tail. Categories that do not exist hold 0."""
+
+    log_q: Tensor  # nats, of the policy being trained, differentiable
+    log_p: Tensor  # nats, of the teacher
+    exist: Tensor  # bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamTokens:
     """[T] of one dtype each. Tokens that are not of the stream hold 0, and have the loss 0."""
@@ -16,6 +25,8 @@ class StreamTokens:
     against: Tensor | None  # nats, of the policy that a divergence is measured from
     entropy: Tensor | None  # H of the token's distribution, nats, differentiable; likewise
     estimator: str | None
+    categories: Categories | None = None  # of a divergence over a teacher's likeliest tokens
+    mixture: float | None = None  # of such a divergence
 
 
 def cross_entropy(tokens: StreamTokens) -> Tensor:

@@ -71,6 +71,17 @@ def _are_numbers(value: Any) -> bool:
     return _holds(value, {int, float}) and all(map(sys.float_info.max.__ge__, map(abs, value)))
 
 
+def _are_token_sets(value: Any) -> bool:
+    """Whether it is ids and log-probabilities, a list of each per token; `Sample` looks at their shape and range."""
+    if not (
+        isinstance(value, dict)
+        and set(value) == {"ids", "logprobs"}
+        and all(isinstance(v, list) for v in value.values())
+    ):
+        return False
+    return all(_holds(row, {int}) for row in value["ids"]) and all(map(_are_numbers, value["logprobs"]))
+
+
 def _are_experts(value: Any) -> bool:
     """Whether it is a list per token, of lists per layer, of integers; `Sample` looks at their shape and range."""
     return isinstance(value, list) and all(
@@ -95,6 +106,7 @@ FIELDS = {
     "rollout_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
+    "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "stream": Field(is_stream, is_required=False, since=2),
     "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),

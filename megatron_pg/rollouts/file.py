@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from megatron_pg.rollouts.lines import (
 )
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.token_sets import TokenSets
 
 
 def read_rollouts(path: str | Path) -> list[Sample]:
@@ -201,6 +203,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         **{name: getattr(sample, name) for name in ORIGINS},
         "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
+        "teacher_topk": None if sample.teacher_topk is None else _finite_sets(sample.teacher_topk),
         "stream": None if sample.stream == POLICY else sample.stream,
         "masks": {name: mask.int().tolist() for name, mask in sample.masks.items()} or None,
     }
@@ -209,6 +212,10 @@ def _record_of(sample: Sample) -> dict[str, Any]:
 
 def _encoded(record: dict[str, object]) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _finite_sets(sets: TokenSets) -> dict[str, list[list]]:
+    return replace(sets, logprobs=torch.where(torch.isfinite(sets.logprobs), sets.logprobs, 0.0)).lists()
 
 
 def _finite(values: Tensor) -> list[float]:

@@ -25,6 +25,7 @@ from megatron_pg.rollouts.fields import (
     plain,
 )
 from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.token_sets import TokenSets, check_token_sets, token_sets_of
 
 Values = Sequence[Any] | np.ndarray | Tensor
 
@@ -53,6 +54,7 @@ class Sample:
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
+    teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
     routed_experts: Tensor | None = (
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
     )
@@ -121,6 +123,9 @@ class Sample:
                     f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the stream of --pg-stream "
                     "that the sample is of."
                 )
+        if self.teacher_topk is not None:
+            trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
+            check_token_sets("teacher_topk", self.teacher_topk, len(mask), trained, label)
         if self.routed_experts is not None:
             _check_experts(self.routed_experts, len(tokens), label)
 
@@ -145,7 +150,8 @@ class Sample:
             advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a stream that
                 does not read them.
             rest: any other field of `Sample`; log-probabilities as `old_logprobs`, masks as `loss_mask`, `routed_experts` as
-                nested lists or an array of integers.
+                nested lists or an array of integers, `teacher_topk` as a dict of `ids` and `logprobs`, each a list per response
+                token of lists, or an array [R, K].
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -174,6 +180,8 @@ class Sample:
             rest["masks"] = {
                 name: _mask(f"masks[{shorten(name)}]", each, length, label) for name, each in masks.items()
             }
+        if rest.get("teacher_topk") is not None:
+            rest["teacher_topk"] = token_sets_of("teacher_topk", rest["teacher_topk"], label)
         if rest.get("routed_experts") is not None:
             rest["routed_experts"] = _experts(rest["routed_experts"], label)
         return cls(tokens=_vector("tokens", tokens, label, (int,)), loss_mask=mask, **vectors, **rest)

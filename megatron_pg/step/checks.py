@@ -173,6 +173,21 @@ def check_batches(batches: Sequence[PackedBatch], model: Any, arguments: dict, v
             )
 
 
+def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
+    """Refuse a teacher's tokens that the model has no logit for, where a stream reads them."""
+    streams = [stream.tokens for stream in settings.terms.streams if stream.reads_topk]
+    vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
+    for sample in (sample for batch in batches for sample in batch.samples):
+        for mask in (mask for name in streams if (mask := sample.mask_of(name)) is not None):
+            ids = None if sample.teacher_topk is None else sample.teacher_topk.ids
+            if ids is not None and (bad := mask & (ids >= vocabulary).any(dim=1)).any():
+                raise ContractError(
+                    f"teacher_topk of sample {sample.sample_id} holds token id {int(ids[bad].max())} at response token "
+                    f"{int(bad.nonzero()[0])}, the vocabulary has {vocabulary}, so the token would have no logit. Has the teacher another "
+                    "tokenizer, or padding columns?"
+                )
+
+
 def _check_recompute(batches: Sequence[PackedBatch], config: Any) -> None:
     recomputes = getattr(config, "mtp_num_layers", None) and config.recompute_granularity == "full"
     is_packed = any(batch.qkv_format == "thd" for batch in batches)

@@ -38,6 +38,24 @@ def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error:
     return torch.stack(gathered).cpu()
 
 
+def all_to_all_rows(values: Tensor, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:
+    """[sum of received, ...] on the CPU, in the order of the ranks that sent them, from rows in the order of those that get them.
+
+    `sent`, `received`: [n] rows to and from each rank of `group`.
+    """
+    values = values.to(device_of(group)).contiguous()
+    found = values.new_empty(int(received.sum()), *values.shape[1:])
+    dist.all_to_all_single(found, values, received.tolist(), sent.tolist(), group=group)
+    return found.cpu()
+
+
+def all_reduced(values: Tensor, operation: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:
+    """On the CPU, combined over the ranks of `group`, the same on all of them."""
+    found = values.to(device_of(group), copy=True)
+    dist.all_reduce(found, operation, group=group)
+    return found.cpu()
+
+
 def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
     """The text of rank `source` of the default group, cut to `size` bytes."""
     data = encode(text, size).to(device_of(None))

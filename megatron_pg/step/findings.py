@@ -17,7 +17,16 @@ from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.plan import StepPlan
 
 Found = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
-_CHECKS = 4  # values before the metrics in what is gathered
+_CHECKS = 5  # values before the metrics in what is gathered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """What every rank found."""
+
+    rows: Tensor  # [world, width] float64, partial results of the metrics
+    data_ranks: Tensor  # [world] int64, which data-parallel rank each of them is
+    returned: int  # sum of the counts that they returned to Megatron
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +43,14 @@ class StepReport:
 def report_of(
     plan: StepPlan,
     metrics: Reduction,
-    rows: Tensor,
+    found: Gathered,
     *,
     forward_only: bool = False,
     documents: StepDocuments | None = None,
 ) -> StepReport:
     """The report from every rank's partial results."""
-    values = metrics.finish(metrics.combine(rows).tolist(), plan)
+    rows = found.rows
+    values = metrics.finish(metrics.combine(rows).tolist(), plan, metrics.by_rank(rows, found.data_ranks))
     return StepReport(
         plan=plan,
         metrics=values | (asdict(documents) if documents else {}),
@@ -50,8 +60,8 @@ def report_of(
     )
 
 
-def gather_found(found: Found, metrics: Reduction, *, reports: bool, returned: int = 0) -> tuple[Tensor, int]:
-    """[world, width] partial results of the metrics, and the sum of the returned counts: one all-gather, one host read.
+def gather_found(found: Found, metrics: Reduction, *, reports: bool, data_rank: int = 0, returned: int = 0) -> Gathered:
+    """Every rank's partial results of the metrics: one all-gather, one host read.
 
     Every rank of the default group must call, before the optimizer moves.
 
@@ -59,16 +69,20 @@ def gather_found(found: Found, metrics: Reduction, *, reports: bool, returned: i
         found: this rank's findings; empty on pipeline stages without the loss.
         metrics: the metrics.
         reports: whether this rank's sums count: others hold copies.
+        data_rank: this rank's number among those that bring samples of their own.
         returned: what this rank returned as counts to Megatron.
 
     Raises:
         NonFiniteLossError: on every rank, for a loss of any of them.
     """
     device = device_of(None)
-    rows = all_gather_rows(torch.cat([_checks(found, returned, device), _partial(found, metrics, reports, device)]))
+    counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
+    rows = all_gather_rows(torch.cat([_checks(found, device), counts, _partial(found, metrics, reports, device)]))
     checks = rows[:, :_CHECKS].tolist()
     _raise_nonfinite(checks, found)
-    return rows[:, _CHECKS:], round(sum(row[3] for row in checks))
+    return Gathered(
+        rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[3] for row in checks))
+    )
 
 
 @contextmanager
@@ -88,15 +102,14 @@ def before_finalize(config: Any, check: Callable[[], object]) -> Iterator[None]:
         config.finalize_model_grads_func = finalize
 
 
-def _checks(found: Found, returned: int, device: torch.device) -> Tensor:
-    """[4]: trained tokens whose loss is not finite, code of the first one, further losses that are not, returned counts."""
-    counted = torch.full((), float(returned), dtype=torch.float64, device=device)
+def _checks(found: Found, device: torch.device) -> Tensor:
+    """[3]: trained tokens whose loss is not finite, code of the first one, further losses that are not."""
     if not found:
-        return torch.tensor([0.0, torch.inf, 0.0, float(returned)], dtype=torch.float64, device=device)
+        return torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64, device=device)
     bad = torch.stack([one.nonfinite for one in found.values()])  # [K, 3]
     microbatch = torch.arange(len(bad), dtype=torch.float64, device=device)
     # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
-    return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum(), counted])
+    return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum()])
 
 
 def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.device) -> Tensor:
@@ -106,8 +119,8 @@ def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.devi
 
 
 def _raise_nonfinite(checks: list[list[float]], found: Found) -> None:
-    bad = [rank for rank, (count, _, _, _) in enumerate(checks) if count > 0]
-    further = [rank for rank, (_, _, count, _) in enumerate(checks) if count > 0]
+    bad = [rank for rank, (count, *_) in enumerate(checks) if count > 0]
+    further = [rank for rank, (_, _, count, *_) in enumerate(checks) if count > 0]
     if not bad and further:
         raise NonFiniteLossError(
             f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy's own is finite, "

@@ -31,6 +31,7 @@ from megatron_pg.step.checks import (
     check_dynamic_cp,
     check_model,
     check_packing,
+    check_teachers,
     source_of,
     take,
 )
@@ -45,7 +46,7 @@ from megatron_pg.step.experts import (
     needs_router_scale,
     router_losses_to_scale,
 )
-from megatron_pg.step.findings import StepReport, before_finalize, gather_found, report_of
+from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
 from megatron_pg.step.microbatches import count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.plan import StepPlan, check_count, plan_from_table
@@ -180,7 +181,7 @@ class PolicyGradientStep:
         # every virtual pipeline chunk runs over the same micro-batches
         iterators = [iter(local) for _ in chunks]
         arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
-        found: list[Tensor] = []
+        found: list[Gathered] = []
         # with gradients on, the fused head adds to main_grad in the forward
         trains = torch.is_grad_enabled() and not arguments.get("forward_only")
         with (
@@ -191,9 +192,9 @@ class PolicyGradientStep:
             torch.set_grad_enabled(trains),
         ):
             losses = forward_backward_func(**arguments)
-        rows = found[0] if found else self._gather_and_check()
+        gathered = found[0] if found else self._gather_and_check()
         forward_only = bool(arguments.get("forward_only"))
-        report = report_of(plan, self.settings.metrics, rows, forward_only=forward_only, documents=documents)
+        report = report_of(plan, self.settings.metrics, gathered, forward_only=forward_only, documents=documents)
         self._on_report(report)
         return losses
 
@@ -205,7 +206,7 @@ class PolicyGradientStep:
             if self._replay is not None:
                 self._replay.end()
 
-    def _checked_before_finalize(self, config: Any, found: list[Tensor]) -> AbstractContextManager[None]:
+    def _checked_before_finalize(self, config: Any, found: list[Gathered]) -> AbstractContextManager[None]:
         return before_finalize(config, lambda: found.append(self._gather_and_check()))
 
     def _plan(self, chunks: list[Any], arguments: dict) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
@@ -221,6 +222,7 @@ class PolicyGradientStep:
             try:
                 check_cuts(batches, self._groups)
                 check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
+                check_teachers(batches, chunks[0], self.settings)
                 check_packing(batches, chunks)
                 check_rows(batches, chunks[0].config)
                 check_experts(batches, chunks[0].config, self._replay)
@@ -311,17 +313,18 @@ class PolicyGradientStep:
     def _context_group(self, batch: PackedBatch) -> ProcessGroup:
         return self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
 
-    def _gather_and_check(self) -> Tensor:
-        """[world, width] partial results of the metrics, after the checks."""
+    def _gather_and_check(self) -> Gathered:
+        """What every rank found, after the checks."""
         found, reports = self._loss.found, _reports()
         counted = sum(self._contract.local_count(local.num_positions) for local in found) if reports else 0
-        rows, returned = gather_found(found, self.settings.metrics, reports=reports, returned=counted)
-        if self.settings.per_token and returned != self._contract.count:
+        data_rank = self._counting_group.rank()
+        gathered = gather_found(found, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted)
+        if self.settings.per_token and gathered.returned != self._contract.count:
             raise ContractError(
-                f"returned counts sum to {returned}, not to {self._contract.count}, so Megatron would divide by the "
+                f"returned counts sum to {gathered.returned}, not to {self._contract.count}, so Megatron would divide by the "
                 "wrong number; do not wrap or replace the forward step's loss function"
             )
-        return rows
+        return gathered
 
 
 def _router_losses_to_scale(chunks: list[Any], local: Sequence[LocalBatch]) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_pg.declarations.streams import SHORTHANDS
 from megatron_pg.metrics import Reduction
+from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
 from megatron_pg.metrics.table import red_flags
 from megatron_pg.step.findings import StepReport
@@ -48,23 +49,30 @@ class Console:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._flagged: set[str] = set()  # metrics whose red flag was said
+        self._advice: Advice | None = None
 
-    def begin(self, report: StepReport, metrics: Reduction) -> None:
-        """What the first step counted, beside which a wrong id is seen, and which metrics are absent."""
+    def begin(self, report: StepReport, metrics: Reduction, advice: Advice | None = None) -> None:
+        """What the first step counted, beside which a wrong id is seen, and which metrics are absent.
+
+        `advice`: what follows the run's steps, those before this process among them; None: no advice is wanted.
+        """
+        self._advice = advice
         self._say(f"first step: {units_of(report.plan)}")
         lacking = metrics.lacking(report.metrics) if report.plan.num_tokens else {}  # of the objective's samples
         for field, names in lacking.items():
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
 
     def step(self, record: Mapping[str, Any], own: Collection[str] = (), *, is_shown: bool = True) -> None:
-        """The console line, and once for every metric what its red flag means; `own` are further names to show."""
+        """The console line, once for every metric what its red flag means, and advice; `own` are further names to show."""
         if is_shown:
             means = [name for name in record if name.endswith("/mean")]  # of streams
             self._say(console_line(record["iteration"], record, [*means, *own]))
         for name, limit in red_flags(record).items():
-            if name not in self._flagged:
+            if name not in self._flagged and limit.steps == 1:
                 self._say(red_flag_line(name, record[name], limit))
             self._flagged.add(name)
+        if self._advice is not None and (line := self._advice.of(record)) is not None:
+            self._say(line)
 
 
 def units_of(plan: StepPlan) -> str:

@@ -1,14 +1,13 @@
 """The step plan: integer counts of the whole optimizer step, exchanged once, and a denominator per sample.
 
 Everything later (kernel, context parallelism, pipeline, metrics) only reads the weights that come out of here. Every
-rank sees the same table, so a mistake in it is found, and raised, on every rank.
+rank sees the same counts and strays, so a mistake is raised on every rank.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,16 +20,12 @@ from megatron_pg.metrics.samples import SampleFacts
 from megatron_pg.reducers import StepCounts, reducer_of
 from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
-from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.collectives import all_gather_rows, decode, encode
-from megatron_pg.step.errors import StepPlanError, message_of
+from megatron_pg.step.collectives import decode, encode
+from megatron_pg.step.errors import StepPlanError
+from megatron_pg.step.exchange import KINDS, MESSAGE, Head, Stray, WholeStep, exchange, gather_heads, gathered
 from megatron_pg.step.table import (
-    KEPT,
-    MODULUS,
     PROMPT,
     ROLLOUT,
-    TRAINED,
-    WIDTH,
     LocalTable,
     PlanRule,
     Share,
@@ -40,8 +35,6 @@ from megatron_pg.step.table import (
 )
 from megatron_pg.step.unique_ids import prompts_message, rollouts_message
 
-SLOTS = 1024  # samples per rank that one exchange carries; a rank with more costs one further exchange
-_MESSAGE = 512  # bytes of a rank's error that travel to the others
 _INT32_MAX = 2**31 - 1
 
 
@@ -86,7 +79,7 @@ def plan_step(
     positions_per_sample: Sequence[int] | Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> StepPlan:
-    """Denominators of one optimizer step, from integer metadata, by one all-gather (two above 1024 samples on a rank).
+    """Denominators of one optimizer step, from integer metadata, by one exchange of a few small collectives.
 
         objective = sum over tokens of mask / d_sample(t) * loss_t
 
@@ -127,130 +120,69 @@ def plan_from_table(
     """
     none = torch.zeros(0, rule.width, dtype=torch.int64)
     local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
-    rank = torch.distributed.get_rank(group) if group is not None else 0
     try:
-        heads, tables = _exchange(local.rows, _Head.of(local, error, rank), error, group)
+        heads = gather_heads(Head.of(local, error), error, group)
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)
-    _check_shares(heads, local.shares, group)
-    name_of = partial(_name_of, tables, local.ids, group)
-    _check_undivided(tables, rule.undivided, name_of)
-    if any(head.has_prompt_ids == 1 for head in heads):
-        _check_groups(torch.cat(tables), name_of)
-    warning = _check_unique(tables, heads, rule, local.samples, group)
-    whole, with_prompts = torch.cat(tables), any(h.has_prompt_ids == 1 for h in heads)
-    # by the column itself: a stream over the objective's tokens is not counted again
-    count = cache(partial(_count_units, whole, local.held, with_prompts=with_prompts, divisor=rule.divisor))
-    trained = whole[:, TRAINED]
-    kept = whole[:, KEPT] if rule.denominator == "kept" else trained
-    of_streams, of_depths = whole[:, WIDTH:].tensor_split([rule.width - WIDTH - rule.depths], dim=1)
-    union = of_streams[:, -1] if rule.own_tokens else trained
-    _check_counted(union, trained, kept)
-    counts, counted = count(trained, live_only=False), count(kept, live_only=rule.live_only)
-    depths = [count(tokens, live_only=rule.live_only) for tokens in of_depths.unbind(dim=1)]
-    columns = dict.fromkeys(rule.policy, trained) | dict(zip(rule.own_tokens, of_streams.unbind(dim=1), strict=False))
+    whole = exchange(local, rule, group)
+    _check_shares(whole.is_balanced, local.shares, group)
+    name_of = partial(_name_of, local.ids, group)
+    _check_undivided(whole.divided, rule.undivided, name_of)
+    _check_groups(whole.mixed, name_of)
+    warning = _check_unique(whole, heads, rule, local, group)
+    columns = dict.fromkeys(rule.policy, 0) | {name: 2 + i for i, name in enumerate(rule.own_tokens)}
+    depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
+    _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
+    with_prompts = any(head.has_prompt_ids == 1 for head in heads)
+    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor)
+    counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
     return StepPlan(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
-        denominators=_denominators(counted, rule.aggregation),
+        denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
         streams=_plan_streams(rule, columns, count),
-        depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in depths),
-        depth_counts=tuple(depth.num_tokens for depth in depths),
-        num_samples=sum(h.num_samples for h in heads),
+        depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
+        depth_counts=tuple(depth.num_tokens for depth in of_depths),
+        num_samples=sum(head.num_samples for head in heads),
         num_rollouts=counts.num_rollouts,
         num_prompts=counts.num_prompts,
         num_tokens=counts.num_tokens,
-        num_trained=int(union.clamp(min=0).sum()),
-        num_response_tokens=sum(h.num_response_tokens for h in heads),
-        num_positions=sum(h.num_positions for h in heads),
+        num_trained=whole.num_trained,
+        num_response_tokens=whole.num_response_tokens,
+        num_positions=whole.num_positions,
         num_microbatches=local.num_microbatches,
         warning=warning,
-        facts=SampleFacts.of(whole[:, 4:WIDTH], whole[:, ROLLOUT], whole[:, PROMPT] if with_prompts else None),
+        facts=whole.facts,
     )
 
 
 def _plan_streams(
-    rule: PlanRule, columns: Mapping[str, Tensor], count: Callable[..., StepCounts]
+    rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]
 ) -> dict[str, StreamPlan]:
     """Every stream by itself; over the objective's tokens its denominators count the units that the objective's count."""
-    names = dict.fromkeys(stream.tokens for stream in rule.streams)
-    counts = {name: count(columns[name], live_only=rule.live_only and name in rule.policy) for name in names}
     found = {}
     for stream in rule.streams:
-        own, denominators = counts[stream.tokens], None
+        column, denominators = columns[stream.tokens], None
+        own = count(column, live_only=rule.live_only and stream.tokens in rule.policy)
         if stream.aggregation != AS_POLICY:
             denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
         found[stream.name] = StreamPlan(
             denominators=denominators,
             num_tokens=own.num_tokens,
-            num_rollouts=count(columns[stream.tokens], live_only=False).num_rollouts,
+            num_rollouts=count(column, live_only=False).num_rollouts,
         )
     return found
 
 
-class _Head(NamedTuple):
-    """What every rank sends beside its table."""
-
-    num_samples: int
-    failed: int
-    has_rollout_ids: int  # 1 or 0; -1 without samples
-    has_prompt_ids: int
-    num_positions: int
-    num_microbatches: int
-    num_response_tokens: int
-    balance: int  # of its shares; 0 over all ranks
-
-    @classmethod
-    def of(cls, local: LocalTable, error: Exception | None, rank: int) -> "_Head":
-        has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        totals = local.num_positions, local.num_microbatches, local.num_response_tokens
-        balance = sum(share.balance(rank) for share in local.shares) % MODULUS
-        return cls(len(local.rows), int(error is not None), *has_ids, *totals, balance)
-
-
-def _exchange(
-    rows: Tensor, head: _Head, error: Exception | None, group: ProcessGroup | None
-) -> tuple[list[_Head], list[Tensor]]:
-    """All ranks' heads and tables, in rank order; raises on every rank where one rank reports an error."""
-    message = encode("" if error is None else message_of(error), _MESSAGE).view(torch.int64)
-    row = torch.cat([torch.tensor(head, dtype=torch.int64), message, _fill(rows, SLOTS)])
-    gathered = _all_gather(row, group, error)
-    integers, messages, bodies = gathered.tensor_split([len(head), len(head) + len(message)], dim=1)
-    heads = [_Head(*values) for values in integers.tolist()]
-    if failed := [rank for rank, other in enumerate(heads) if other.failed]:
-        texts = [decode(messages[rank]) for rank in failed]
-        if len(failed) == len(heads) and len(set(texts)) == 1:  # every rank's own
-            raise StepPlanError(texts[0])
-        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
-    largest = max(other.num_samples for other in heads)
-    if largest > SLOTS:
-        bodies = _all_gather(_fill(rows, largest), group)
-    width = rows.shape[1]
-    tables = [b[: width * other.num_samples].view(-1, width) for b, other in zip(bodies, heads, strict=True)]
-    return heads, tables
-
-
-def _fill(rows: Tensor, slots: int) -> Tensor:
-    return torch.nn.functional.pad(rows.reshape(-1), (0, rows.shape[1] * slots - rows.numel()))  # or cut
-
-
-def _all_gather(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
-    return values[None] if group is None else all_gather_rows(values, group, error=error)
-
-
-def _name_of(
-    tables: list[Tensor], ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, row: int, column: int
-) -> str:
-    """The id of a row of all tables, from the rank that has it: a collective, which every rank reaches with its error."""
-    ends = torch.tensor([len(table) for table in tables]).cumsum(0)
-    owner = int(torch.searchsorted(ends, row, right=True))
+def _name_of(ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, place: int, column: int) -> str:
+    """The id of a sample, from the rank that has it: a collective, which every rank reaches with its error."""
+    owner, index = place >> 32, place & (2**32 - 1)
     rank = torch.distributed.get_rank(group) if group is not None else 0
-    mine = shorten(ids[column][row - int(ends[owner]) + len(tables[owner])]) if rank == owner else ""
-    return decode(_all_gather(encode(mine, _MESSAGE), group)[owner])
+    return decode(gathered(encode(shorten(ids[column][index]) if rank == owner else "", MESSAGE), group)[owner])
 
 
-def _check_agreement(heads: list[_Head]) -> None:
+def _check_agreement(heads: Sequence[Head]) -> None:
     for name in ("rollout_ids", "prompt_ids"):
         found = [getattr(head, f"has_{name}") for head in heads]
         if 1 in found and 0 in found:
@@ -266,12 +198,12 @@ def _check_agreement(heads: list[_Head]) -> None:
             )
 
 
-def _check_shares(heads: list[_Head], shares: Sequence[Share], group: ProcessGroup | None) -> None:
+def _check_shares(is_balanced: bool, shares: Sequence[Share], group: ProcessGroup | None) -> None:
     """A micro-batch that is cut over several ranks is the same on all of them."""
-    if sum(head.balance for head in heads) % MODULUS == 0:
+    if is_balanced:
         return
-    gathered = _all_gather(torch.tensor(shares, dtype=torch.int64).view(-1, 3), group).tolist()
-    for k, of_ranks in enumerate(zip(*gathered, strict=True)):
+    everyones = gathered(torch.tensor(shares, dtype=torch.int64).view(-1, 3), group).tolist()
+    for k, of_ranks in enumerate(zip(*everyones, strict=True)):
         for rank, share in enumerate(of_ranks):
             run = ContextRanks(*share[:2])
             if strays := [other for other in run if of_ranks[other] != share]:
@@ -282,95 +214,63 @@ def _check_shares(heads: list[_Head], shares: Sequence[Share], group: ProcessGro
 
 
 def _check_unique(
-    tables: list[Tensor],
-    heads: list[_Head],
-    rule: PlanRule,
-    samples: Sequence[Sample] | None,
-    group: ProcessGroup | None,
+    whole: WholeStep, heads: Sequence[Head], rule: PlanRule, local: LocalTable, group: ProcessGroup | None
 ) -> str | None:
     """Refuse ids that every rank numbers anew; a warning where that cannot be told."""
-    if len(tables) == 1 or not rule.numbers_may_repeat:
+    if len(heads) == 1 or not rule.numbers_may_repeat:
         return None
-    warning = None
+    sizes, warning = [head.num_samples for head in heads], None
     if any(head.has_rollout_ids == 1 for head in heads):
-        warning = rollouts_message(tables, ROLLOUT, samples, group)
+        warning = rollouts_message(whole.units[ROLLOUT], local.rows[:, ROLLOUT], sizes, local.samples, group)
     if warning is None and rule.needs_prompt_ids:
-        warning = prompts_message(tables, PROMPT, samples, group)
+        warning = prompts_message(whole.units[PROMPT], local.rows[:, PROMPT], sizes, local.samples, group)
     return warning
 
 
-def _check_undivided(tables: list[Tensor], kinds: Sequence[str], name_of: Callable[[int, int], str]) -> None:
+def _check_undivided(divided: Mapping[str, Stray], kinds: Sequence[str], name_of: Callable[[int, int], str]) -> None:
     """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
-    ranks = torch.repeat_interleave(torch.arange(len(tables)), torch.tensor([len(table) for table in tables]))
     for kind in kinds:
-        column = ROLLOUT if kind == "rollout_id" else PROMPT
-        if found := _divided(torch.cat(tables)[:, column], ranks):
-            first, stray = found
+        if stray := divided.get(kind):
             raise StepPlanError(
-                f"{kind} {name_of(stray, column)} has samples on data-parallel ranks {int(ranks[first])} and {int(ranks[stray])}, so "
+                f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and {stray.ranks[1]}, so "
                 "--docs-per-step could split it between steps. Give all its samples to one rank."
             )
 
 
-def _check_groups(table: Tensor, name_of: Callable[[int, int], str]) -> None:
+def _check_groups(mixed: Stray | None, name_of: Callable[[int, int], str]) -> None:
     """A rollout belongs to one prompt."""
-    if found := _divided(table[:, ROLLOUT], table[:, PROMPT]):
-        first, stray = found
+    if mixed is not None:
+        rollout, *prompts = name_of(mixed.sample, ROLLOUT), name_of(mixed.first, PROMPT), name_of(mixed.sample, PROMPT)
         raise StepPlanError(
-            f"rollout {name_of(stray, ROLLOUT)} belongs to prompt groups {name_of(first, PROMPT)} and {name_of(stray, PROMPT)}, so "
+            f"rollout {rollout} belongs to prompt groups {prompts[0]} and {prompts[1]}, so "
             "its tokens would count twice. Give all samples of a rollout one prompt_id."
         )
 
 
-def _divided(units: Tensor, parts: Tensor) -> tuple[int, int] | None:
-    """Two entries of one unit that lie in different parts: the unit's first, and the first that strays from one."""
-    _, inverse = torch.unique(units, return_inverse=True)
-    indices = torch.arange(len(units))
-    first = torch.full_like(indices, len(units)).scatter_reduce(0, inverse, indices, "amin")[inverse]
-    stray = (parts != parts[first]).nonzero()
-    return (int(first[stray[0, 0]]), int(stray[0, 0])) if len(stray) else None
-
-
-def _check_counted(union: Tensor, trained: Tensor, kept: Tensor) -> None:
-    if not int(union.clamp(min=0).sum()):
+def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
+    if not num_trained:
         raise StepPlanError(
             "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
             "more samples per step."
         )
-    if int(trained.clamp(min=0).sum()) and not int(kept.clamp(min=0).sum()):
+    if num_tokens and not num_kept:
         raise StepPlanError(
             "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
         )
 
 
-def _count_units(
-    table: Tensor, held: Tensor, tokens: Tensor, *, with_prompts: bool, divisor: float | None, live_only: bool = False
-) -> StepCounts:
-    """Over the samples with tokens >= 0; `held`: keys of the samples for which units' tokens are asked, 0 where there is no such unit."""
-    rollouts, prompts = held.t().contiguous()
-    table, tokens = table[tokens >= 0], tokens[tokens >= 0]
-    num_rollouts, per_rollout = _totals(table[:, ROLLOUT], tokens, rollouts, live_only)
-    num_prompts, per_prompt = _totals(table[:, PROMPT], tokens, prompts, live_only) if with_prompts else (None, None)
+def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
+    """Over the samples of one column of tokens."""
+    rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
     return StepCounts(
-        tokens_per_rollout=per_rollout,
-        tokens_per_prompt=per_prompt,
-        num_rollouts=num_rollouts,
-        num_prompts=num_prompts,
-        num_tokens=int(tokens.sum()),
+        tokens_per_rollout=rollouts.tokens[:, column],
+        tokens_per_prompt=prompts.tokens[:, column] if with_prompts else None,
+        num_rollouts=(rollouts.live if live_only else rollouts.counted)[column],
+        num_prompts=(prompts.live if live_only else prompts.counted)[column] if with_prompts else None,
+        num_tokens=whole.tokens[column],
         divisor=divisor,
         live_only=live_only,
     )
-
-
-def _totals(keys: Tensor, tokens: Tensor, held: Tensor, live_only: bool) -> tuple[int, Tensor]:
-    """Number of distinct units (`live_only`: with a counted token), and the tokens of the units that are held here."""
-    units, inverse = torch.unique(keys, return_inverse=True)
-    totals = torch.zeros(len(units), dtype=torch.int64).index_add_(0, inverse, tokens)
-    number = int((totals > 0).sum()) if live_only else len(units)
-    if not len(units):
-        return 0, torch.zeros_like(held)
-    place = torch.searchsorted(units, held).clamp(max=len(units) - 1)
-    return number, torch.where(units[place] == held, totals[place], 0)
 
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:

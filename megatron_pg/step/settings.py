@@ -44,6 +44,7 @@ class LossSettings:
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
+    advises: bool = True  # on trainer and rollout engine that stay apart
 
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
@@ -82,6 +83,7 @@ class LossSettings:
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
             metrics=metrics_of(args.pg_metrics, terms, correction, depths),
+            advises=not args.pg_no_mismatch_advice,
         )
 
     @property

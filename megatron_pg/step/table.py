@@ -20,9 +20,10 @@ from megatron_pg.rollouts.fields import POLICY, Id
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 
-MODULUS = 2**61  # of sums of digests, which integers of 64 bits hold
+MODULUS = 2**44  # of sums of digests, which integers of 64 bits hold for 2^19 ranks
 TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of a table
 WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of streams and depths
+FACTS = slice(4, WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,16 @@ class PlanRule:
     def width(self) -> int:
         """Columns of the table."""
         return WIDTH + (len(self.own_tokens) + 1 if self.own_tokens else 0) + self.depths
+
+    @property
+    def union(self) -> int:
+        """The column of the tokens that the objective or a stream trains."""
+        return WIDTH + len(self.own_tokens) if self.own_tokens else TRAINED
+
+    @property
+    def counted(self) -> list[int]:
+        """[C] the columns of tokens that are counted by units: trained, kept, of each of `own_tokens`, of each depth."""
+        return [TRAINED, KEPT, *(column for column in range(WIDTH, self.width) if column != self.union)]
 
     @property
     def needs_prompt_ids(self) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows
 from megatron_pg.step.errors import StepPlanError
+from megatron_pg.step.exchange import Units
 
 _ENOUGH = 4  # ids that came again on a further rank: no chance any more
 _WAY_OUT = (
@@ -22,33 +23,32 @@ _WAY_OUT = (
 )
 
 
-def repeated_ids(tables: Sequence[Tensor], column: int) -> int:
+def repeated_ids(units: Units) -> int:
     """How often an id came again on a further rank, where that is no chance; else 0.
 
-    All ranks have the same ids, or the ids of each are among those of one, which has a few more samples.
-
-    Args:
-        tables: [S, ...] int64 of each rank, the same on every rank.
-        column: of the ids.
+    All ranks have the same ids, or the ids of each are among those of one, which has a few more samples: it has all that there are.
     """
-    sets = [set(table[:, column].tolist()) for table in tables if len(table)]
-    largest = max(sets, key=len, default=set())
-    repeated = sum(map(len, sets)) - len(largest)
-    needed = 2 if all(ids == largest for ids in sets) else _ENOUGH
-    return repeated if repeated >= needed and all(ids <= largest for ids in sets) else 0
+    repeated = units.brought - units.most
+    needed = 2 if units.fewest == units.most else _ENOUGH
+    return repeated if repeated >= needed and units.distinct == units.most else 0
 
 
 def rollouts_message(
-    tables: Sequence[Tensor], column: int, samples: Sequence[Sample] | None, group: ProcessGroup
+    rollouts: Units, keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample] | None, group: ProcessGroup
 ) -> str | None:
     """A warning about rollout ids that every rank brings, equal on every rank; every rank must call.
 
-    `samples` are this rank's; None: nothing is known but the ids.
+    Args:
+        rollouts: the step's.
+        keys: [S] int64 of the rollouts of this rank's samples.
+        sizes: samples of every rank.
+        samples: this rank's; None: nothing is known but the ids.
+        group: of the ranks.
 
     Raises:
         StepPlanError: they are the ids of different rollouts.
     """
-    if not (repeated := repeated_ids(tables, column)):
+    if not (repeated := repeated_ids(rollouts)):
         return None
     what = (
         f"every data-parallel rank brings the same rollout_ids ({repeated} came again on a further rank), so samples of different "
@@ -56,7 +56,7 @@ def rollouts_message(
     )
     if samples is None:
         return f"{what}, unless those rollouts do lie on several ranks. {_WAY_OUT}."
-    begins_alike, shares_advantage = _evidence(tables, column, samples, group)
+    begins_alike, shares_advantage = _evidence(keys, sizes, samples, group)
     if shares_advantage:
         return None
     if begins_alike or repeated < _ENOUGH:
@@ -68,10 +68,10 @@ def rollouts_message(
 
 
 def prompts_message(
-    tables: Sequence[Tensor], column: int, samples: Sequence[Sample] | None, group: ProcessGroup
+    prompts: Units, keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample] | None, group: ProcessGroup
 ) -> str | None:
     """A warning about prompt ids that every rank brings, as `rollouts_message`."""
-    if samples is None or repeated_ids(tables, column) < _ENOUGH or _evidence(tables, column, samples, group)[0]:
+    if samples is None or repeated_ids(prompts) < _ENOUGH or _evidence(keys, sizes, samples, group)[0]:
         return None
     return (
         "every data-parallel rank brings the same prompt_ids, and the prompts of most begin differently, so different prompts may "
@@ -79,15 +79,12 @@ def prompts_message(
     )
 
 
-def _evidence(
-    tables: Sequence[Tensor], column: int, samples: Sequence[Sample], group: ProcessGroup
-) -> tuple[bool, bool]:
+def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], group: ProcessGroup) -> tuple[bool, bool]:
     """Whether samples of most units begin alike, and whether every unit has one advantage where the units' differ.
 
     A sample without a trained token has no advantage.
     """
-    _, units = torch.unique(torch.cat(list(tables))[:, column], return_inverse=True)
-    sizes = [len(table) for table in tables]
+    _, units = torch.unique(_gather(keys, sizes, group), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])
     own = units[start : start + len(samples)]
 

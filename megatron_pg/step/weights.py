@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
+from megatron_pg.batch.fields import TOPK, TopK
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample, check_logprobs
+from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
 
@@ -84,6 +87,9 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 raise ValueError(
                     f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
                 )
+            if isinstance(values, TokenSets):
+                _check_topk(sample, values, mask, flag)
+                continue
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])
                 raise ValueError(
@@ -91,6 +97,15 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                     "would not be finite. Take the token out of the mask, or repair the value."
                 )
             check_logprobs(name, values[mask], sample.sample_id)
+
+
+def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> None:
+    """At the tokens of its stream a teacher names something."""
+    if (bad := mask & (sets.ids < 0).all(dim=1)).any():
+        raise ValueError(
+            f"teacher_topk of sample {sample.sample_id} has no id at response token {int(bad.nonzero()[0])}, which {flag} trains, so nothing "
+            "would be learned from it. Take the token out of the mask, or record the teacher there."
+        )
 
 
 def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
@@ -159,7 +174,10 @@ def token_weights(
     found = {"weights": weights, "corrections": factors.corrections}
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
-    for name in settings.terms.reads:
+    if settings.terms.reads_topk:
+        topk = batch.topk()
+        found |= {f"{TOPK}{each.name}": getattr(topk, each.name) for each in dataclass_fields(TopK)}
+    for name in settings.terms.reads - {"teacher_topk"}:
         if all(
             getattr(sample, name) is None for sample in batch.samples
         ):  # a micro-batch without a token that reads it is one of the same loss

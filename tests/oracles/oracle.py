@@ -363,7 +363,40 @@ def optional_metrics(documents: list[list[TrainedToken]]) -> dict[str, float]:
             lambda t: math.exp(t.old_logprob - t.rollout_logprob) - 1 - (t.old_logprob - t.rollout_logprob),
         )
         result["mismatch_max"] = max(abs(t.old_logprob - t.rollout_logprob) for d in with_rollout for t in d)
+        result |= gap_metrics([(t.old_logprob, t.rollout_logprob) for d in with_rollout for t in d])
     return result
+
+
+def gap_metrics(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Statistics of trainer (o) against rollout engine (b), from the tokens one by one."""
+    every = [o - b for o, b in pairs]
+    near = [(o, b) for o, b in pairs if abs(o - b) <= 3]
+    lost = [1 - math.fsum(math.exp(min(sign * d, 3)) for d in every) / len(every) for sign in (1, -1)]
+    result = {
+        "mismatch/missing_mass": max(lost),
+        "mismatch/outlier_fraction": sum(abs(d) > 0.5 for d in every) / len(every),
+    }
+    if not near:
+        return result
+    d, b, o = [o - b for o, b in near], [b for _, b in near], [o for o, _ in near]
+    result["mismatch/difference"] = math.fsum(d) / len(d)
+    result["mismatch/spread"] = math.sqrt(covariance(d, d))
+    if len(set(d)) == 1 or len(set(b)) == 1:
+        return result
+    result["mismatch/correlation"] = covariance(d, b) / math.sqrt(covariance(d, d) * covariance(b, b))
+    if abs(result["mismatch/correlation"]) >= 0.5:
+        signs = min((1, -1), key=lambda sign: abs(math.fsum(math.exp(sign * x) - 1 for x in d)))
+        e = [math.exp(signs * x) for x in d]
+        kappa = covariance(e, o) / covariance(e, b)
+        if kappa > 0:
+            result["mismatch/temperature"] = 1 / kappa
+    return result
+
+
+def covariance(x: list[float], y: list[float]) -> float:
+    """Of the numbers given, not of a population."""
+    at = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    return math.fsum((a - at[0]) * (b - at[1]) for a, b in zip(x, y, strict=True)) / len(x)
 
 
 def sample_metrics(samples: list[OracleSample]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import objective_oracle as oracle
+import topk_oracle
 
 POLICY = "rl"
 
@@ -34,6 +35,7 @@ class StreamDocument:
         stream: whose tokens `mask` [R] bool holds.
         masks: [R] bool of further streams, by name.
         old, advantages, rollout, ref, teacher: [R], log-probabilities in nats.
+        topk: [R] the teacher's likeliest tokens of each: ids and log-probabilities.
         rollout_id, prompt_id: as in `objective_oracle.Document`.
     """
 
@@ -47,6 +49,7 @@ class StreamDocument:
     rollout: np.ndarray | None = None
     ref: np.ndarray | None = None
     teacher: np.ndarray | None = None
+    topk: Sequence[tuple[Sequence[int], Sequence[float]]] | None = None
     rollout_id: object = None
     prompt_id: object = None
 
@@ -61,12 +64,13 @@ class StreamTerm:
     """A further loss, as it is asked for: None is the objective's aggregation with its divisor, and the kind's estimator."""
 
     name: str
-    kind: str  # ce, opd, kl, entropy
+    kind: str  # ce, opd, kl, entropy, topk_…
     weight: float = 1.0
     aggregation: str | None = None  # or "policy", the weights of the objective's tokens
     divisor: float | None = None
     on: str | None = None
     estimator: str | None = None
+    share: float | None = None  # beta or alpha of a top-k divergence; None: 0.5 of jsd, 0.1 of the skewed
 
     @property
     def tokens(self) -> str:
@@ -81,6 +85,7 @@ class StreamStep:
     settings: oracle.Settings
     terms: Sequence[StreamTerm] = ()
     has_policy: bool = True
+    tail_floor: float = 1e-6
     has_root_length: bool = False  # the objective by a reducer: a sample's sum over the root of its response length
 
 
@@ -96,6 +101,7 @@ class StreamResult:
     magnitude: float  # sum of |w| times what the loss is computed from: itself and, of a divergence, log pi
     num_tokens: int
     num_rollouts: int  # of its members
+    topk: list[topk_oracle.Row] = field(default_factory=list)  # of its tokens, of a top-k divergence
 
 
 @dataclass
@@ -104,6 +110,9 @@ class StepResult:
     magnitude: float  # of the streams' magnitudes times lambda
     streams: dict[str, StreamResult]  # by name; the objective and the shorthands too, without those of weight 0
     gradients: list[np.ndarray]  # [R, V], d loss / d logits / grad_divisor
+
+
+DEFAULT_SHARES = {"topk_jsd": 0.5, "topk_skew_forward": 0.1, "topk_skew_reverse": 0.1}
 
 
 def all_terms(step: StreamStep) -> list[StreamTerm]:
@@ -119,6 +128,8 @@ def all_terms(step: StreamStep) -> list[StreamTerm]:
     for term in step.terms:
         if term.aggregation is None:
             term = replace(term, aggregation=of_objective[0], divisor=of_objective[1])
+        if term.share is None and term.kind in DEFAULT_SHARES:
+            term = replace(term, share=DEFAULT_SHARES[term.kind])
         if term.kind == "opd" and term.estimator is None:
             term = replace(term, estimator="k3_weighted")
         terms.append(term)
@@ -300,16 +311,29 @@ def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequenc
     """Sums of a further stream; lambda times its gradient is added."""
     denominators = term_denominators(step, term, of_policy)
     losses: list[tuple | None] = []
+    teachers: list[topk_oracle.Row] = []
     for i, document in enumerate(step.documents):
         rows = document.rows(term.tokens)
         if not rows:
             losses.append(None)
             continue
+        if term.kind.startswith("topk_"):
+            found = topk_rows(document, rows, term, step)
+            teachers += found
+            losses.append((np.array([row.value for row in found]), np.array([row.magnitude for row in found])))
+            w = 0.0 if denominators[i] is None else term.weight / denominators[i]
+            add_rows(gradients[i], rows, [w * row.gradient for row in found])
+            continue
         tokens, values, slopes, bonus = KINDS[term.kind](document, rows, term, step.settings.temperature)
         losses.append((values, np.abs(values) + rounding_scale(tokens, term)))
         w = 0.0 if denominators[i] is None else term.weight / denominators[i]
         add_rows(gradients[i], rows, oracle.logit_gradient(tokens, w * slopes, w * bonus, step.settings.temperature))
-    return result_of(step, term.tokens, denominators, losses)
+    return replace(result_of(step, term.tokens, denominators, losses), topk=teachers)
+
+
+def topk_rows(document: StreamDocument, rows, term: StreamTerm, step: StreamStep) -> list[topk_oracle.Row]:
+    options = {"temperature": step.settings.temperature, "share": term.share, "floor": step.tail_floor}
+    return [topk_oracle.row_of(term.kind, document.logits[t], *document.topk[t], **options) for t in rows]
 
 
 def policy_means(step: StreamStep) -> dict[str, float]:

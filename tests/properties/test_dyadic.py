@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import padded_length, zigzag_index
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.reducers import reducer_of
-from megatron_pg.step.plan import _count_units
+from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.table import LocalTable, PlanRule
 
 DIVISOR = 64.0
 TRAINED = 256  # tokens of the step
@@ -81,12 +81,12 @@ def partitioned_sum(step: DyadicStep, mode: str, rng: random.Random) -> Tensor:
     rng.shuffle(order)
     bounds = sorted(rng.randint(0, len(order)) for _ in range(rng.randint(0, 3)))
     cp_size, microbatches, pieces = rng.choice([1, 2, 3, 4]), rng.randint(1, 4), []
-    exchanged = step.table[order][:, [0, 1, 2, 0]]  # every trained token is kept
+    rule = PlanRule(aggregation=mode, divisor=DIVISOR)
+    rows = step.table[order][:, [0, 1, 2, 0]]  # every trained token is kept
+    rows = torch.nn.functional.pad(rows, (0, rule.width - rows.shape[1]))
     for first, last in zip([0, *bounds], [*bounds, len(order)], strict=True):
-        counts = _count_units(
-            exchanged, exchanged[first:last, 1:3], exchanged[:, 0], with_prompts=True, divisor=DIVISOR
-        )
-        weights = (1.0 / reducer_of(mode)(counts)).float()
+        whole = LocalTable(rows, True, True, TRAINED, TRAINED, rows[first:last, 1:3])
+        weights = (1.0 / plan_from_table(whole, rule, error=None, group=None).denominators).float()
         mine = list(zip(order[first:last], weights, strict=True))
         cells = [mine[k::microbatches] for k in range(microbatches)]
         pieces += [piece for cell in cells for piece in shard_sums(step, cell, cp_size)]

@@ -18,6 +18,7 @@ from megatron_pg.declarations.streams import Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.mtp import DepthLoss
 from megatron_pg.step.settings import LossSettings
@@ -43,6 +44,9 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
     if fault == "noteacher":
         teacher = Stream(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
+    if fault.startswith("topk"):
+        wide = Stream(name="wide", kind="topk_forward_kl", aggregation="token_mean", on="rl", tail_floor=1e-6)
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(wide,)))
     if fault == "norollout":
         return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
     if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
@@ -110,6 +114,7 @@ class TELayer(torch.nn.Module):
 
 def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list]) -> Iterator:
     """The step's micro-batches, with the fault in them; what fails to build fails inside the iterator."""
+    parts = taught(parts) if fault.startswith("topk") else parts
     change = DATA_FAULTS.get(fault)
     if change is not None and (on_rank_1() or fault in ON_EVERY_RANK):
         parts = change(parts)
@@ -214,6 +219,15 @@ def mask_everything(parts: list[list[Sample]]) -> list[list[Sample]]:
     return parts
 
 
+def taught(parts: list[list[Sample]], token: int = 0) -> list[list[Sample]]:
+    """With a teacher that names one token everywhere."""
+    for sample in (sample for part in parts for sample in part):
+        shape = sample.response_length, 1
+        sets = TokenSets(ids=torch.full(shape, token, dtype=torch.int32), logprobs=torch.full(shape, -1.0))
+        object.__setattr__(sample, "teacher_topk", sets)
+    return parts
+
+
 def unknown_token(parts: list[list[Sample]]) -> list[list[Sample]]:
     parts[0][0].tokens[-1] = VOCABULARY
     return parts
@@ -244,6 +258,9 @@ DATA_FAULTS = {
     "norollout": lambda parts: change_one(parts, rollout_logprobs=None),
     "noids": lambda parts: change_all(parts, rollout_id=None),
     "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
+    "topkabsent": lambda parts: change_one(parts, teacher_topk=None),
+    "topkempty": lambda parts: taught(parts, token=-1),
+    "topkbeyond": lambda parts: taught(parts, token=VOCABULARY),
 }
 
 
@@ -262,6 +279,7 @@ OWN = {
     "pg_temperature": (1.0, 0.9),
     "pg_metrics": ("basic", "with_entropy"),
     "pg_dry_run": (False, True),
+    "pg_no_mismatch_advice": (False, True),
     "pg_kernel": ("torch", "triton"),
     "pg_objective": ("grpo", "reinforce_is"),
     "pg_custom_objective_path": (None, "rank_reducer:reducer"),
@@ -291,6 +309,7 @@ OWN = {
     "pg_entropy_coef": (0.0, 0.1),
     "pg_aux_aggregation": ("default", "policy"),
     "pg_stream": (None, ["sft:ce"]),
+    "pg_teacher_tail_floor": (None, 0.5),
     "pg_mtp_aggregation": ("token_mean", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
     "docs_per_step": (0, 8),

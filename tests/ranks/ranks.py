@@ -27,6 +27,7 @@ import prediction_oracle
 import rank_faults
 import rank_model
 import torch
+from compare import OF_RANKS
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -44,6 +45,7 @@ from megatron_pg.kernels import LossTerms
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.settings import LossSettings
@@ -100,15 +102,29 @@ STREAMS = (
     Stream(name="sft", kind="ce", weight=0.3, aggregation="token_mean"),
     Stream(name="echo", kind="ce", weight=0.05, aggregation="constant", divisor=9.0),
     Stream(name="teacher", kind="opd", weight=0.5, aggregation="prompt_mean", on="rl", estimator="k3_weighted"),
+    Stream(name="wide", kind="topk_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3, tail_floor=1e-6),
+    Stream(name="far", kind="topk_reverse_kl", weight=0.2, aggregation="token_mean", on="sft", tail_floor=1e-6),
 )
 
 
 def mixed(sample: Sample, number: int) -> Sample:
-    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further tokens of `echo`."""
+    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further tokens of `echo`.
+
+    All have the likeliest tokens of one, some of them their own.
+    """
+    sample = replace(sample, teacher_topk=likeliest(sample, number))
     if number % 3 == 2:
         return replace(sample, stream="sft", old_logprobs=None, advantages=None)
     teacher = torch.where(sample.loss_mask, 0.5 * sample.old_logprobs - 1.0, torch.nan)
     return replace(sample, teacher_logprobs=teacher, masks={"echo": ~sample.loss_mask} if number % 3 else {})
+
+
+def likeliest(sample: Sample, number: int) -> TokenSets:
+    """1 to 5 of the vocabulary, over which `tp` ranks lie."""
+    generator = torch.Generator().manual_seed(number)
+    scores = torch.randn(sample.response_length, VOCABULARY, generator=generator).log_softmax(dim=1)
+    logprobs, ids = scores.topk(1 + number % 5, dim=1)
+    return TokenSets(ids=ids.int(), logprobs=logprobs)
 
 
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
@@ -311,7 +327,7 @@ def end_of(step: PolicyGradientStep, arguments: dict) -> str | None:
 def save_report(path: Path, losses: list, report, farewell: str | None, plans: int) -> None:
     reported = [[float(v) for v in loss["pg_loss"]] for loss in losses]
     result = {
-        "metrics": report.metrics,
+        "metrics": {name: value for name, value in report.metrics.items() if name not in OF_RANKS},
         "num_tokens": report.plan.num_tokens,
         "num_positions": report.plan.num_positions,
         "reported": reported,

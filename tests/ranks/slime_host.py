@@ -35,13 +35,17 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
 
 def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, device: torch.device) -> list[dict]:
     """A rollout through slime, and what its logger was given."""
-    from slime.backends.megatron_utils import actor, loss
+    logged = begin(args, device)
+    roll(found, args, model, optimizer)
+    return logged
+
+
+def begin(args: Namespace, device: torch.device) -> list[dict]:
+    """What slime does before it builds the model; and the list of what its logger will be given."""
+    from slime.backends.megatron_utils import loss
     from slime.observability import logging_utils
-    from slime.observability.timer import Timer
-    from slime.ray.rollout import RolloutManager
     from slime.utils import accelerator
     from slime.utils.misc import load_function
-    from slime.utils.types import Sample as Theirs
 
     logged: list[dict] = []
     loss.policy_loss_function = POLICY_LOSS.setdefault("theirs", loss.policy_loss_function)
@@ -50,6 +54,17 @@ def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, de
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
     importlib.import_module("megatron.training.global_vars").set_args(args)
     accelerator.device = accelerator.current_device = lambda index=None: device
+    return logged
+
+
+def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -> None:
+    """A rollout through slime, begun."""
+    from slime.backends.megatron_utils import actor
+    from slime.observability.timer import Timer
+    from slime.ray.rollout import RolloutManager
+    from slime.utils.misc import load_function
+    from slime.utils.types import Sample as Theirs
+
     manager = RolloutManager.__new__(RolloutManager)
     manager.args, manager.train_parallel_config = args, their_trainers.parallel_config()
     manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
@@ -79,7 +94,6 @@ def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, de
     actor.train_metric_utils.log_perf_data = lambda *given, **named: None
     actor.train_metric_utils.log_rollout_data = lambda *given, **named: None
     actor.MegatronTrainRayActor.train_actor(me, 0, mine)
-    return logged
 
 
 def _path(load_function, path: str | None):

@@ -45,7 +45,7 @@ class _Class(type):
 
 
 class Absent:
-    """Makes packages importable that are not installed; what they hold are empty classes."""
+    """Makes packages importable, installed or not, so that no run depends on the machine; what they hold are empty classes."""
 
     def __init__(self, packages: Sequence[str], held: Mapping[str, dict[str, Any]]):
         self._packages, self._held = packages, held
@@ -79,7 +79,7 @@ def load() -> SimpleNamespace:
         "ray": {"remote": lambda decorated=None, **options: decorated or (lambda each: each)},
         "transformers.modeling_outputs": {"CausalLMOutputWithPast": output},
     }
-    sys.meta_path.append(Absent(PACKAGES, held))
+    sys.meta_path.insert(0, Absent(PACKAGES, held))
     names = {
         "engine": "verl.workers.engine.megatron.transformer_impl",
         "workers": "verl.workers.engine_workers",
@@ -186,15 +186,13 @@ class Optimizer:
 def actor_config(verl: SimpleNamespace, *, options: dict | None = None, **changes: Any) -> Any:
     """Their actor's config; `options` are ours."""
     engine = {"override_mcore_model_config": {} if options is None else {"megatron_pg": options}}
-    engine |= changes.pop("engine", {})
+    engine |= {"max_token_len_per_gpu": 24, "infer_max_token_len_per_gpu": 24} | changes.pop("engine", {})
     sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
     megatron = verl.config.McoreEngineConfig(
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_model_parallel_size=sizes[0],
         context_parallel_size=sizes[1],
         use_dynamic_bsz=True,
-        max_token_len_per_gpu=24,
-        infer_max_token_len_per_gpu=24,
         use_distributed_optimizer=False,
         **engine,
     )
@@ -202,9 +200,16 @@ def actor_config(verl: SimpleNamespace, *, options: dict | None = None, **change
 
 
 def worker(
-    verl: SimpleNamespace, actor: Any, *, per_token: bool = False, fused: bool = False, engine: type | None = None
+    verl: SimpleNamespace,
+    actor: Any,
+    *,
+    per_token: bool = False,
+    fused: bool = False,
+    engine: type | None = None,
+    model: DistributedDataParallel | None = None,
+    optimizer: Any = None,
 ) -> Any:
-    """Their TrainingWorker with the engine of their registry, or a given one."""
+    """Their TrainingWorker with the engine of their registry, or a given one; with the toy, or a given model and its optimizer."""
     name = SimpleNamespace(enable=False, enable_train=False)
     model_config = {
         "model_type": "language_model",
@@ -219,7 +224,7 @@ def worker(
     cls = engine or verl.registry.EngineRegistry.get_engine_cls("language_model", "megatron")
 
     class Engine(cls):
-        """Builds the toy in place of a model from the hub."""
+        """Has the toy or that model in place of one from the hub."""
 
         def _build_tf_config(self) -> None:
             self.is_value_model = self.share_embeddings_and_output_weights = False
@@ -227,12 +232,12 @@ def worker(
             self.param_dtype, self.vanilla_bridge = torch.float32, False
 
         def _build_megatron_module(self) -> list[DistributedDataParallel]:
-            model = build(per_token=per_token)
-            self.tf_config = model.config
-            return [model]
+            found = model or build(per_token=per_token)
+            self.tf_config = found.config
+            return [found]
 
-        def _build_optimizer(self) -> Optimizer:
-            return Optimizer(self.module[0])
+        def _build_optimizer(self) -> Any:
+            return optimizer or Optimizer(self.module[0])
 
         def _build_lr_scheduler(self) -> SimpleNamespace:
             return SimpleNamespace(step=lambda increment: None)
@@ -287,12 +292,13 @@ def batch_of(verl: SimpleNamespace, samples: Sequence[Sample], actor: Any, *, mi
         "loss_mask": masks,
         "old_log_probs": nested([sample.old_logprobs.float() for sample in samples]),
         "rollout_log_probs": nested([sample.rollout_logprobs.float() for sample in samples]),
-        "ref_log_prob": nested([sample.ref_logprobs.float() for sample in samples]),
         "advantages": nested([sample.advantages.float() for sample in samples]),
         "rm_scores": nested([_scores(sample) for sample in samples]),
         "uid": stack([str(sample.prompt_id) for sample in samples]),
         "session_id": stack([int(str(sample.rollout_id).rpartition("/")[2]) for sample in samples]),
     }
+    if samples[0].ref_logprobs is not None:
+        columns["ref_log_prob"] = nested([sample.ref_logprobs.float() for sample in samples])
     data = TensorDict(columns, batch_size=len(samples))
     verl.tensordicts.assign_non_tensor(
         data,

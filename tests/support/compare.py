@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+OF_RANKS = frozenset(("mismatch/rank", "mismatch/rank_factor"))  # metrics of a layout, which one process has not
 _EXACT = ("max_", "min_", "num_", "mismatch_max")  # metrics that are picked or counted, not computed
 
 
@@ -55,8 +56,9 @@ def metrics_error(
         ignore: names that are compared elsewhere.
         floor: values below it are compared absolutely, on its scale.
     """
-    names = expected.keys() - set(ignore)
-    if not names or found.keys() - set(ignore) != names:
+    ignored = OF_RANKS.union(ignore)
+    names = expected.keys() - ignored
+    if not names or found.keys() - ignored != names:
         return math.inf
     return max(_metric_error(name, float(found[name]), float(expected[name]), floor) for name in names)
 

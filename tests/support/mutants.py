@@ -14,6 +14,7 @@ from simulation import Layout
 
 import megatron_pg.kernels.api
 import megatron_pg.kernels.logprobs
+import megatron_pg.step.exchange
 import megatron_pg.step.plan
 import megatron_pg.step.table
 from megatron_pg.batch import TokenFields
@@ -471,12 +472,12 @@ def rejected_tokens_counted_under_kept():
 
 @objective_mutant("dppo_tv")
 def fully_masked_units_counted_under_live():
-    original = megatron_pg.step.plan._count_units
+    original = megatron_pg.step.plan._counts
 
-    def mutated(*arguments, live_only=False, **rest):
-        return original(*arguments, **rest)
+    def mutated(*arguments, live_only, **rest):
+        return original(*arguments, live_only=False, **rest)
 
-    with mock.patch.object(megatron_pg.step.plan, "_count_units", mutated):
+    with mock.patch.object(megatron_pg.step.plan, "_counts", mutated):
         yield
 
 
@@ -523,6 +524,18 @@ def plans_by(rule: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def units_added_by(rule: Callable) -> Iterator[None]:
+    """Replace the tokens that units are counted from: rule(tokens of streams [n, C]) -> tokens."""
+    original = megatron_pg.step.exchange._added
+
+    def mutated(tokens, units, number):
+        return original(torch.cat([tokens[:, :2], rule(tokens[:, 2:])], dim=1), units, number)
+
+    with mock.patch.object(megatron_pg.step.exchange, "_added", mutated):
+        yield
+
+
+@contextlib.contextmanager
 def stream_plans_by(rule: Callable) -> Iterator[None]:
     """Replace what streams are planned by: rule(plan rule, columns, count) -> arguments of the original."""
     original = megatron_pg.step.plan._plan_streams
@@ -549,21 +562,13 @@ def one_number_of_tokens_for_all_streams():
 
 @stream_mutant()
 def samples_that_are_not_of_a_stream_counted_as_units_of_it():
-    original = megatron_pg.step.plan._count_units
-
-    def mutated(table, held, tokens, **rest):
-        return original(table, held, tokens.clamp(min=0), **rest)
-
-    with mock.patch.object(megatron_pg.step.plan, "_count_units", mutated):
+    with units_added_by(lambda tokens: tokens.clamp(min=0)):
         yield
 
 
 @stream_mutant()
 def members_without_a_token_left_out_of_a_stream():
-    def rule(plan_rule, columns, count):
-        return plan_rule, {name: torch.where(own > 0, own, -1) for name, own in columns.items()}, count
-
-    with stream_plans_by(rule):
+    with units_added_by(lambda tokens: torch.where(tokens > 0, tokens, -1)):
         yield
 
 
@@ -580,7 +585,7 @@ def live_units_counted_over_tokens_that_are_not_the_objectives():
 def streams_count_what_the_correction_leaves():
     def rule(plan_rule, columns, count):
         is_kept = plan_rule.denominator == "kept"
-        return plan_rule, columns | ({"rl": count.__wrapped__.args[0][:, 3]} if is_kept else {}), count
+        return plan_rule, columns | ({"rl": 1} if is_kept else {}), count
 
     with stream_plans_by(rule):
         yield

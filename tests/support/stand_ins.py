@@ -1,4 +1,4 @@
-"""Empty modules for packages that are not installed and that a recipe's code imports but doesn't need."""
+"""Empty modules for packages that a recipe's code imports but doesn't need, so that no run depends on what is installed."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -33,5 +33,5 @@ class _Finder:
 
 
 def install(*packages: str, **real: dict[str, object]) -> None:
-    """Make the packages (or packages in packages) importable where they are not; whatever they hold is a mock, but for `real`, by package."""
-    sys.meta_path.append(_Finder(packages, real))
+    """Make the packages (or packages in packages) importable, installed or not; whatever they hold is a mock, but for `real`, by package."""
+    sys.meta_path.insert(0, _Finder(packages, real))

@@ -5,6 +5,7 @@ tokens no stream asks them of.
 """
 
 import dataclasses
+import math
 import random
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,10 +29,19 @@ from megatron_pg.args import ArgumentError, validate_args
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.settings import LossSettings
 
 NAMES = ("sft", "echo", "teacher", "ref", "h")
 REDUCER = "cases:root_length_reducer"
+TOPK = (
+    "topk_forward_kl",
+    "topk_reverse_kl",
+    "topk_jsd",
+    "topk_skew_forward",
+    "topk_skew_reverse",
+    "topk_generalised_reverse",  # the one without a tail
+)
 WEIGHTS = (1.0, 1e-9, 1e6)
 PER_STREAM = ("loss", "weight", "num_tokens", "num_rollouts", "mean")
 
@@ -45,6 +55,7 @@ class Flags:
     dropped: tuple[oracle.StreamTerm, ...] = ()
     has_policy: bool = True
     has_root_length: bool = False
+    tail_floor: float | None = None
 
     @property
     def names_of_tokens(self) -> list[str]:
@@ -53,7 +64,12 @@ class Flags:
 
     def step(self, samples: Sequence[Sample], logits: Sequence[Tensor]) -> oracle.StreamStep:
         return oracle.StreamStep(
-            documents(samples, logits), self.expected, self.terms, self.has_policy, self.has_root_length
+            documents(samples, logits),
+            self.expected,
+            self.terms,
+            self.has_policy,
+            has_root_length=self.has_root_length,
+            **({} if self.tail_floor is None else {"tail_floor": self.tail_floor}),
         )
 
     @cached_property
@@ -64,7 +80,9 @@ class Flags:
             ArgumentError: they contradict each other.
         """
         e = self.expected
-        texts = [flag_text(term) for term in (*self.terms, *self.dropped)] + ["rl:rl,weight=0"] * (not self.has_policy)
+        texts = [flag_text(term, e.temperature) for term in (*self.terms, *self.dropped)] + ["rl:rl,weight=0"] * (
+            not self.has_policy
+        )
         numbers = {
             f"pg_{n}": getattr(e, objective_cases.NUMBERS[n][0]) for n in objective_cases.numbers_of(e.objective)
         }
@@ -87,6 +105,7 @@ class Flags:
             pg_grad_divisor=e.grad_divisor,
             pg_temperature=e.temperature,
             pg_stream=texts or None,
+            pg_teacher_tail_floor=self.tail_floor,
             pg_metrics="with_entropy",
             pg_kernel="torch",
         )
@@ -95,8 +114,10 @@ class Flags:
             return LossSettings.from_args(validate_args(args))
 
 
-def flag_text(term: oracle.StreamTerm) -> str:
+def flag_text(term: oracle.StreamTerm, temperature: float) -> str:
     options = {name: getattr(term, name) for name in ("weight", "aggregation", "divisor", "on", "estimator")}
+    if term.kind.startswith("topk_"):
+        options |= {"temperature": temperature, "beta" if term.kind == "topk_jsd" else "alpha": term.share}
     return ",".join([f"{term.name}:{term.kind}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
 
 
@@ -168,6 +189,21 @@ def _stream_errors(metrics: dict[str, float], name: str, wanted: oracle.StreamRe
         f"{name}/loss": scalar_error(found["loss"], wanted.loss, wanted.magnitude),
         f"{name}/weight": scalar_error(found["weight"], wanted.weight, wanted.weight),
         f"{name}/mean": scalar_error(found["mean"], wanted.mean, wanted.mean_magnitude),
+        **_topk_errors(metrics, name, wanted.topk),
+    }
+
+
+def _topk_errors(metrics: dict[str, float], name: str, rows: Sequence) -> dict[str, float]:
+    names = {f"{name}/{each}" for each in ("teacher_mass", "student_mass", "num_floored")} & metrics.keys()
+    if not rows:
+        assert not names, names
+        return {}
+    assert metrics.get(f"{name}/num_floored", 0) == sum(row.is_floored for row in rows)
+    return {
+        f"{name}/{each}": scalar_error(
+            metrics[f"{name}/{each}"], sum(getattr(row, each) for row in rows) / len(rows), 1.0
+        )
+        for each in ("teacher_mass", "student_mass")
     }
 
 
@@ -180,6 +216,7 @@ def documents(samples: Sequence[Sample], logits: Sequence[Tensor]) -> list[oracl
             mask=s.loss_mask.numpy(),
             masks={name: mask.numpy() for name, mask in s.masks.items()},
             **{short: _array(getattr(s, name)) for name, short in FIELDS.items()},
+            topk=None if s.teacher_topk is None else list(zip(*s.teacher_topk.lists().values(), strict=True)),
             rollout_id=s.rollout_id,
             prompt_id=s.prompt_id,
         )
@@ -259,7 +296,9 @@ def random_flags(rng: random.Random, objective: str | None = None, denominator: 
                 dataclasses.replace(t, aggregation=None) if t.on == "off" and t.aggregation == "policy" else t
                 for t in terms
             )
-        found = Flags(expected, terms, dropped, has_policy, has_root_length)
+        has_tail = any(term.kind in TOPK[:-1] for term in terms)
+        floor = rng.choice([1e-5, 1e-3, 0.05]) if has_tail and rng.random() < 0.4 else None
+        found = Flags(expected, terms, dropped, has_policy, has_root_length, floor)
         found = dataclasses.replace(found, **given)
         try:
             assert found.loss is not None
@@ -274,7 +313,7 @@ def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.StreamTer
     terms = []
     for name in names:
         on = None if name in own else rng.choice(["rl", "rl", *own])
-        kind = rng.choice(["ce", "opd", "opd", "kl", "entropy"])
+        kind = rng.choice(["ce", "opd", "opd", "kl", "entropy", *rng.sample(TOPK, 2)])
         has_estimator = kind == "kl" or (kind == "opd" and rng.random() < 0.6)
         aggregation = rng.choice([None, *sorted(AGGREGATIONS), *(["policy"] if on == "rl" and has_policy else [])])
         terms.append(
@@ -286,6 +325,7 @@ def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.StreamTer
                 divisor=rng.uniform(1, 5000) if aggregation == "constant" else None,
                 on=on,
                 estimator=rng.choice(sorted(objective_oracle.KL_ESTIMATORS)) if has_estimator else None,
+                share=rng.uniform(0.02, 0.98) if kind in oracle.DEFAULT_SHARES and rng.random() < 0.6 else None,
             )
         )
     return tuple(terms)
@@ -332,7 +372,44 @@ def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sampl
         reward=rng.choice([None, 0.0, 1.0, 2.5]),
         **ids,
     )
-    return dataclasses.replace(sample, **{name: random_field(rng, flags, sample, name) for name in FIELDS})
+    known = {name: random_field(rng, flags, sample, name) for name in FIELDS}
+    return dataclasses.replace(sample, **known, teacher_topk=random_topk(rng, flags, sample))
+
+
+def random_topk(rng: random.Random, flags: Flags, sample: Sample) -> TokenSets | None:
+    """Where it is read some of the vocabulary, from one token to all; elsewhere nothing, or what must not be looked at."""
+    rows = [rows for rows in rows_that_read(flags, sample, "teacher_topk") if rows is not None]
+    if not rows and rng.random() < 0.6:
+        return None
+    read, trained = (
+        {row for own in rows for row in own},
+        torch.stack([sample.loss_mask, *sample.masks.values()]).any(dim=0),
+    )
+    width = rng.choice([1, 2, rng.randint(1, cases.VOCABULARY), cases.VOCABULARY])
+    ids, logprobs = (
+        torch.full((len(trained), width), -1, dtype=torch.int32),
+        torch.full((len(trained), width), torch.nan),
+    )
+    for t in range(len(trained)):
+        if t in read:
+            named, values = random_teacher(rng, rng.randint(1, width) if rng.random() < 0.3 else width)
+            places = rng.sample(range(width), len(named))
+            ids[t, places] = torch.tensor(named, dtype=torch.int32)
+            logprobs[t, places] = torch.tensor(values)
+        elif not trained[t]:
+            ids[t] = rng.choice([-7, 3, 2**31 - 1])
+    return TokenSets(ids=ids, logprobs=logprobs)
+
+
+def random_teacher(rng: random.Random, count: int) -> tuple[list[int], list[float]]:
+    """Ids and their log-probabilities: the likeliest, or any; of a teacher that may give the others nothing, or hardly anything."""
+    logits = [rng.gauss(0, 1.5) for _ in range(cases.VOCABULARY)]
+    by_size = sorted(range(cases.VOCABULARY), key=logits.__getitem__, reverse=True)
+    named = by_size[:count] if rng.random() < 0.7 else rng.sample(by_size, count)
+    gap = rng.choice([0.0, 0.0, 0.0, math.inf])  # between, 1 - Σ p has no digits that two sums would share
+    lowered = [z if j in named else z - gap for j, z in enumerate(logits)]
+    total = math.log(sum(map(math.exp, lowered)))
+    return named, [lowered[j] - total for j in named]
 
 
 def random_field(rng: random.Random, flags: Flags, sample: Sample, name: str) -> Tensor | None:
@@ -361,7 +438,11 @@ def rows_that_read(flags: Flags, sample: Sample, name: str) -> Iterable[list[int
     for term in oracle.all_terms(flags.step([sample], [torch.zeros(len(sample.tokens), 1)])):
         against = {"opd": "teacher_logprobs", "kl": "ref_logprobs"}.get(term.kind)
         is_weighted = against is not None and term.estimator.endswith("_weighted")
-        if name == against or (name == "old_logprobs" and is_weighted):
+        if (
+            name == against
+            or (name == "teacher_topk" and term.kind in TOPK)
+            or (name == "old_logprobs" and is_weighted)
+        ):
             yield document.rows(term.tokens)
 
 

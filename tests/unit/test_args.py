@@ -451,6 +451,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
     assert vars(parser.parse_args([])) == {
         "loss_aggregation": None,
         "pg_dry_run": False,
+        "pg_no_mismatch_advice": False,
         "docs_per_step_drop_position": False,
         "loss_aggregation_divisor": None,
         "custom_pg_loss_reducer_function_path": None,
@@ -485,6 +486,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_entropy_coef": 0.0,
         "pg_aux_aggregation": "default",
         "pg_stream": None,
+        "pg_teacher_tail_floor": None,
         "pg_mtp_aggregation": "token_mean",
         "pg_grad_divisor": 1.0,
         "pg_metrics": "basic",

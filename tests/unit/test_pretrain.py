@@ -328,6 +328,7 @@ def logged(session, monkeypatch, tmp_path):
         session = pretrain._Session(on_step, lambda text: text.startswith("first step") or said.append(text), path)
         session.step = SimpleNamespace(
             settings=SimpleNamespace(
+                advises=True,
                 metrics=SimpleNamespace(lacking=lambda values: {}),
                 terms=SimpleNamespace(objective=SimpleNamespace(reported=("theirs",))),
             )

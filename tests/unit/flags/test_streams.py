@@ -41,6 +41,45 @@ BROKEN = [
     row("E71", "divisor 0", streams("sft:ce,aggregation=constant,divisor=0"), "needs divisor=L in tokens"),
     row("E71", "no estimator", streams("ref:kl,on=rl"), "needs estimator=…; there is no default"),
     row("E71", "estimator of none", streams("sft:ce,estimator=k3"), "has estimator=k3, and ce is no KL divergence"),
+    row(
+        "E71",
+        "estimator of an exact one",
+        streams("t:topk_jsd,estimator=k3"),
+        "needs none: it is exact over its categories",
+    ),
+    row(
+        "E71",
+        "beta of none",
+        streams("t:topk_reverse_kl,beta=0.5"),
+        "has beta=0.5, which topk_reverse_kl does not read",
+    ),
+    row(
+        "E71",
+        "beta of alpha",
+        streams("t:topk_skew_forward,beta=0.5"),
+        "which topk_skew_forward does not read; it has alpha",
+    ),
+    row(
+        "E71", "alpha and beta", streams("t:topk_jsd,beta=0.5,alpha=0.5"), "has alpha=0.5, which topk_jsd does not read"
+    ),
+    row("E71", "beta of ce", streams("sft:ce,beta=0.5"), "has beta=0.5, which ce does not read"),
+    row("E71", "beta 0", streams("t:topk_jsd,beta=0"), "has beta=0, which is not between 0 and 1"),
+    row("E71", "alpha 1", streams("t:topk_skew_reverse,alpha=1"), "has alpha=1, which is not between 0 and 1"),
+    row("E71", "alpha nan", streams("t:topk_skew_reverse,alpha=nan"), "has alpha=nan, which is not between 0 and 1"),
+    row("E71", "alpha text", streams("t:topk_skew_reverse,alpha=a"), "has alpha=a, which is no number"),
+    row(
+        "E71",
+        "temperature of opd",
+        streams("t:opd,on=rl,temperature=1"),
+        "has temperature=1, and opd has no teacher of whose",
+    ),
+    row(
+        "E71",
+        "objective's temperature",
+        streams("rl:rl,weight=0,temperature=1", "a:ce"),
+        "takes weight=0, no objective",
+    ),
+    row("E71", "objective's beta", streams("rl:rl,weight=0,beta=0.5", "a:ce"), "takes weight=0, no objective"),
     row("E71", "unknown estimator", streams("t:opd,estimator=k4"), "has estimator=k4, which is none of k1"),
     row(
         "E71",
@@ -58,6 +97,54 @@ BROKEN = [
     ),
     row("E72", "on a borrower", streams("t:opd,on=rl", "h:entropy,on=t"), "on=t: t has no tokens of its own"),
     row("E72", "on itself", streams("t:opd,on=t"), "on=t: t has no tokens of its own"),
+    row(
+        "E73",
+        "temperature",
+        streams("t:topk_jsd,on=rl", pg_temperature=0.7),
+        "has a teacher at temperature 1, and --pg-temperature is 0.7",
+    ),
+    row(
+        "E73",
+        "its temperature",
+        streams("t:topk_jsd,temperature=0.7"),
+        "has a teacher at temperature 0.7, and --pg-temperature is 1",
+    ),
+    row(
+        "E73",
+        "floor of nothing",
+        {"pg_teacher_tail_floor": 0.1},
+        "--pg-teacher-tail-floor 0.1 has no effect without a --pg-stream",
+    ),
+    row(
+        "E73",
+        "floor of others",
+        streams("t:opd,on=rl", pg_teacher_tail_floor=0.1),
+        "has no effect without a --pg-stream",
+    ),
+    row(
+        "E73",
+        "floor without a tail",
+        streams("t:topk_generalised_reverse", pg_teacher_tail_floor=0.1),
+        "that has a tail",
+    ),
+    row(
+        "E24",
+        "floor 0",
+        streams("t:topk_jsd", pg_teacher_tail_floor=0.0),
+        "--pg-teacher-tail-floor must be between 0 and 1",
+    ),
+    row(
+        "E24",
+        "floor 1",
+        streams("t:topk_jsd", pg_teacher_tail_floor=1),
+        "--pg-teacher-tail-floor must be between 0 and 1",
+    ),
+    row(
+        "E24",
+        "floor text",
+        streams("t:topk_jsd", pg_teacher_tail_floor="a"),
+        "--pg-teacher-tail-floor must be a number",
+    ),
     row("E73", "nothing left", streams("rl:rl,weight=0"), "--pg-stream rl:rl,weight=0 leaves no loss"),
     row("E73", "all dropped", streams("rl:rl,weight=0", "sft:ce,weight=0"), "leaves no loss"),
     row(
@@ -83,6 +170,11 @@ NEAR_MISSES = [
     row("E71", "policy's weights", streams("h:entropy,on=rl,aggregation=policy")),
     row("E72", "on a stream", streams("sft:ce", "h:entropy,on=sft")),
     row("E72", "on one of weight 0", streams("sft:ce,weight=0", "h:entropy,on=sft")),
+    row(
+        "E71", "mixtures", streams("a:topk_jsd,beta=0.1", "b:topk_skew_forward,alpha=0.9", "c:topk_skew_reverse,on=rl")
+    ),
+    row("E73", "temperature", streams("t:topk_jsd,temperature=0.7", pg_temperature=0.7)),
+    row("E73", "floor", streams("t:topk_forward_kl,weight=0", pg_teacher_tail_floor=0.25)),
     row("E73", "another loss", streams("rl:rl,weight=0", "t:opd,on=rl")),
     row("E73", "terms of the objective", streams("sft:ce", pg_entropy_coef=0.1)),
 ]
@@ -117,6 +209,21 @@ def test_what_is_not_said_is_the_objectives():
     assert (teacher.aggregation, teacher.divisor, teacher.tokens) == ("token_mean", None, "rl")
     assert teacher.estimator == "k3_weighted"
     assert teacher.reads == ("teacher_logprobs", "old_logprobs")
+
+
+def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
+    texts = ("a:topk_jsd,beta=0.1", "b:topk_skew_reverse,on=rl", "c:topk_generalised_reverse", "d:ce")
+    found = streams_of(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))
+    assert [(each.mixture, each.tail_floor) for each in found] == [(0.1, 1e-3), (0.1, 1e-3), (None, None), (None, None)]
+    assert [each.reads for each in found] == [*[("teacher_topk",)] * 3, ()]
+    (plain,) = streams_of(validate_args(arguments(**streams("a:topk_jsd"))))
+    assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
+    text = banner(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))
+    assert (
+        "m = βP + (1-β)Q, β = 0.1, over the teacher's likeliest tokens and all others as one, which it gives at least 0.001"
+        in text
+    )
+    assert "α = 0.1" in text
 
 
 @pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")

@@ -8,6 +8,7 @@ import pytest
 import simulation
 import threads
 import torch
+from compare import OF_RANKS
 from simulation import Layout
 
 from megatron_pg.hosts.startup import check
@@ -15,6 +16,14 @@ from megatron_pg.hosts.step import HostStep
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
 from megatron_pg.step.settings import LossSettings
+
+
+def farthest(*ranks: list) -> tuple[int, float]:
+    """The rank of samples with the largest mean |o - b| beside the other one, and the factor."""
+    gaps = [[(s.old_logprobs - s.rollout_logprobs).abs()[s.loss_mask].clamp(max=3) for s in rank] for rank in ranks]
+    first, second = (float(torch.cat(each).mean()) for each in gaps)
+    number = int(second > first)
+    return number, pytest.approx([first / second, second / first][number], rel=1e-9)
 
 
 def settings(**given) -> LossSettings:
@@ -49,7 +58,9 @@ def test_samples_in_any_order_and_cut_are_one_step(aggregation):
 
     (metrics, first), (again, second) = threads.run(2, work)
     assert metrics == again
+    of_ranks = [metrics.pop(name) for name in sorted(OF_RANKS)]
     assert {name: pytest.approx(value, rel=1e-6) for name, value in whole.metrics.items()} == metrics
+    assert of_ranks == [*farthest(samples[::2], samples[1::2])]
     for k, expected in enumerate(whole.gradients):
         found = (first, second)[k % 2][k // 2]
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-9)

@@ -45,20 +45,21 @@ def expected(logits, targets):
 def test_losses_and_gradients_equal_log_softmax_and_only_a_likeliest_target_is_accepted(impl, dtype, tp_size):
     logits, targets = case(dtype)
     losses, gradient = expected(logits, targets)
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
     shard = 12 // tp_size
 
     def work(rank: int):
         group = None if tp_size == 1 else threads.subgroup(lambda r: 0, tp_size, rank)
         mine = logits[:, rank * shard : (rank + 1) * shard].clone().requires_grad_()
         vocabulary = Vocabulary.of(shard, vocab_size=SIZE, tp_group=group)
-        found = cross_entropy(mine * 1.0, targets, ROWS, vocabulary, impl=impl)
-        (found.losses * torch.arange(1.0, 5.0, dtype=dtype)).sum().backward()
+        found = cross_entropy((mine * 1.0).to(device), targets.to(device), ROWS.to(device), vocabulary, impl=impl)
+        (found.losses * torch.arange(1.0, 5.0, dtype=dtype, device=device)).sum().backward()
         return found, mine.grad
 
     results = threads.run(tp_size, work) if tp_size > 1 else [work(0)]
     tolerance = 1e-13 if dtype == torch.float64 else 2e-6
     for found, _ in results:
-        torch.testing.assert_close(found.losses.double(), losses, rtol=0, atol=tolerance)
+        torch.testing.assert_close(found.losses.double().cpu(), losses, rtol=0, atol=tolerance)
         assert found.is_likeliest.tolist() == [True, True, False, bool(logits[6, :SIZE].argmax() == targets[6])]
     torch.testing.assert_close(torch.cat([g for _, g in results], dim=1).double(), gradient, rtol=0, atol=4 * tolerance)
 

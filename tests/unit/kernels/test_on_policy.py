@@ -12,7 +12,10 @@ from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.usefixtures("on_the_device"),
+]
 ROWS, COLUMNS = 6, 13
 OBJECTIVES = {
     "grpo": {"clip_eps_low": 0.2, "clip_eps_high": 0.2},
@@ -65,7 +68,11 @@ def test_the_kernels_of_whole_losses_are_left_out():
         PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is not None
     )
     assert PolicyLoss(terms, fields(None)).row is None
-    assert PolicyLoss(replace(terms, opsm_anchor="old_logprobs"), fields(torch.zeros(ROWS))).row is None
+    thinned = replace(terms, opsm_anchor="old_logprobs", opsm_threshold=0.1)
+    assert PolicyLoss(thinned, fields(torch.zeros(ROWS))).row is not None
+    of_sequences = replace(thinned, objective=objective_of("gspo", **OBJECTIVES["gspo"]))
+    assert PolicyLoss(of_sequences, fields(torch.zeros(ROWS))).row is None
+    assert PolicyLoss(replace(of_sequences, opsm_anchor=None), fields(torch.zeros(ROWS))).row is not None
     two = (*kl_and_entropy(entropy_coef=0.1), Stream(name="more", kind="entropy", on="rl"))
     assert PolicyLoss(replace(terms, streams=two), fields(torch.zeros(ROWS))).row is None
     supervised = (Stream(name="sft", kind="ce"),)

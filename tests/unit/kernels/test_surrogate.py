@@ -8,10 +8,10 @@ import torch
 from objective_parts import ESTIMATORS, build
 from stream_terms import kl_and_entropy
 
-from megatron_pg.batch import TokenFields
+from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.fields import StreamFields
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels import LossTerms, PolicyLoss
+from megatron_pg.kernels import LossTerms, PolicyLoss, segments
 from megatron_pg.kernels.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
 
 pytestmark = [
@@ -26,6 +26,18 @@ COUNT = 2 * BLOCK + 17
 LIMIT = 5e-6  # float32, of 1 + |what is expected|
 
 
+def scattered(generator: torch.Generator, mask: torch.Tensor) -> Sequences:
+    """Six sequences whose tokens lie anywhere, one of them empty and one with one token, and tokens of none."""
+    slots = torch.tensor([0, 1, 2, 3, 6])[torch.randint(0, 5, (COUNT,), generator=generator)]
+    slots[COUNT // 2] = 5
+    return Sequences(
+        slots=slots,
+        order=slots.argsort(stable=True),
+        lengths=slots.bincount(minlength=7),
+        counts=slots[mask].bincount(minlength=7)[:6].double().clamp(min=1),
+    )
+
+
 def drawn(name: str, seed: int, **terms) -> tuple[PolicyLoss, torch.Tensor, torch.Tensor]:
     """A loss of float32 values in float64 with log-probabilities and entropies, and tokens off the kinks trained."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,9 +49,11 @@ def drawn(name: str, seed: int, **terms) -> tuple[PolicyLoss, torch.Tensor, torc
     logprobs[::50] = (old[::50] + 25.0 * (-1.0) ** torch.arange(len(old[::50]))).float().double()  # beyond the clamp
     advantages = normal()
     advantages[::9] = 0.0
+    mask = uniform() < 0.8
     fields = TokenFields(
         targets=torch.zeros(COUNT, dtype=torch.int64),
-        mask=uniform() < 0.8,
+        mask=mask,
+        sequences=scattered(generator, mask),
         old_logprobs=old,
         advantages=advantages,
         weights=uniform(),
@@ -47,8 +61,9 @@ def drawn(name: str, seed: int, **terms) -> tuple[PolicyLoss, torch.Tensor, torc
         streams={each: StreamFields(weights=uniform()) for each in ("kl", "entropy")},
         ref_logprobs=(logprobs - normal()).float().double(),
     )
-    streams = kl_and_entropy(**{key: value for key, value in terms.items() if key != "grad_divisor"})
-    how = LossTerms(objective=build(name), streams=streams, grad_divisor=terms.get("grad_divisor", 1.0))
+    rest = {key: terms.pop(key) for key in ("grad_divisor", "opsm_anchor", "opsm_threshold") if key in terms}
+    how = LossTerms(objective=build(name), streams=kl_and_entropy(**terms), **rest)
+    fields = replace(fields, mask=mask & (fields.sequences.slots < 6))  # what is trained has a sequence
     loss, entropy = PolicyLoss(how, fields), 3 * uniform()
     near = [evaluated(loss, logprobs + step, entropy)[1] for step in (-1e-5, 1e-5)]
     steady = (near[0] - near[1]).abs() <= 1e-3 * (1 + near[0].abs())
@@ -69,7 +84,9 @@ def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) ->
     fields = {name: known[name].float().masked_fill(~mask, math.nan).to(DEVICE) for name in PER_TOKEN}
     fields |= {"mask": mask.to(DEVICE), "targets": known["targets"].to(DEVICE)}
     values = (v.float().masked_fill(~mask, 0).to(DEVICE).requires_grad_() for v in (logprobs, entropy))
-    return PolicyLoss(loss.terms, TokenFields.of(fields)), *values
+    sequences = loss.fields.sequences
+    moved = {each: getattr(sequences, each).to(DEVICE) for each in ("slots", "order", "lengths", "counts")}
+    return PolicyLoss(loss.terms, TokenFields.of(fields, replace(sequences, **moved))), *values
 
 
 def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -77,21 +94,34 @@ def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found.detach().cpu().double() - expected).abs() / (1 + expected.abs())).max())
 
 
+def of_sequences(found, expected) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is known of sequences on both sides, which is the same."""
+    names = ("sequence_log_ratios", "sequence_advantages", "kept")
+    known = [name for name in names if getattr(expected, name) is not None]
+    assert known == [name for name in names if getattr(found, name) is not None]
+    return [(getattr(found, name), getattr(expected, name).double()) for name in known]
+
+
 @pytest.mark.proof("Loss terms in one launch: every row with every KL estimator and the bonus, float32: within 5e-6")
 @pytest.mark.parametrize("name", ROWS)
-def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence):
+def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, monkeypatch):
+    monkeypatch.setattr(segments, "BLOCK", 32)  # so that a sequence has several
     errors = []
     for number, estimator in enumerate([None, *ESTIMATORS]):
         for seed in range(10 if full else 1):
             kl = {"kl_coef": 0.3, "kl_estimator": estimator} if estimator else {}
-            bonus = {"entropy_coef": 0.2} if (number + seed) % 2 else {}
-            loss, logprobs, entropy = drawn(name, 100 * seed + number, grad_divisor=4.0, **kl, **bonus)
+            terms = kl | ({"entropy_coef": 0.2} if (number + seed) % 2 else {})
+            if (number + seed) % 3 and not OBJECTIVES[name].has_one_loss_per_sequence:
+                terms |= {"opsm_anchor": "old_logprobs", "opsm_threshold": 0.02}
+            loss, logprobs, entropy = drawn(name, 100 * seed + number, grad_divisor=4.0, **terms)
+            assert loss.row is not None
             expected, by_logprob, by_entropy = evaluated(loss, logprobs, entropy)
             as_kernels, *leaves = poisoned(loss, logprobs, entropy)
             found = surrogate_loss(as_kernels, *leaves)
             gradients = torch.autograd.grad(found.loss, leaves, materialize_grads=True, allow_unused=True)
             pairs = [(gradients[0], by_logprob), (gradients[1], by_entropy), (found.log_ratios, expected.log_ratios)]
             pairs.append((found.token_losses, expected.token_losses))
+            pairs += of_sequences(found, expected)
             assert (found.stream_losses is None) == (expected.stream_losses is None)
             further = [] if expected.stream_losses is None else [(found.stream_losses, expected.stream_losses)]
             pairs += further
@@ -117,7 +147,12 @@ def test_what_is_not_finite_at_a_trained_token_stays_visible(name, field):
     as_kernels, *leaves = poisoned(PolicyLoss(loss.terms, replace(loss.fields, **{field: bad})), logprobs, entropy)
     found, (slope, _) = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
     assert found.loss.isnan()
-    assert slope.isnan().nonzero().flatten().tolist() == [at]
+    broken = slope.isnan().nonzero().flatten().cpu()
+    if OBJECTIVES[name].reads_sequences:  # what a sequence shares is broken in all of it
+        assert (loss.fields.sequences.slots[broken] == loss.fields.sequences.slots[at]).all()
+        assert len(broken) or name == "vespo"  # whose gradient stops where the product of ratios is clamped
+    else:
+        assert broken.tolist() == [at]
 
 
 def test_no_token_at_all_is_a_loss_of_0():

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import threads
-import torch
 from samples import make_sample
 
 from megatron_pg import pack
@@ -117,4 +116,3 @@ def test_fully_masked_samples_count():
     masked = make_sample(prompt_length=1, mask=[0, 0, 0], rng=random.Random(0))
     (found,) = facts_on_ranks([masked, sample(length=1)])
     assert found.response_length == 2.0
-    assert found.rewards.dtype == torch.float64

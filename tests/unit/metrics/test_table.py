@@ -13,13 +13,13 @@ from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
-from megatron_pg.metrics.samples import SampleFacts, encode_facts
+from megatron_pg.metrics.samples import SampleFacts, encode_facts, fact_sums, largest_facts
 from megatron_pg.metrics.table import LIMITS, Limit, red_flags
 from megatron_pg.objectives import objective_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
-FACTS = SampleFacts.of(encode_facts([]), *torch.zeros(2, 0, dtype=torch.int64))
+FACTS = SampleFacts(fact_sums(encode_facts([])), largest_facts(encode_facts([])), torch.zeros(2, dtype=torch.int64))
 PLAN = SimpleNamespace(
     num_tokens=2, num_trained=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None, facts=FACTS
 )
@@ -157,7 +157,7 @@ def test_a_metric_without_a_contribution_is_absent_never_zero():
     assert not {"kl_new_ref", "mismatch_kl", "mismatch_max", "num_prompts"} & found.keys()
     assert reduction.lacking(found) == {
         "ref_logprobs": ["kl_new_ref", "ratio_new_ref"],
-        "rollout_logprobs": ["mismatch_kl", "mismatch_max"],
+        "rollout_logprobs": [m.name for m in METRICS if m.needs == "rollout_logprobs" and m.kind != "part"],
         "reward": ["reward", "reward_std", "max_reward", "min_reward"],
         "truncated": ["truncated_fraction"],
     }

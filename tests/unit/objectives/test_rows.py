@@ -35,8 +35,49 @@ def drawn() -> tuple[torch.Tensor, ...]:
     return old + log_ratios, old, ref, advantages
 
 
+def of_sequences(name: str, log_ratios: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Averages over the sequence of each token, which other tokens share in: drawn, with the edges among them."""
+    if not OBJECTIVES[name].reads_sequences:
+        return {}
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randperm(COUNT, generator=generator)
+    return {
+        "sequence_log_ratios": log_ratios[mixed],
+        "sequence_advantages": advantages[mixed.flip(0)],
+        "sequence_lengths": torch.randint(1, 300, (COUNT,), generator=generator).double(),
+        "sequence_average": log_ratios[mixed.roll(1)],
+    }
+
+
+def with_gradient_of_the_token(averages: dict[str, torch.Tensor], tokens: Tokens, objective) -> dict[str, torch.Tensor]:
+    """The averages as `PolicyLoss` gives them."""
+    own = {"sequence_log_ratios": tokens.log_ratios}
+    if objective.averaged is not None:
+        own["sequence_average"] = objective.averaged(tokens, objective.parameters)
+    return {name: v + (own[name] - own[name].detach()) if name in own else v for name, v in averages.items()}
+
+
 def differing(found: torch.Tensor, expected: torch.Tensor, limit: float) -> torch.Tensor:
     return ~((found - expected).abs() <= limit * (1 + expected.abs()))
+
+
+def numbers(objective, averages: dict[str, torch.Tensor]) -> tuple:
+    """Of its flags, filled up, and of the sequences."""
+    own = objective.row.numbers
+    return (*own, *[0.0] * (MOST_NUMBERS - len(own)), *averages.values()) if averages else own
+
+
+def test_what_is_averaged_has_a_row_too():
+    (logprobs, old, _, advantages), found = drawn(), []
+    known = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "log_ratios": logprobs - old}
+    for name in ROWS:
+        objective = build(name)
+        assert (objective.averaged is None) == (objective.row.load_averaged is None)
+        if objective.averaged is not None:
+            wanted = objective.averaged(Tokens(**known), objective.parameters)
+            row = in_torch(objective.row.load_averaged())
+            found.append(torch.equal(row(logprobs - old, advantages, numbers(objective, {})), wanted))
+    assert found == [True]
 
 
 @pytest.mark.proof("Rows of kernels against autograd of the objective, 200,000 tokens in float64: equal (sapo: 1e-13)")
@@ -44,10 +85,12 @@ def differing(found: torch.Tensor, expected: torch.Tensor, limit: float) -> torc
 def test_a_row_is_the_objective_and_its_derivative(name, evidence):
     objective, (logprobs, old, _, advantages) = build(name), drawn()
     leaf = logprobs.requires_grad_()
-    tokens = Tokens(logprobs=leaf, old_logprobs=old, advantages=advantages, log_ratios=leaf - old)
+    known = {"logprobs": leaf, "old_logprobs": old, "advantages": advantages, "log_ratios": leaf - old}
+    averages = of_sequences(name, (leaf - old).detach(), advantages)
+    tokens = Tokens(**known, **with_gradient_of_the_token(averages, Tokens(**known), objective))
     expected = objective.loss(tokens, objective.parameters)
     (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    loss, slope = in_torch(objective.row.load())(leaf.detach(), old, advantages, objective.row.numbers)
+    loss, slope = in_torch(objective.row.load())(leaf.detach(), old, advantages, numbers(objective, averages))
     assert not differing(loss, expected.detach(), EXACT.get(name, 0.0)).any()
     assert not differing(slope, gradient, EXACT.get(name, 0.0)).any()
     evidence(cases=COUNT, worst=float((slope - gradient).abs().max()))
@@ -68,6 +111,14 @@ def test_a_row_is_the_estimator_and_its_derivative(name, evidence):
     evidence(cases=COUNT)
 
 
+def alone(name: str, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a token averages that is a sequence by itself."""
+    if not OBJECTIVES[name].reads_sequences:
+        return {}
+    ones = torch.ones_like(logprobs)
+    return dict(enumerate((logprobs - old, advantages, ones, logprobs - old)))
+
+
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("bad", ["logprobs", "old", "advantages"])
 def test_what_is_not_finite_is_seen_in_loss_and_slope(name, bad):
@@ -76,19 +127,20 @@ def test_what_is_not_finite_is_seen_in_loss_and_slope(name, bad):
     values = {field: torch.tensor([-1.0, -1.0], dtype=torch.float64) for field in ("logprobs", "old")}
     values["advantages"] = torch.tensor([1.0, -1.0], dtype=torch.float64)
     values[bad] = values[bad] * torch.nan
-    loss, slope = in_torch(objective.row.load())(*values.values(), objective.row.numbers)
-    unread = {("reinforce", "old"), ("topr_token", "old")}
+    loss, slope = in_torch(objective.row.load())(*values.values(), numbers(objective, alone(name, **values)))
+    unread = {("reinforce", "old"), ("topr_token", "old"), ("topr", "old")}
     assert loss.isnan().all() == ((name, bad) not in unread)
-    if bad == "old" and name == "topr_token":
+    if bad == "old" and name.startswith("topr"):
         assert loss.isnan().tolist() == [False, True]
-    reads_logprob = name not in ("reinforce", "topr_token")
+    reads_logprob = name not in ("reinforce", "topr_token", "topr")
     assert slope.isnan().all() == ((name, bad) not in unread and (bad != "logprobs" or reads_logprob))
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_finite_where_nothing_is_trained(name):
     objective, nothing = build(name), torch.zeros(3, dtype=torch.float64)
-    found = in_torch(objective.row.load())(nothing, nothing, nothing, objective.row.numbers)
+    averages = alone(name, nothing, nothing, nothing)
+    found = in_torch(objective.row.load())(nothing, nothing, nothing, numbers(objective, averages))
     assert torch.cat(found).isfinite().all()
     assert len(objective.row.numbers) <= MOST_NUMBERS
 

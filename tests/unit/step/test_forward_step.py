@@ -16,7 +16,7 @@ from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics import Reduction
 from megatron_pg.step import forward_step
 from megatron_pg.step.errors import ContractError, NonFiniteLossError
-from megatron_pg.step.findings import gather_found
+from megatron_pg.step.findings import Gathered, gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.settings import LossSettings
@@ -72,15 +72,19 @@ def _states(tokens: list[int], documents: list[int]) -> list[float]:
 @pytest.mark.parametrize("enabled", [False, True])
 def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled):
     """Megatron's schedule leaves them on in an evaluation, where the fused head would add to the next step's."""
+    gathered = Gathered(rows=torch.zeros(1), data_ranks=torch.zeros(1), returned=0)
     metrics = types.SimpleNamespace(
-        combine=lambda rows: rows, finish=lambda totals, plan: {}, nonfinite=lambda rows: {}
+        combine=lambda rows: rows,
+        finish=lambda totals, plan, ranks: {},
+        by_rank=lambda rows, ranks: [],
+        nonfinite=lambda rows: {},
     )
     step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics)), []
     monkeypatch.setattr(step, "_plan", lambda chunks, arguments: (None, [], None))
     monkeypatch.setattr(step, "_contract_of", lambda plan, config: None)
     monkeypatch.setattr(step._loss, "begin", lambda *rest: None)
     monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: None)
-    monkeypatch.setattr(step, "_gather_and_check", lambda: torch.zeros(1))
+    monkeypatch.setattr(step, "_gather_and_check", lambda: gathered)
     model = types.SimpleNamespace(config=types.SimpleNamespace(finalize_model_grads_func=None))
     with torch.set_grad_enabled(enabled):
         step.forward_backward(

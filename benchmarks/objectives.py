@@ -1,0 +1,150 @@
+"""Every objective from logits, with and without a KL term and an entropy bonus: its time beside a copy, and beside `grpo` of the same run.
+
+    python benchmarks/objectives.py                             # one GPU: a table for each shape
+    python benchmarks/objectives.py --accuracy-only             # the gradients of 64 rows against float64
+
+The logits are random and every row is trained, as in `grpo_kernel.py`, whose clock this is. Sequences are 1,024 tokens long.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import triton
+from grpo_kernel import copy_ms, fields_of, median_ms
+
+from megatron_pg.batch.fields import TokenFields
+from megatron_pg.batch.sequences import Sequences
+from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.objectives import objective_of
+
+SHAPES = [
+    (8192, 151936, torch.bfloat16),
+    (8192, 128256, torch.bfloat16),
+    (16384, 37984, torch.bfloat16),
+    (32768, 19008, torch.bfloat16),
+    (12289, 100277, torch.bfloat16),  # rows that begin beside multiples of 16 bytes
+    (1000, 50304, torch.bfloat16),  # whose time is the host's
+]
+SEQUENCE = 1024
+NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": 3.0, "delta": 2.0, "cispo_cap": 1.5} | {
+    "sapo_tau_pos": 1.0,
+    "sapo_tau_neg": 1.05,
+    "dppo_delta_low": 0.05,
+    "dppo_delta_high": 0.1,
+    "dro_beta": 0.5,
+    "ipo_delta_low": 0.05,
+    "ipo_delta_high": 0.1,
+    "ipo_tau": 0.1,
+}
+
+
+def variants() -> Iterator[tuple[str, LossTerms]]:
+    """The objectives alone, then `grpo` with each KL estimator, with a bonus, with both; a KL term with another objective."""
+    for name, declared in OBJECTIVES.items():
+        yield name, LossTerms(objective=build(name, declared.numbers))
+    entropy = Stream(name="entropy", kind="entropy", weight=0.01, aggregation="policy", on="rl")
+    grpo = LossTerms(objective=build("grpo", OBJECTIVES["grpo"].numbers))
+    for estimator in KL_ESTIMATORS:
+        yield f"grpo + {estimator}", replace(grpo, streams=(divergence(estimator),))
+    yield "grpo + entropy bonus", replace(grpo, streams=(entropy,))
+    yield "grpo + k3 + entropy bonus", replace(grpo, streams=(divergence("k3"), entropy))
+    dppo = LossTerms(objective=build("dppo_kl", OBJECTIVES["dppo_kl"].numbers))
+    yield "dppo_kl + k3_weighted", replace(dppo, streams=(divergence("k3_weighted"),))
+
+
+def build(name: str, reads) -> object:
+    """The objective with the numbers that it reads."""
+    given = {number.name: NUMBERS[number.name] for number in reads if number.name in NUMBERS}
+    return objective_of(name, **given)
+
+
+def divergence(estimator: str) -> Stream:
+    """The KL term."""
+    return Stream(name="kl", kind="kl", weight=0.05, estimator=estimator, aggregation="policy", on="rl")
+
+
+def fields_for(logits: torch.Tensor) -> TokenFields:
+    """Random fields with a reference, in sequences of 1,024 tokens."""
+    fields, rows = fields_of(logits), len(logits)
+    length = min(SEQUENCE, rows)
+    slots = torch.arange(rows, device=logits.device) // length
+    count = rows // length
+    sequences = Sequences(
+        slots=slots,
+        order=torch.arange(rows, device=logits.device),
+        lengths=torch.tensor([length] * count + [0], device=logits.device),
+        counts=torch.full((count,), float(length), device=logits.device, dtype=torch.float64),
+    )
+    reference = fields["old_logprobs"] + 0.1 * torch.randn(rows, device=logits.device)
+    return TokenFields(**fields, ref_logprobs=reference, sequences=sequences)
+
+
+def ours(terms: LossTerms, fields: TokenFields, impl: str = "triton") -> Callable:
+    """Forward and backward."""
+
+    def run(logits: torch.Tensor):
+        leaf = logits.requires_grad_()
+        vocabulary = Vocabulary.of(logits.shape[1])
+        out = policy_gradient_loss(leaf.view_as(leaf), PolicyLoss(terms, fields), vocabulary, entropy=True, impl=impl)
+        return out, torch.autograd.grad(out.loss, leaf)[0]
+
+    return run
+
+
+def gradient_error(columns: int, dtype: torch.dtype, terms: LossTerms) -> float:
+    """Of 64 rows: norm of the error against torch in float64, over what rounding the exact gradient costs."""
+    logits = torch.randn(64, columns, device="cuda", dtype=dtype)
+    fields = fields_for(logits)
+    found = ours(terms, fields)(logits.clone())[1]
+    exact = ours(terms, fields, impl="torch")(logits.double())[1]
+    rounding = (exact.to(dtype).double() - exact).norm()
+    return float((found.double() - exact).norm() / rounding)
+
+
+def print_times(shapes: list, named: dict[str, LossTerms], repetitions: int) -> None:
+    """One line per variant: over a copy, over `grpo`, and milliseconds."""
+    print("| over a copy (over grpo; ms) | " + " | ".join(f"{rows} × {columns}" for rows, columns, _ in shapes) + " |")
+    print("|---|" + "---:|" * len(shapes))
+    copies, found = [], {name: [] for name in named}
+    for rows, columns, dtype in shapes:
+        torch.manual_seed(0)
+        master = torch.randn(rows, columns, device="cuda", dtype=dtype)
+        fields = fields_for(master)
+        copies.append(copy_ms(master, repetitions))
+        for name, terms in named.items():
+            found[name].append(median_ms(master, ours(terms, fields), repetitions))
+    for name, times in found.items():
+        together = zip(times, copies, found["grpo"], strict=True)
+        cells = (f"{time / copy:.2f} ({time / plain:.2f}; {time:.3f})" for time, copy, plain in together)
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def print_errors(shapes: list, named: dict[str, LossTerms]) -> None:
+    """One line per variant."""
+    print("| gradient error over rounding | " + " | ".join(str(columns) for _, columns, _ in shapes) + " |")
+    for name, terms in named.items():
+        errors = (gradient_error(columns, dtype, terms) for _, columns, dtype in shapes)
+        print(f"| {name} | " + " | ".join(f"{error:.2f}" for error in errors) + " |", flush=True)
+
+
+def main() -> None:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--accuracy-only", action="store_true")
+    parser.add_argument("--columns", type=int, help="of the one shape to run")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    shapes = [shape for shape in SHAPES if args.columns in (None, shape[1])]
+    if not args.accuracy_only:
+        print_times(shapes, dict(variants()), args.repetitions)
+    print_errors(shapes, dict(variants()))
+
+
+if __name__ == "__main__":
+    main()

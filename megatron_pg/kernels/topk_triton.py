@@ -1,0 +1,207 @@
+"""`topk` by kernels: the ids are hidden in the logits while `vocab_parallel`'s kernel reads them, what is on [T, K] is torch.
+
+Statistics are in the log2 domain of `tiles` and come out of it before they are combined.
+"""
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.kernels import topk, vocab_parallel
+from megatron_pg.kernels.tiles import LOWEST
+from megatron_pg.kernels.topk import Slopes, TopKRows
+from megatron_pg.kernels.vocab_parallel import UNROLL, launch_of, log2_scale
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+_LN2 = math.log(2.0)
+
+
+def topk_rows_of(
+    logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary, *, inplace: bool
+) -> tuple[Tensor, ...]:
+    """`TopKRows.outputs`, 0 where masked; differentiable. With `inplace` the backward writes the gradient over the logits."""
+    stays_hidden = inplace and torch.is_grad_enabled() and logits.requires_grad
+    return _TopKRows.apply(logits, targets, mask, ids.contiguous(), vocabulary, inplace, stays_hidden)
+
+
+class _TopKRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, mask, ids, vocabulary, inplace, stays_hidden):
+        table = logits.detach()
+        shares = statistics(table, targets, mask, ids, vocabulary)
+        if not stays_hidden:
+            put(table, ids, mask, shares[:, 4:], vocabulary)
+        rows = combine(vocabulary.gather(shares), targets, mask, ids, vocabulary)
+        ctx.save_for_backward(logits, targets, mask, ids, *rows)
+        ctx.vocabulary, ctx.inplace = vocabulary, inplace
+        return rows.outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *slopes):
+        logits, targets, mask, ids, *rows = ctx.saved_tensors
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        write_gradient(logits, gradient, targets, mask, ids, TopKRows(*rows), Slopes(*slopes), ctx.vocabulary)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None, None, None
+
+
+def statistics(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[T, 4 + K] float32 of this rank's columns: m, s, t of `tiles` without the ids, then the logits of target and ids, 0 if not here.
+
+    The ids are left hidden in the logits; `put` brings them back.
+    """
+    found = take(logits, torch.cat([targets[:, None], ids], dim=1), mask, vocabulary)
+    put(logits, ids, mask, found.new_full((), -torch.inf).expand(ids.shape), vocabulary)
+    return torch.cat([vocab_parallel.statistics(logits, targets, mask, vocabulary)[:, :3], found], dim=1)
+
+
+def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRows:
+    """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary; 0 where masked."""
+    c = float(np.float32(log2_scale(vocabulary)))  # as kernels have it
+    rows = topk.combine(shares, targets, ids, vocabulary, units=(_LN2, c * _LN2))
+    found = (torch.where(mask[:, None] if values.dim() == 2 else mask, values, 0) for values in rows)
+    return TopKRows(*found)._replace(tail_peaks=shares[..., 0].amax(dim=0))
+
+
+def write_gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    ids: Tensor,
+    rows: TopKRows,
+    slopes: Slopes,
+    vocabulary: Vocabulary,
+) -> None:
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits, whether the ids are hidden in those or not."""
+    found = topk.coefficients(targets, ids, rows, slopes, vocabulary)
+    factors = torch.stack([found.outside, found.by_x * _LN2, found.at_target], dim=1).float()
+    block = launch_of(logits)
+    blocks = triton.cdiv(logits.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
+    tail_gradient_kernel[(len(logits) * blocks,)](
+        logits,
+        gradient,
+        targets,
+        mask,
+        rows.tail_peaks,
+        factors,
+        logits.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        blocks,
+        logits.stride(0),
+        gradient.stride(0),
+        log2_scale(vocabulary),
+        **block,
+    )
+    put(gradient, ids, mask, found.named.float(), vocabulary)
+
+
+def take(logits: Tensor, ids: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[T, K] float32 logits of the ids that are in this rank's columns, 0 for others and masked rows."""
+    found = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    take_kernel[(len(ids),)](
+        logits, ids, mask, found, ids.shape[1], vocabulary.valid, vocabulary.first, logits.stride(0), **_block(ids)
+    )
+    return found
+
+
+def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vocabulary) -> None:
+    """Writes values [T, K] into the columns of the ids that are here, in the rows that are not masked."""
+    put_kernel[(len(ids),)](
+        table,
+        ids,
+        mask,
+        values,
+        ids.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        table.stride(0),
+        *values.stride(),
+        **_block(ids),
+    )
+
+
+def _block(ids: Tensor) -> dict[str, int]:
+    block = triton.next_power_of_2(ids.shape[1])
+    return {"BLOCK": block, "num_warps": max(min(block // 64, 8), 1)}
+
+
+@triton.jit(do_not_specialize=["K"])
+def take_kernel(logits, ids, mask, found, K, valid, first, stride, BLOCK: tl.constexpr):
+    """One row per program: found [rows, K] = the logits of the ids that are here, 0 for others."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    column = tl.load(ids + row * K + k, k < K, -1) - first
+    owned = (column >= 0) & (column < valid) & (tl.load(mask + row) != 0)
+    value = tl.load(logits + row * stride + column, mask=owned, other=0.0).to(tl.float32)
+    tl.store(found + row * K + k, value, k < K)
+
+
+@triton.jit(do_not_specialize=["K"])
+def put_kernel(table, ids, mask, values, K, valid, first, stride, row_stride, id_stride, BLOCK: tl.constexpr):
+    """One row per program: values [rows, K] into the columns of the ids that are here."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    column = tl.load(ids + row * K + k, k < K, -1) - first
+    owned = (column >= 0) & (column < valid) & (tl.load(mask + row) != 0)
+    value = tl.load(values + row * row_stride + k * id_stride, owned, 0.0)
+    tl.store(table + row * stride + column, value.to(table.dtype.element_ty), owned)
+
+
+@triton.jit
+def tail_gradient_kernel(
+    logits,
+    gradients,
+    targets,
+    mask,
+    peaks,
+    factors,
+    columns,
+    valid,
+    first,
+    blocks,
+    logits_stride,
+    gradients_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One block of one row: 2^x (factors[0] + factors[1] x), x = z c - peak, and factors[2] more at the target."""
+    TILE: tl.constexpr = THREADS * WORDS
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    g_row = gradients + row * gradients_stride + offsets
+    dtype: tl.constexpr = gradients.dtype.element_ty
+    if tl.load(mask + row) != 0:
+        target = tl.load(targets + row) - first
+        peak = tl.load(peaks + row)
+        outside = tl.load(factors + row * 3)
+        by_x = tl.load(factors + row * 3 + 1)
+        at_target = tl.load(factors + row * 3 + 2)
+        z_row = logits + row * logits_stride + offsets
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"), eviction_policy="evict_first")
+            tiles = tiles + (tile,)
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            x = tl.fma(tiles[k].to(tl.float32), c, -peak)
+            gradient = tl.exp2(x) * tl.fma(tl.maximum(x, LOWEST), by_x, outside)
+            gradient = tl.where(offsets + at == target, gradient + at_target, gradient)
+            gradient = tl.where(offsets + at < valid, gradient, 0.0)
+            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at, eviction_policy="evict_first")
+    else:
+        zeros = tl.zeros((THREADS, WORDS), dtype)
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            tl.store(g_row + at, zeros, mask=offsets < columns - at, eviction_policy="evict_first")

@@ -1,0 +1,181 @@
+"""Divergences over a teacher's likeliest tokens, from stored logits, by every implementation, against their losses in float64."""
+
+import math
+
+import pytest
+import topk_oracle
+import torch
+from compare import scalar_error, tensor_error
+from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence
+
+from megatron_pg.kernels import Vocabulary, policy_gradient_loss
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+LIMITS = {"torch": 1e-12, "triton": 4e-6}  # of float64 and float32
+
+pytestmark = [  # of Triton's interpreter, which computes in NumPy
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+
+def run(parts: Parts, logits: torch.Tensor, impl: str, *, inplace: bool = False, temperature: float = 0.8):
+    """Loss and gradient; the logits have a column of padding."""
+    leaf = logits.clone().requires_grad_()
+    vocabulary = Vocabulary.of(logits.shape[1], temperature=temperature, vocab_size=parts.size)
+    rows = leaf * 1
+    out = policy_gradient_loss(rows, parts.policy_loss, vocabulary, impl=impl, inplace=inplace)
+    if not inplace:
+        assert torch.equal(rows.detach().nan_to_num(7.0), logits.nan_to_num(7.0)), "the ids are left hidden"
+    out.loss.backward()
+    return out, leaf.grad
+
+
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("columns", [10, 300])
+@pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
+def test_loss_and_gradient_are_those_of_the_categories(impl, inplace, columns, full):
+    for kind in NAMES if full else NAMES[columns % 2 :: 2]:
+        for width in (1, 5, columns - 1) if full else (3, columns - 1):
+            torch.manual_seed(width)
+            parts = Parts.draw(6, columns - 1, min(width, 512), kind, NAMES[width % len(NAMES)])
+            logits = 2 * torch.randn(6, columns, dtype=torch.float64 if impl == "torch" else torch.float32)
+            logits[~parts.fields.mask] = math.nan
+            logits[:, -1] = 50.0  # padding
+            out, gradient = run(parts, logits, impl, inplace=inplace)
+            wanted = logits.double().requires_grad_()
+            loss = parts.expected(wanted, 0.8)
+            loss.backward()
+            assert scalar_error(float(out.loss.detach()), float(loss.detach()), 10.0) <= LIMITS[impl], (
+                kind,
+                width,
+            )  # of terms of either sign
+            assert tensor_error(gradient, wanted.grad.nan_to_num(0.0)) <= LIMITS[impl], (kind, width)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_oracle_by_loops_is_the_definition(kind):
+    torch.manual_seed(3)
+    z = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    log_p = torch.randn(9, dtype=torch.float64).log_softmax(0)
+    ids = [4, 0, 7]
+    log_q, others = (z / 0.7).log_softmax(0), [1, 2, 3, 5, 6, 8]
+    p, q = log_p[ids], log_q[ids]
+    if kind != "topk_generalised_reverse":
+        p = torch.cat([p, log_p[others].logsumexp(0)[None]])
+        q = torch.cat([q, log_q[others].logsumexp(0)[None]])
+    wanted = divergence(kind, p, q)
+    (gradient,) = torch.autograd.grad(wanted, z)
+    options = {"temperature": 0.7, "share": SHARE, "floor": FLOOR}
+    found = topk_oracle.row_of(kind, z.tolist(), ids, log_p[ids].tolist(), **options)
+    assert abs(found.value - float(wanted.detach())) <= 1e-15 * found.magnitude
+    assert tensor_error(torch.from_numpy(found.gradient), gradient) <= 1e-14
+
+
+# ---- Laws ----
+
+
+def student(parts: Parts, logits: torch.Tensor) -> torch.Tensor:
+    return logits[:, : parts.size].log_softmax(dim=1)
+
+
+@pytest.mark.parametrize("kind", ["topk_forward_kl", "topk_reverse_kl"])
+def test_over_all_tokens_it_is_the_whole_divergence(kind):
+    log_p = torch.randn(8, 11, dtype=torch.float64).log_softmax(dim=1)
+    parts = Parts.draw(8, 11, 11, kind, log_p=log_p)
+    ids = torch.arange(11).expand(8, 11).int()
+    object.__setattr__(parts.fields.teacher_topk, "ids", ids)
+    object.__setattr__(parts.fields.teacher_topk, "logprobs", log_p)
+    logits = torch.randn(8, 12, dtype=torch.float64)
+    out, _ = run(parts, logits, "torch", temperature=1.0)
+    log_q = student(parts, logits)
+    first, second = (log_p, log_q) if kind == "topk_forward_kl" else (log_q, log_p)
+    mask = parts.fields.of_stream("t0").mask
+    assert tensor_error(out.stream_losses[0][mask], (first.exp() * (first - second)).sum(dim=1)[mask]) <= 1e-14
+    assert not out.stream_losses[0][~mask].any()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_teacher_that_is_the_student_teaches_nothing(kind):
+    logits = torch.randn(9, 13, dtype=torch.float64)
+    parts = Parts.draw(9, 12, 4, kind, log_p=logits[:, :12].log_softmax(dim=1))
+    logits[~parts.fields.mask] = 0
+    alone = parts.fields.of_stream("t0").mask & ~parts.fields.policy_mask
+    out, gradient = run(parts, logits, "torch", temperature=1.0)
+    assert alone.any()
+    assert gradient[alone].abs().max() <= 1e-16
+    assert out.stream_losses[0].abs().max() <= 1e-15
+
+
+def test_a_coarse_divergence_lies_between_0_and_the_whole():
+    log_p = (3 * torch.randn(40, 30, dtype=torch.float64)).log_softmax(dim=1)
+    parts = Parts.draw(40, 30, 6, "topk_forward_kl", "topk_reverse_kl", log_p=log_p)
+    logits = 3 * torch.randn(40, 31, dtype=torch.float64)
+    out, _ = run(parts, logits, "torch", temperature=1.0)
+    log_q = student(parts, logits)
+    for losses, (a, b) in zip(out.stream_losses, [(log_p, log_q), (log_q, log_p)], strict=False):
+        whole = (a.exp() * (a - b)).sum(dim=1)
+        assert (losses >= 0).all()
+        assert (losses <= whole + 1e-12).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("gap", [12.0, 25.0, 60.0])
+def test_a_small_tail_keeps_its_digits(impl, gap):
+    """1 - Q would have none of them: in float32 from a tail of 1e-7 on."""
+    torch.manual_seed(1)
+    parts = Parts.draw(4, 20, 3, "topk_forward_kl", "topk_reverse_kl")
+    logits = torch.randn(4, 21, dtype=torch.float64 if impl == "torch" else torch.float32)
+    for t in range(4):
+        logits[t, [int(token) for token in parts.fields.teacher_topk.ids[t] if token >= 0]] += gap
+    logits[~parts.fields.mask] = math.nan
+    out, gradient = run(parts, logits, impl, temperature=1.0)
+    wanted = logits.double().requires_grad_()
+    loss = parts.expected(wanted, 1.0)
+    loss.backward()
+    assert scalar_error(float(out.loss.detach()), float(loss.detach()), 100.0) <= LIMITS[impl]
+    for t in parts.fields.mask.nonzero()[:, 0].tolist():
+        assert tensor_error(gradient[t], wanted.grad[t]) <= LIMITS[impl]
+
+
+def test_a_logit_of_minus_infinity_in_the_set_costs_the_reverse_divergence_nothing():
+    parts = Parts.draw(4, 8, 3, "topk_reverse_kl")
+    logits = torch.randn(4, 9, dtype=torch.float64)
+    token = int(parts.fields.teacher_topk.ids[0, 1])
+    logits[0, token] = -math.inf
+    object.__setattr__(
+        parts.fields, "targets", parts.fields.targets.clamp(min=0).masked_fill(parts.fields.targets == token, 0)
+    )
+    _, gradient = run(parts, logits, "torch")
+    assert torch.isfinite(gradient[0]).all()
+    assert gradient[0, token] == 0
+
+
+def test_an_id_beyond_the_vocabulary_is_seen():
+    parts = Parts.draw(4, 8, 3, "topk_forward_kl")
+    ids = parts.fields.teacher_topk.ids
+    ids[0, 0] = 8  # the column of padding
+    out, _ = run(parts, torch.randn(4, 9, dtype=torch.float64), "torch")
+    assert torch.isnan(out.stream_losses[0, 0])
+
+
+def test_without_gradient_the_logits_stay_as_they_are():
+    parts = Parts.draw(6, 9, 4, "topk_jsd")
+    logits = torch.randn(6, 10)
+    before = logits.clone()
+    with torch.no_grad():
+        policy_gradient_loss(logits, parts.policy_loss, Vocabulary.of(10, vocab_size=9), impl="triton", inplace=True)
+    assert torch.equal(logits, before)
+
+
+def test_a_teacher_is_missing_or_misshapen():
+    parts = Parts.draw(6, 9, 4, "topk_jsd")
+    fields = parts.fields
+    vocabulary = Vocabulary.of(10)
+    object.__setattr__(fields.teacher_topk, "tails", torch.zeros(5))
+    with pytest.raises(ValueError, match=r"topk:tails has shape \(5,\) for \(6,\) targets"):
+        policy_gradient_loss(torch.randn(6, 10), parts.policy_loss, vocabulary, impl="torch")
+    object.__setattr__(fields, "teacher_topk", None)
+    with pytest.raises(ValueError, match="teacher_topk is missing, and a term of the loss needs it"):
+        policy_gradient_loss(torch.randn(6, 10), parts.policy_loss, vocabulary, impl="torch")
