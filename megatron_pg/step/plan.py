@@ -28,6 +28,7 @@ from megatron_pg.step.table import (
     ROLLOUT,
     LocalTable,
     PlanRule,
+    SelectionFacts,
     Share,
     count_positions,
     table_of_counts,
@@ -66,6 +67,7 @@ class StepPlan:
     streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
+    selection: SelectionFacts | None = None  # of a correction that chooses tokens of the whole step
     warning: str | None = None  # about ids that may not be unique over the step
 
 
@@ -152,6 +154,7 @@ def plan_from_table(
         num_response_tokens=whole.num_response_tokens,
         num_positions=whole.num_positions,
         num_microbatches=local.num_microbatches,
+        selection=local.selection,
         warning=warning,
         facts=whole.facts,
     )

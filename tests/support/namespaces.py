@@ -50,6 +50,7 @@ MEGATRON_DEFAULTS = {
     "pipeline_model_parallel_size": 1,
     "rampup_batch_size": None,
     "recompute_granularity": None,
+    "seed": 1234,
     "sft": False,
     "tensor_model_parallel_size": 1,
     "train_samples": None,
