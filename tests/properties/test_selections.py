@@ -6,7 +6,7 @@ The set is compared with an oracle that loops over the whole step, the gradient 
 import dataclasses
 import random
 
-import cases
+import numpy as np
 import objective_cases
 import pytest
 import selection_cases
@@ -17,13 +17,17 @@ import torch
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from samples import random_step
 from selection_cases import NAMES, Case
+from selection_oracle import Rule
 from simulation import Layout
 
 from megatron_pg.batch import ContextRanks, pack
-from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY
+from megatron_pg.declarations.corrections import PENALTY
+from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import plan_from_table
 from megatron_pg.step.selection import select
+from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import SelectionFacts
 
 LAYOUTS = [
     Layout(microbatches=3, qkv_format="bshd"),
@@ -113,71 +117,103 @@ def random_cut(rng: random.Random, count_of_samples: int, ranks: int) -> Cut:
     return Cut(cells, runs)
 
 
-def chosen_in(cut: Cut, samples, loss, rank: int, group) -> tuple[dict[int, list[torch.Tensor]], object]:
-    """Of each sample here the bits of its factors, and the plan."""
-    batches = [
-        pack([samples[i] for i in cell], qkv_format="thd", **({} if run is None else {"cp_ranks": run}))
-        for cell, run in zip(cut.cells[rank], cut.runs[rank], strict=True)
-    ]
-    table, factors = select(batches, count(batches, loss, group), loss, group)
-    plan = plan_from_table(
-        table, dataclasses.replace(loss.plan_rule, numbers_may_repeat=False), error=None, group=group
-    )
-    found: dict[int, list[torch.Tensor]] = {}
-    for cell, batch, own in zip(cut.cells[rank], batches, factors, strict=True):
-        parts = (own.penalised if own.penalised is not None else own.corrections).split(
-            [s.response_length for s in batch.samples]
-        )
-        for i, part in zip(cell, parts, strict=True):
-            found.setdefault(i, []).append(part)
-    return found, plan
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A step, and what the oracle chooses of it."""
+
+    samples: list[Sample]
+    loss: LossSettings
+    wanted: list[np.ndarray]
 
 
-@pytest.mark.proof(
-    "Corrections of the whole step: the same tokens as an oracle over the whole step, bit for bit, in random cuts"
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_chosen_tokens_are_the_same_in_every_cut(name, full, evidence):
-    number = 300 if full else 35
-    for ranks in RANKS:
-        rng = random.Random(f"{name}{ranks}")
-        steps = [random_selection(rng, name) for _ in range(number // 5)]
-        cuts = [(i, random_cut(rng, len(steps[i][0]), ranks)) for i in range(len(steps)) for _ in range(5)]
-
-        def on_rank(rank: int, cuts=cuts, steps=steps, ranks=ranks) -> list:
-            group = threads.subgroup(lambda r: 0, ranks, rank)
-            return [chosen_in(cut, *steps[i][:2], rank, group) for i, cut in cuts]
-
-        results = threads.run(ranks, on_rank)
-        for n, (i, _) in enumerate(cuts):
-            samples, loss, wanted, denominators = steps[i]
-            seen = set()
-            for of_rank in results:
-                found, plan = of_rank[n]
-                assert plan.selection.num_selected == sum(int(each.sum()) for each in wanted)
-                for k, parts in found.items():
-                    seen.add(k)
-                    chosen = torch.from_numpy(wanted[k])
-                    expected = (
-                        chosen if name == PENALTY else torch.where(samples[k].loss_mask & chosen, 0.0, 1.0).double()
-                    )
-                    assert all(torch.equal(part, expected) for part in parts), (name, ranks, n, k)
-            assert seen == set(range(len(samples)))
-    evidence(cases=len(RANKS) * (number // 5) * 5)
-
-
-def random_selection(rng: random.Random, name: str):
-    """Samples, settings and what the oracle chooses; under kept where something is left."""
+def random_selection(rng: random.Random, name: str) -> Selection:
+    """Under `kept` where something is left."""
     samples = selection_cases.with_keys(random_step(rng, vocabulary=3, most_tokens=24), rng)
-    samples = samples if any(s.num_trained for s in samples) else random_selection(rng, name)[0]
     rule = selection_cases.random_rule(rng, name)
     wanted = selection_oracle.select(selection_cases.rows_of(samples), rule)
     keeps = sum(s.num_trained for s in samples) > sum(int(each.sum()) for each in wanted)
     denominator = "kept" if keeps and name != PENALTY else "scheduled"
     loss = simulation.settings("sample_mean", per_token=False, denominator=denominator)
-    return samples, selection_cases.settings_of(loss, rule), wanted, None
+    return Selection(samples, selection_cases.settings_of(loss, rule), wanted)
+
+
+def chosen_in(
+    cut: Cut, step: Selection, rank: int, group
+) -> tuple[SelectionFacts, list[tuple[int, torch.Tensor, float]]]:
+    """Of each sample here its number, the bits of its factors and its denominator."""
+    batches = [
+        pack([step.samples[i] for i in cell], qkv_format="thd", **({} if run is None else {"cp_ranks": run}))
+        for cell, run in zip(cut.cells[rank], cut.runs[rank], strict=True)
+    ]
+    table, factors = select(batches, count(batches, step.loss, group), step.loss, group)
+    rule = dataclasses.replace(step.loss.plan_rule, numbers_may_repeat=False)
+    plan = plan_from_table(table, rule, error=None, group=group)
+    numbers = [i for cell in cut.cells[rank] for i in cell]
+    whole = [own.corrections if own.penalised is None else own.penalised for own in factors]
+    lengths = [step.samples[i].response_length for i in numbers]
+    # a rank's plan has the denominators of what it holds
+    return plan.selection, list(zip(numbers, torch.cat(whole).split(lengths), plan.denominators.tolist(), strict=True))
+
+
+def check_choice(name: str, step: Selection, of_ranks: list) -> None:
+    facts, num_chosen = of_ranks[0][0], sum(int(each.sum()) for each in step.wanted)
+    assert {each for each, _ in of_ranks} == {facts}
+    assert (facts.num_selected, facts.num_tokens) == (num_chosen, sum(s.num_trained for s in step.samples))
+    found = [each for _, samples in of_ranks for each in samples]
+    assert {i for i, *_ in found} == set(range(len(step.samples)))
+    denominators: dict[int, float] = {}
+    for i, part, denominator in found:
+        chosen = torch.from_numpy(step.wanted[i])
+        assert torch.equal(part, chosen if name == PENALTY else torch.where(chosen, 0.0, 1.0).double())
+        assert denominators.setdefault(i, denominator) == denominator
+
+
+@pytest.mark.proof("Corrections of the whole step in random cuts over 1 to 4 ranks: the oracle's tokens, bit for bit")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_chosen_tokens_are_the_same_in_every_cut(name, full, evidence):
+    number = 50 if full else 7  # of steps, 5 cuts each
+    for ranks in RANKS:
+        rng = random.Random(f"{name}{ranks}")
+        steps = [random_selection(rng, name) for _ in range(number)]
+        cuts = [(step, random_cut(rng, len(step.samples), ranks)) for step in steps for _ in range(5)]
+
+        def on_rank(rank: int, cuts=cuts, ranks=ranks) -> list:
+            group = threads.subgroup(lambda r: 0, ranks, rank)
+            return [chosen_in(cut, step, rank, group) for step, cut in cuts]
+
+        for (step, _), *of_ranks in zip(cuts, *threads.run(ranks, on_rank), strict=True):
+            check_choice(name, step, of_ranks)
+    evidence(cases=len(RANKS) * number * 5)
+
+
+@pytest.mark.proof("Corrections of the whole step, one step in random cuts over 3 ranks: one set, bit for bit")
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("m2po", high=1 / 64),
+        Rule("clip_cov", 0.0, 1.5, "0.1", 7),
+        Rule("kl_cov", fraction="0.1"),
+        Rule("top_entropy", fraction="0.2"),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_one_step_has_one_set(rule, full, evidence):
+    name, number = rule.name, 500 if full else 25
+    rng = random.Random(name)
+    samples = [s for _ in range(6) for s in selection_cases.with_keys(random_step(rng, vocabulary=3), rng)][:40]
+    loss = selection_cases.settings_of(simulation.settings("token_mean", per_token=True), rule)
+    step = Selection(samples, loss, selection_oracle.select(selection_cases.rows_of(samples), rule))
+    assert 0 < sum(int(each.sum()) for each in step.wanted) < sum(s.num_trained for s in samples)
+    cuts = [random_cut(rng, len(samples), 3) for _ in range(number)]
+
+    def on_rank(rank: int) -> list:
+        group = threads.subgroup(lambda r: 0, 3, rank)
+        return [chosen_in(cut, step, rank, group) for cut in cuts]
+
+    for of_ranks in zip(*threads.run(3, on_rank), strict=True):
+        check_choice(name, step, list(of_ranks))
+    evidence(cases=number)
 
 
 def test_every_correction_of_the_whole_step_is_here():
-    assert set(NAMES) == {name for name, declared in CORRECTIONS.items() if declared.selection}
-    assert cases.VOCABULARY > 2
+    assert set(NAMES) == {"m2po", "clip_cov", "kl_cov", "top_entropy"}
