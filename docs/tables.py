@@ -101,7 +101,9 @@ ONLY_WITH = {
     "entropy": "with an entropy term only",
     "mtp": "with `--mtp-num-layers` only",
     "sequence": "with an objective of whole sequences only (gspo, gspo_token, topr, vespo, gmpo, your own)",
-    "correction": "with a correction only",
+    "correction": "with a correction only, but for those of the whole step",
+    "selection": "with a correction of the whole step only (m2po, clip_cov, kl_cov, top_entropy)",
+    "kl_cov": "with `--pg-correction kl_cov` only",
     "clip": "not with objectives that have no bounds",
 }
 DIVIDED_BY = {
@@ -111,7 +113,7 @@ DIVIDED_BY = {
     "total": "none",
     "max": "none (maximum)",
     "min": "none (minimum)",
-    "step": "none (integer of the plan)",
+    "step": "none (of the plan)",
     "sample": "over samples",
     "ratio": "formed from reduced sums",
     "rank": "formed from each rank's sums",

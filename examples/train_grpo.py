@@ -18,10 +18,11 @@ With --teacher DIR the samples carry the log-probabilities of an earlier run's p
 
 import contextlib
 import itertools
+import math
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,8 @@ from megatron_pg import (
 )
 from megatron_pg.pretrain import StepLog, pretrain, step_record
 from megatron_pg.step.collectives import all_gather_rows
+
+OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -137,8 +140,7 @@ class Example:
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
             sampled = None if args.docs_per_step else _sampled_steps(args)
-            version = 2 if args.teacher else 1
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=version)
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=_version(args))
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         if args.docs_per_step:
@@ -179,6 +181,7 @@ class Example:
                 Path(args.run_dir) / f"rollouts.{mpu.get_data_parallel_rank()}.jsonl",
                 lambda number: self._document_batch(number, args),
                 iteration=args.iteration,
+                version=_version(args),
                 is_writer=mpu.get_model_parallel_src_rank() == torch.distributed.get_rank()
                 and mpu.get_context_parallel_rank() == 0,
                 group_by=_group_field(args),
@@ -196,7 +199,7 @@ class Example:
             samples = imitation(self.policy, number, count, generator)
         else:
             samples = rollout(self.policy, number, args, generator)
-        return [_with_step(sample, args.curr_iteration) for sample in samples]
+        return [_with_step(sample, args.curr_iteration) for sample in self._taught(samples, self.policy)]
 
     def _document_metrics(self, iteration: int, args) -> dict[str, float]:
         values = {
@@ -244,7 +247,7 @@ class Example:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
                 count = args.global_batch_size // mpu.get_data_parallel_world_size()
-                batches = [self._taught(imitation(policy, step, count, generator))]
+                batches = [self._taught(imitation(policy, step, count, generator), policy)]
                 self.task_metrics = {}
             elif step == args.iteration < _sampled_steps(args):
                 batches = open_batch(step, args)
@@ -256,21 +259,17 @@ class Example:
                 yield from microbatches(samples, args)
                 step += 1
 
-    def _taught(self, samples: list[Sample]) -> list[Sample]:
-        """The samples with the teacher's log-probabilities, if there is one."""
-        if self.teacher is None:
-            return samples
-        cuts = [len(sample.tokens) - sample.response_length for sample in samples]
-        whole = [sample.tokens.tolist() for sample in samples]
-        pairs = [(tokens[:n], tokens[n:]) for tokens, n in zip(whole, cuts, strict=True)]
-        scores = self.teacher.score([prompt for prompt, _ in pairs], [response for _, response in pairs])
-        return [
-            replace(sample, teacher_logprobs=torch.tensor(score, dtype=torch.float64))
-            for sample, score in zip(samples, scores, strict=True)
-        ]
+    def _taught(self, samples: list[Sample], policy: Policy) -> list[Sample]:
+        """The samples with the teacher's log-probabilities, if there is one, and with what the correction reads of their policy."""
+        found = {"old_entropies": policy.entropies} if _reads_entropies(get_args()) else {}
+        if self.teacher is not None:
+            found["teacher_logprobs"] = self.teacher.score
+        for name, values_of in found.items():
+            samples = _with_values(samples, name, values_of)
+        return samples
 
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
-        samples = self._taught(rollout(policy, step, args, generator))
+        samples = self._taught(rollout(policy, step, args, generator), policy)
         size = mpu.get_data_parallel_world_size()
         steps = cut_steps(samples, samples_per_step=args.global_batch_size // size)
         numbered = [[_with_step(s, step + k) for s in chunk] for k, chunk in enumerate(steps)]
@@ -348,6 +347,29 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     return samples
 
 
+def _version(args) -> int:
+    """Of the rollout file."""
+    return 2 if args.teacher or _reads_entropies(args) else 1
+
+
+def _reads_entropies(args) -> bool:
+    """Whether a correction chooses tokens by the entropy of the policy that sampled them."""
+    return args.pg_correction == "top_entropy"
+
+
+def _with_values(samples: list[Sample], name: str, values_of: Callable[..., list[list[float]]]) -> list[Sample]:
+    """The samples with a field that a policy gives for prompts and responses."""
+    cuts = [len(sample.tokens) - sample.response_length for sample in samples]
+    whole = [sample.tokens.tolist() for sample in samples]
+    values = values_of(
+        [row[:n] for row, n in zip(whole, cuts, strict=True)], [row[n:] for row, n in zip(whole, cuts, strict=True)]
+    )
+    return [
+        replace(sample, **{name: torch.tensor(each, dtype=torch.float64)})
+        for sample, each in zip(samples, values, strict=True)
+    ]
+
+
 def _group_field(args) -> str:
     """What a step must not cut."""
     return "prompt_id" if args.loss_aggregation == "prompt_mean" else "rollout_id"
@@ -401,7 +423,7 @@ def mean_over_ranks(values: list[float]) -> float:
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
     """All data-parallel ranks' samples of a step, as one table of numbers per rank."""
     width = args.seq_length
-    table = torch.zeros(len(samples), 7 + 3 * width, dtype=torch.float64)
+    table = torch.zeros(len(samples), 7 + (2 + len(OPTIONAL)) * width, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
@@ -409,22 +431,24 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward], dtype=torch.float64)
         row[6 : 6 + n] = sample.tokens
         row[6 + width : 6 + width + r] = sample.old_logprobs
-        row[-2], row[-1] = sample.advantages[0], sample.teacher_logprobs is not None
-        if sample.teacher_logprobs is not None:
-            row[6 + 2 * width : 6 + 2 * width + r] = sample.teacher_logprobs
+        row[-1] = sample.advantages[0]
+        for begin, name in enumerate(OPTIONAL, start=2):
+            values = getattr(sample, name)
+            row[6 + begin * width : 6 + begin * width + r] = torch.nan if values is None else values
     everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
     return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
 
 
 def _sample_of(row: list[float], step: int, width: int) -> Sample:
     batch, prompt, number, n, r = (int(value) for value in row[:5])
+    optional = {name: row[6 + begin * width : 6 + begin * width + r] for begin, name in enumerate(OPTIONAL, start=2)}
     return Sample.build(
         tokens=[int(token) for token in row[6 : 6 + n]],
         response_length=r,
         loss_mask=[1] * r,
         old_logprobs=row[6 + width : 6 + width + r],
-        advantage=row[-2],
-        teacher_logprobs=row[6 + 2 * width : 6 + 2 * width + r] if row[-1] else None,
+        advantage=row[-1],
+        **{name: values for name, values in optional.items() if not math.isnan(values[0])},
         prompt_id=f"{batch}-{prompt}",
         rollout_id=f"{batch}-{number}",
         step=step,

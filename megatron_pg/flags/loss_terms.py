@@ -232,7 +232,7 @@ def _denominator_rules(facts: Facts) -> Violations:
 
 
 def objective_warnings(facts: Facts) -> list[str]:
-    """W3, W7 and W8, for arguments without violations."""
+    """W3, W7, W8 and W12, for arguments without violations."""
     args, messages = facts.args, []
     if declared := facts.objective:
         published = declared.published_with
@@ -245,8 +245,8 @@ def objective_warnings(facts: Facts) -> list[str]:
     selection = facts.correction.selection if facts.correction else None
     if declared and selection and selection.published_with not in (None, args.pg_objective):
         messages.append(
-            f"--pg-correction {args.pg_correction} is published with --pg-objective {selection.published_with}, which does not clip; "
-            f"{args.pg_objective} decides for itself which of the other tokens have a gradient"
+            f"--pg-correction {args.pg_correction} is published with --pg-objective {selection.published_with}, which clips no token; "
+            f"{args.pg_objective} is another objective beside it"
         )
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
         messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")

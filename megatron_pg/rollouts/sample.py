@@ -116,7 +116,7 @@ class Sample:
             )
         check_lengths(len(tokens), len(mask))
         _check_streams(self, label)
-        for name in ("advantages", *LOGPROBS, "old_entropies"):
+        for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 _check_values(name, values, mask, label)
             elif self.stream == POLICY and name not in OPTIONAL:

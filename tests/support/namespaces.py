@@ -231,6 +231,7 @@ SAID = {
     "W4": "until finalize; the loss scale must absorb it",
     "W5": "Megatron divides its gradient by the number of data-parallel ranks",
     "W3": "is published with equal sequence weights",
+    "W12": "which clips no token",
     "W7": "--pg-kl-estimator",
     "W8": "clips the geometric mean",
     "W9": "ℓ is the objective",

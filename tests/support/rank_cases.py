@@ -246,6 +246,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     "pg_no_mismatch_advice",
     *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
     *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
+    *("pg_correction_fraction", "pg_correction_coef", "seed"),
     *("pg_dro_beta", "pg_ipo_delta_low", "pg_ipo_delta_high", "pg_ipo_tau", "pg_gmpo_eps_low", "pg_gmpo_eps_high"),
     *("pg_vespo_k_pos", "pg_vespo_lambda_pos", "pg_vespo_k_neg", "pg_vespo_lambda_neg"),
     *(
@@ -325,6 +326,7 @@ FAULTS = {
     "dp2-constant-topkempty": "rank 1: teacher_topk of sample 1 has no id at response token",
     "tp2-constant-topkbeyond": "holds token id 16 at response token",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
+    "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
     "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
     "tp2t-constant-docs-breaks": "RuntimeError: the sampler broke",
