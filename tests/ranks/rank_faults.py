@@ -14,14 +14,15 @@ from samples import make_sample
 from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import pack
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.corrections import PENALTY
+from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.mtp import DepthLoss
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.settings import LossSettings, metrics_of
 
 
 def on_rank_1() -> bool:
@@ -51,6 +52,12 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
     if fault == "huge":
         return dataclasses.replace(loss, correction=Correction(name="clip_cov", low=1.0, high=5.0, fraction=0.1))
+    if fault == "klcov":  # no fault: tokens that are chosen from the whole step
+        penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation=AS_POLICY, estimator="abs")
+        terms = dataclasses.replace(loss.terms, objective=objective_of("reinforce_is"), streams=(penalty,))
+        correction = Correction(name=PENALTY, fraction=0.25, coef=0.5)
+        metrics = metrics_of("with_entropy", terms, correction)
+        return dataclasses.replace(loss, correction=correction, terms=terms, metrics=metrics)
     if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
         gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
         return dataclasses.replace(

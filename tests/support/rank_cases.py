@@ -29,6 +29,7 @@ FAST = [
     *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
     *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
     "tp2s-prompt_mean-fused-streams",
+    *("dp2-constant-klcov", "cp2t-token_mean-klcov", "tp2s-sample_mean-fused-klcov", "pp2v-prompt_mean-klcov"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
@@ -104,8 +105,10 @@ FULL_4 += [
     for mode in MODES
     for option in ("", "-dist-overlap")
 ]
-REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-streams")]
-ALIKE = REFERENCES[::5]  # every mode and every option once
+REFERENCES = [
+    f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-streams", "-klcov")
+]
+ALIKE = REFERENCES[::7]  # every mode and every option once
 # mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in one
 # process for each, which is compared with loops over the samples.
 MTP = [
@@ -230,6 +233,7 @@ DOCUMENTS = [
     *("pp2-sample_mean-docs", "pp2t-token_mean-docs", "pp2v-constant-docs", "pp2tv-token_mean-docs"),
     *("cp2t-prompt_mean-docs", "cp2-constant-docs", "cp2t-token_mean-docs"),
     *("dp2t-token_mean-mtp-docs", "cp2t-constant-mtp2-fused-docs", "dp2t-constant-docs-streams"),
+    "dp2t-constant-docs-klcov",
     *("dp2t-constant-fused-docs", "pp2tv-token_mean-fused-docs", "cp2t-sample_mean-gspo-recompute-docs"),
     "pp2tv-sample_mean-hybrid-docs",
 ]
@@ -344,7 +348,7 @@ def reference_of(case: str) -> str:
     words = case.split("-")
     options = [
         name
-        for name in ("tied", "gspo", "experts", "replay", "rope", "mtp", "mtp2", "own", "apart", "streams")
+        for name in ("tied", "gspo", "experts", "replay", "rope", "mtp", "mtp2", "own", "apart", "streams", "klcov")
         if name in words[2:]
     ]
     predicts = {"mtp", "mtp2"}.intersection(options)
