@@ -58,8 +58,8 @@ def settings_of(loss: LossSettings, rule: Rule) -> LossSettings:
 
 
 def with_keys(samples: Sequence[Sample], rng: random.Random) -> list[Sample]:
-    """The samples with fields that keys are made of; of a few values in half of the steps, so that choices end among equals."""
-    is_coarse, twin = rng.random() < 0.5, rng.choice(samples)
+    """The samples with fields that keys are made of; of a few values in most steps, so that choices end among equals."""
+    is_coarse, twin = rng.random() < 0.7, rng.choice(samples)
     found = [_with_fields(sample, rng, is_coarse=is_coarse) for sample in samples]
     twins = [_with_fields(twin, rng, is_coarse=is_coarse) for _ in range(rng.choice([0, 0, 1, 2]))]
     return found + twins  # one name, other numbers
@@ -69,7 +69,7 @@ def _with_fields(sample: Sample, rng: random.Random, *, is_coarse: bool) -> Samp
     def draw(low: float, high: float) -> list[float]:
         size = sample.response_length
         return [
-            rng.randint(int(8 * low), int(8 * high)) / 8 if is_coarse else rng.uniform(low, high) for _ in range(size)
+            rng.randint(int(2 * low), int(2 * high)) / 2 if is_coarse else rng.uniform(low, high) for _ in range(size)
         ]
 
     old = draw(-2.5, -0.5)
