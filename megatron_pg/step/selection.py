@@ -19,6 +19,7 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.corrections import CORRECTIONS, SelectionDeclaration
 from megatron_pg.objectives.selections import (
     MOST_PARTS,
+    Chosen,
     StepKeys,
     average,
     content_of,
@@ -75,10 +76,9 @@ def select(
     keys = [declared.load_key()(sample, *means) for sample in samples]
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
     everyones, lines = _gathered_tokens(lines, keys, heads, group)
-    if not len(everyones):
-        return counted._replace(table=replace(counted.table, selection=SelectionFacts(0, 0, None, None)))
     step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
-    chosen = declared.load_choice()(step, settings.correction)
+    nothing = Chosen(everyones.bool(), None)
+    chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
     return _with_choice(batches, counted, settings, group, _masks(batches, of_place, group), facts)

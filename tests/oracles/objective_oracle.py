@@ -177,8 +177,8 @@ class Tokens:
     advantages: np.ndarray
     rollout: np.ndarray | None
     ref: np.ndarray | None
-    kept: np.ndarray | None
-    penalised: np.ndarray | None
+    kept: np.ndarray | None = None
+    penalised: np.ndarray | None = None
 
     @property
     def log_ratio(self) -> np.ndarray:
