@@ -22,6 +22,7 @@ from simulation import Layout
 
 from megatron_pg.batch import ContextRanks, pack
 from megatron_pg.declarations.corrections import PENALTY
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import plan_from_table
@@ -213,6 +214,72 @@ def test_one_step_has_one_set(rule, full, evidence):
     for of_ranks in zip(*threads.run(3, on_rank), strict=True):
         check_choice(name, step, list(of_ranks))
     evidence(cases=number)
+
+
+NOTHING = {
+    "m2po": Rule("m2po", high=100.0),
+    "clip_cov": Rule("clip_cov", 1e6, 1e7, "0.5"),
+    "kl_cov": Rule("kl_cov", fraction="1e-06"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
+def test_a_choice_of_nothing_changes_no_bit(name, layout):
+    rng = random.Random(f"{name} {layout}")
+    made = objective_cases.random_case(rng, "reinforce_is")
+    expected = dataclasses.replace(made.expected, correction="none", denominator="scheduled")
+    samples = selection_cases.with_keys(made.samples, random.Random(1))[: len(made.samples)]
+    plain = objective_cases.settings_of(expected)
+    cells = simulation.scatter_samples(samples, layout, rng)
+    steps = [
+        simulation.Step(samples, made.logits, loss, cells)
+        for loss in (plain, selection_cases.settings_of(plain, NOTHING[name]))
+    ]
+    before, after = simulation.run_steps(steps, layout)
+    assert after.metrics["selected_fraction"] == 0.0
+    assert "selection_threshold" not in after.metrics
+    assert after.metrics["pg_loss"] == before.metrics["pg_loss"]
+    assert all(torch.equal(a, b) for a, b in zip(before.gradients, after.gradients, strict=True))
+
+
+def test_a_step_without_a_token_of_the_objective_trains_its_other_streams():
+    """Nothing is there to be chosen, and the supervised tokens are trained as without the correction."""
+    rng, layout = random.Random(5), Layout(data=2, microbatches=2)
+    made = objective_cases.random_case(rng, "reinforce_is")
+    samples = [dataclasses.replace(s, stream="sft", old_logprobs=None, advantages=None) for s in made.samples]
+    sft = Stream(name="sft", kind="ce", aggregation="token_mean")
+    terms = dataclasses.replace(simulation.GRPO, streams=(sft,))
+    plain = simulation.settings("token_mean", per_token=True, terms=terms, streams_of_samples=frozenset({"rl", "sft"}))
+    cells = simulation.scatter_samples(samples, layout, rng)
+    for rule in (
+        Rule("m2po", high=0.1),
+        Rule("clip_cov", 0.0, 1.0, "0.5"),
+        Rule("kl_cov", fraction="0.5"),
+        Rule("top_entropy", fraction="0.5"),
+    ):
+        losses = (plain, selection_cases.settings_of(plain, rule))
+        steps = [simulation.Step(samples, made.logits, loss, cells) for loss in losses]
+        before, after = simulation.run_steps(steps, layout)
+        assert "selected_fraction" not in after.metrics
+        assert all(torch.equal(a, b) for a, b in zip(before.gradients, after.gradients, strict=True))
+
+
+def test_the_penalised_tokens_of_one_micro_batch_are_those_of_verl():
+    """Its `topk` of cov at the moving policy, which is π_old here, of max(1, int(f·T)) tokens."""
+    rng = random.Random(3)
+    samples = [s for _ in range(4) for s in random_step(rng, vocabulary=9)]
+    samples = [selection_cases.with_fields(s, rng, is_coarse=False) for s in samples]
+    masks = torch.cat([s.loss_mask for s in samples])
+    advantages, old = (torch.cat([getattr(s, name) for s in samples])[masks] for name in ("advantages", "old_logprobs"))
+    cov = (advantages - advantages.mean()) * (old - old.mean())
+    theirs = set(cov.topk(max(1, int(len(cov) * 0.1))).indices.tolist())
+    loss = selection_cases.settings_of(
+        simulation.settings("token_mean", per_token=True), Rule("kl_cov", fraction="0.1")
+    )
+    batches = [pack(samples, qkv_format="thd")]
+    _, (factors,) = select(batches, count(batches, loss, None), loss, None)
+    assert set(factors.penalised[masks].nonzero().flatten().tolist()) == theirs
 
 
 def test_every_correction_of_the_whole_step_is_here():

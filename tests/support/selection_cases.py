@@ -60,12 +60,12 @@ def settings_of(loss: LossSettings, rule: Rule) -> LossSettings:
 def with_keys(samples: Sequence[Sample], rng: random.Random) -> list[Sample]:
     """The samples with fields that keys are made of; of a few values in most steps, so that choices end among equals."""
     is_coarse, twin = rng.random() < 0.7, rng.choice(samples)
-    found = [_with_fields(sample, rng, is_coarse=is_coarse) for sample in samples]
-    twins = [_with_fields(twin, rng, is_coarse=is_coarse) for _ in range(rng.choice([0, 0, 1, 2]))]
+    found = [with_fields(sample, rng, is_coarse=is_coarse) for sample in samples]
+    twins = [with_fields(twin, rng, is_coarse=is_coarse) for _ in range(rng.choice([0, 0, 1, 2]))]
     return found + twins  # one name, other numbers
 
 
-def _with_fields(sample: Sample, rng: random.Random, *, is_coarse: bool) -> Sample:
+def with_fields(sample: Sample, rng: random.Random, *, is_coarse: bool) -> Sample:
     def draw(low: float, high: float) -> list[float]:
         size = sample.response_length
         return [
