@@ -119,7 +119,7 @@ def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[Lo
     """
     args = checked.args
     settings = LossSettings.from_args(args)
-    rows = [row for row in describe(in_force(args, settings.impl)) if row[0] not in _ROWS_OF_MEGATRON]
+    rows = [row for row in describe(in_force(args, settings.kernel)) if row[0] not in _ROWS_OF_MEGATRON]
     rows += [(host, contract), *checked.rows]
     if says:
         sys.stdout.write(banner_of(rows) + "\n")
