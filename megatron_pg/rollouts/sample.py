@@ -25,6 +25,7 @@ from megatron_pg.rollouts.fields import (
     plain,
 )
 from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.support import Support, check_support, support_of
 from megatron_pg.rollouts.token_sets import TokenSets, check_token_sets, token_sets_of
 
 Values = Sequence[Any] | np.ndarray | Tensor
@@ -55,6 +56,7 @@ class Sample:
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
+    support: Support | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
     routed_experts: Tensor | None = (
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
     )
@@ -126,6 +128,8 @@ class Sample:
         if self.teacher_topk is not None:
             trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
             check_token_sets("teacher_topk", self.teacher_topk, len(mask), trained, label)
+        if self.support is not None:
+            check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
         if self.routed_experts is not None:
             _check_experts(self.routed_experts, len(tokens), label)
 
@@ -151,7 +155,7 @@ class Sample:
                 does not read them.
             rest: any other field of `Sample`; log-probabilities as `old_logprobs`, masks as `loss_mask`, `routed_experts` as
                 nested lists or an array of integers, `teacher_topk` as a dict of `ids` and `logprobs`, each a list per response
-                token of lists, or an array [R, K].
+                token of lists, or an array [R, K]; `support` as a list of ids per response token, or a dict of `ids` and `offsets`.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -182,6 +186,8 @@ class Sample:
             }
         if rest.get("teacher_topk") is not None:
             rest["teacher_topk"] = token_sets_of("teacher_topk", rest["teacher_topk"], label)
+        if rest.get("support") is not None:
+            rest["support"] = support_of(rest["support"], label)
         if rest.get("routed_experts") is not None:
             rest["routed_experts"] = _experts(rest["routed_experts"], label)
         return cls(tokens=_vector("tokens", tokens, label, (int,)), loss_mask=mask, **vectors, **rest)
