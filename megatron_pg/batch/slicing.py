@@ -114,8 +114,9 @@ def slice_batch(
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
     slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
     if support is not None:
-        counts = torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
-        support = replace(support, **_on(device, starts=flat.pop("starts"), counts=counts, ids=support.ids))
+        ids_per_row = torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
+        sets = {"starts": flat.pop("starts"), "counts": ids_per_row, "ids": support.ids}
+        support = replace(support, **_on(device, **sets)) if ids_per_row.any() else None
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
         inputs=ModelInputs(**_on(device, **inputs)),

@@ -20,6 +20,7 @@ from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_
 from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import StepPlan, plan_from_table
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.support import without_missing
 from megatron_pg.step.weights import token_weights
 
 
@@ -79,7 +80,7 @@ class HostStep:
         """
         table, error = None, None
         try:
-            whole = pack(samples_of(), qkv_format="thd")
+            whole = without_missing(pack(samples_of(), qkv_format="thd"), settings)
             table, factors = count([whole], settings, data)
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure

@@ -44,12 +44,13 @@ class Head(NamedTuple):
     has_rollout_ids: int  # 1 or 0; -1 without samples
     has_prompt_ids: int
     num_microbatches: int
+    has_support: int  # 1 or 0; -1 without samples of the objective
 
     @classmethod
     def of(cls, local: LocalTable, error: Exception | None) -> "Head":
         """This rank's."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        return cls(len(local.rows), int(error is not None), *has_ids, local.num_microbatches)
+        return cls(len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support)
 
 
 def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:

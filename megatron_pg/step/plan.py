@@ -190,6 +190,12 @@ def _check_agreement(heads: Sequence[Head]) -> None:
                 f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none, so units cannot be counted. "
                 "Give them on every rank or on none."
             )
+    found = [head.has_support for head in heads]
+    if 1 in found and 0 in found:
+        raise StepPlanError(
+            f"data-parallel rank {found.index(1)} has samples with a support and rank {found.index(0)} has none, so their log-probabilities "
+            "would be of different distributions. Give it to every sample of the objective or to none."
+        )
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:
             raise StepPlanError(

@@ -35,6 +35,7 @@ class LossSettings:
     denominator: str = "scheduled"  # what the policy term's denominators count
     has_policy: bool = True  # whether the objective is in the loss
     streams_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
+    support_missing: str = "error"  # what a trained token outside its sample's support is
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
     impl: str  # of log-probabilities and loss
@@ -63,6 +64,7 @@ class LossSettings:
             opsm_threshold=correction.high if anchor else None,
             streams=streams_of(args),
             grad_divisor=args.pg_grad_divisor,
+            entropy_support=args.pg_entropy_support,
         )
         return cls(
             aggregation=args.loss_aggregation,
@@ -74,6 +76,7 @@ class LossSettings:
             denominator=args.pg_denominator,
             has_policy=has_policy(args),
             streams_of_samples=own_tokens(args),
+            support_missing=args.pg_support_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
             float32_logits=args.fp32_lm_head,
