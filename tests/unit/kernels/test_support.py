@@ -74,9 +74,8 @@ def test_loss_and_gradient_are_those_of_the_kept_tokens(impl, inplace, size, ent
         assert not gradient[wanted == 0].any(), "a gradient outside the support"
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("entropy_support", ["full", "kept"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("impl", "tp"), [("torch", 2), ("torch", 4), ("triton", 2)])
 def test_ids_may_lie_on_any_rank(impl, entropy_support, tp, monkeypatch):
     torch.manual_seed(5)
     parts = Parts.draw(41)
@@ -206,7 +205,7 @@ def draw_at(logits: torch.Tensor, rows: torch.Tensor, parts: Parts) -> torch.Ten
 def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp, monkeypatch):
     """The sampler keeps 0.95 of the probability and reports what is left, in float64; without its sets the mean ratio is what it kept."""
     torch.manual_seed(7)
-    rows, size = 24, 400
+    rows, size = 8, 300
     logits = 2.5 * torch.randn(rows, size)
     sets = [support_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits.double().tolist()]
     reported = [support_oracle.log_probabilities(z, s, TEMPERATURE) for z, s in zip(logits.tolist(), sets, strict=True)]
