@@ -78,7 +78,7 @@ class TokenFields:
     rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
     teacher_topk: TopK | None = None
-    support: TokenSupport | None = None  # what log π, and every policy that it is compared with, is over at the objective's tokens
+    support: TokenSupport | None = None  # of the objective's tokens, whose policies are all over it
     streams: Mapping[str, StreamFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own

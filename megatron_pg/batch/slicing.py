@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.fields import TokenFields
+from megatron_pg.batch.fields import TokenFields, TokenSupport
 from megatron_pg.batch.pack import PackedBatch
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
@@ -113,10 +113,7 @@ def slice_batch(
     if batch.qkv_format == "thd":
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
     slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
-    if support is not None:
-        ids_per_row = torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
-        sets = {"starts": flat.pop("starts"), "counts": ids_per_row, "ids": support.ids}
-        support = replace(support, **_on(device, **sets)) if ids_per_row.any() else None
+    support = None if support is None else _support_here(support, flat, device)
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
         inputs=ModelInputs(**_on(device, **inputs)),
@@ -129,6 +126,13 @@ def slice_batch(
             for depth, weights in enumerate(depth_weights, start=1)
         ),
     )
+
+
+def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.device | str) -> TokenSupport | None:
+    """Of this rank's rows, where the objective trains; None: it restricts none of them. Its own rows are taken out of `flat`."""
+    starts, counts = flat.pop("starts"), torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
+    sets = _on(device, starts=starts, counts=counts, ids=support.ids)
+    return TokenSupport(**sets, longest=support.longest) if counts.any() else None
 
 
 def _depth_fields(

@@ -31,7 +31,7 @@ class LossTerms:
     opsm_threshold: float | None = None  # nats per token
     streams: tuple[Stream, ...] = ()  # the further losses, each with a weight > 0
     grad_divisor: float = 1.0  # of the gradient, not the loss
-    entropy_support: str = "full"  # what the entropy of a token with a support is over: all columns, or "kept", its support
+    entropy_support: str = "full"  # what entropies are over: the whole vocabulary, or "kept", a token's support
 
     @property
     def reads_sequences(self) -> bool:

@@ -26,5 +26,5 @@ def reference_loss(
         return policy_loss(*support_rows_of(safe_logits, safe_targets, restriction, vocabulary))
     if (ids := policy_loss.topk_ids) is None:
         return policy_loss(*logprobs_of(safe_logits, safe_targets, vocabulary)[:2])
-    logprobs, entropy, head, tail = topk_rows_of(safe_logits, safe_targets, ids, vocabulary)
-    return policy_loss(logprobs, entropy, topk_logprobs(head, tail, ids, vocabulary))
+    logprobs, entropies, head, tail = topk_rows_of(safe_logits, safe_targets, ids, vocabulary)
+    return policy_loss(logprobs, entropies, topk_logprobs(head, tail, ids, vocabulary))

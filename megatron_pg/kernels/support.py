@@ -44,9 +44,7 @@ class SupportRows(NamedTuple):
     @classmethod
     def of(cls, rows: Rows, whole: Rows) -> "SupportRows":
         """From those of the support and those that have the entropy."""
-        return cls(
-            rows.logprobs, whole.entropy, rows.totals, rows.peaks, rows.entropy, whole.totals, whole.peaks
-        )
+        return cls(rows.logprobs, whole.entropy, rows.totals, rows.peaks, rows.entropy, whole.totals, whole.peaks)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -66,7 +64,7 @@ class SupportRows(NamedTuple):
 
 def support_rows_of(
     logits: Tensor, targets: Tensor, restriction: Restriction, vocabulary: Vocabulary
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """`SupportRows.outputs`, differentiable; padding must be hidden, the logits are left as they are."""
     return _SupportRows.apply(logits, targets, restriction, vocabulary)
 

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels import vocab_parallel
-from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.support import Restriction, SupportRows
 from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, merge
 from megatron_pg.kernels.vocab_parallel import log2_scale
@@ -21,7 +20,7 @@ WARPS = 4
 
 def support_rows_of(
     logits: Tensor, targets: Tensor, mask: Tensor, restriction: Restriction, vocabulary: Vocabulary, *, inplace: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """`SupportRows.outputs`, [T] float32, 0 where masked; differentiable. With `inplace` the backward writes the gradient over the logits."""
     return _SupportRows.apply(logits, targets, mask, restriction, vocabulary, inplace)
 

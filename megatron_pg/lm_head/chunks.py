@@ -81,9 +81,7 @@ class Chunks:
         return chunk, z, self.reader.combine(shares, chunk)
 
 
-def _reader(
-    impl: str, vocabulary: Vocabulary, targets: Tensor, named: Tensor | Restriction | None
-) -> EagerReader:
+def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, named: Tensor | Restriction | None) -> EagerReader:
     kinds: tuple[Any, ...] = EagerReader, EagerTopKReader, EagerSupportReader
     if impl == "triton":  # torch alone must not need Triton
         from megatron_pg.lm_head.triton_reader import TritonReader, TritonSupportReader, TritonTopKReader

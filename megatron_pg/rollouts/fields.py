@@ -84,7 +84,9 @@ def _are_token_sets(value: Any) -> bool:
 
 def _is_support(value: Any) -> bool:
     """Whether it is two lists of integers; `Sample` looks at what they say."""
-    return isinstance(value, dict) and set(value) == {"ids", "offsets"} and all(_holds(v, {int}) for v in value.values())
+    return (
+        isinstance(value, dict) and set(value) == {"ids", "offsets"} and all(_holds(v, {int}) for v in value.values())
+    )
 
 
 def _are_experts(value: Any) -> bool:

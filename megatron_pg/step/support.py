@@ -13,7 +13,9 @@ from megatron_pg.rollouts.support import Support
 from megatron_pg.step.settings import LossSettings
 
 _CERTAIN = -1e-3  # log-probability of a token that was the only one, rounded; nats
-_OF_ROLLOUT = tuple(name for name in LOGPROBS if name != "teacher_logprobs")  # a teacher's are over the whole vocabulary
+_OF_ROLLOUT = tuple(
+    name for name in LOGPROBS if name != "teacher_logprobs"
+)  # a teacher's are over the whole vocabulary
 
 
 def members(samples: Iterable[Sample]) -> Iterator[tuple[Sample, Support, Tensor]]:

@@ -1,7 +1,7 @@
 """Independent oracle of one row's distribution over what could be sampled: loops over the vocabulary, in float64.
 
-    log π_S(y) = z_y/tau - log Σ_{j∈S} e^(z_j/tau),    d log π_S(y) / dz_j = (1[j = y] - q_j) / tau in S, 0 outside
-    H = -Σ_j p_j log p_j over the vocabulary or over S,    dH/dz_j = -p_j (log p_j + H) / tau
+log π_S(y) = z_y/tau - log Σ_{j∈S} e^(z_j/tau),    d log π_S(y) / dz_j = (1[j = y] - q_j) / tau in S, 0 outside
+H = -Σ_j p_j log p_j over the vocabulary or over S,    dH/dz_j = -p_j (log p_j + H) / tau
 """
 
 import math
@@ -19,14 +19,7 @@ def log_probabilities(logits: Sequence[float], allowed: Sequence[int], temperatu
 
 
 def row_of(
-    logits: Sequence[float],
-    target: int,
-    support: Sequence[int],
-    *,
-    temperature: float,
-    kept: bool,
-    a: float,
-    e: float,
+    logits: Sequence[float], target: int, support: Sequence[int], *, temperature: float, kept: bool, a: float, e: float
 ) -> tuple[float, float, np.ndarray]:
     """Log-probability, entropy, and the gradient [V] of a log π + e H; an empty support is the whole vocabulary."""
     everything = list(range(len(logits)))

@@ -32,7 +32,9 @@ def worst(layout: Layout, count: int) -> float:
     return max(case.error(found) for case, found in zip(known, outcomes, strict=True))
 
 
-@pytest.mark.proof("supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head")
+@pytest.mark.proof(
+    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(layout, full, evidence):
     count = 140 if full else 7
@@ -41,7 +43,9 @@ def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(l
     evidence(cases=count, worst=found)
 
 
-@pytest.mark.proof("supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head")
+@pytest.mark.proof(
+    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+)
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
 @pytest.mark.usefixtures("through_the_fused_head")
 def test_the_fused_head_too(layout, full, evidence):

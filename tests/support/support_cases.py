@@ -1,6 +1,7 @@
 """Random steps whose samples say what could be sampled, and what the oracle expects of them: logits of -inf outside it."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -48,7 +49,10 @@ class Case:
             w * np.abs(f * x).sum() for w, f, x in zip(policy.weights, policy.factors, policy.token_losses, strict=True)
         )
         errors = [scalar_error(value, policy.pg_loss, scale) for value in (found.reported, found.metrics["pg_loss"])]
-        terms = {"kl_loss": (self.base.expected.kl_coef, policy), "entropy_loss": (self.base.expected.entropy_coef, entropy)}
+        terms = {
+            "kl_loss": (self.base.expected.kl_coef, policy),
+            "entropy_loss": (self.base.expected.entropy_coef, entropy),
+        }
         for name, (coefficient, wanted) in terms.items():
             assert (name in found.metrics) == (coefficient != 0)
             if coefficient:
@@ -69,7 +73,7 @@ def restrict(sample: Sample, table: Tensor) -> Tensor:
     """The logits with -inf outside each response token's set, row by row."""
     table, first = table.clone(), len(sample.tokens) - sample.response_length - 1
     offsets = sample.support.offsets.tolist()
-    for k, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for k, (start, end) in enumerate(itertools.pairwise(offsets)):
         allowed = set(sample.support.ids[start:end].tolist())
         for j in range(table.shape[1]):
             if allowed and j not in allowed:
@@ -101,7 +105,9 @@ def _keeps_some(case: Case) -> bool:
 def _supported(sample: Sample, rng: random.Random) -> Sample:
     """The sample with a set for each token: its token alone, several, all of the vocabulary, none; garbage where it is masked."""
     sets = []
-    for token, trained in zip(sample.tokens[-sample.response_length :].tolist(), sample.loss_mask.tolist(), strict=True):
+    for token, trained in zip(
+        sample.tokens[-sample.response_length :].tolist(), sample.loss_mask.tolist(), strict=True
+    ):
         size = rng.choice([0, 1, 2, 3, 5, cases.VOCABULARY])
         others = rng.sample([j for j in range(cases.VOCABULARY) if j != token], max(size - 1, 0))
         own = rng.sample([token, *others], size) if size else []

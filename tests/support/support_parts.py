@@ -52,9 +52,7 @@ class Parts:
     def policy_loss(self, entropy_support: str, *, bonus: bool = True) -> PolicyLoss:
         """REINFORCE and an entropy bonus: slopes a = -w A and e = -ηw."""
         terms = LossTerms(
-            objective=objective_of("reinforce"),
-            streams=BONUSES if bonus else (),
-            entropy_support=entropy_support,
+            objective=objective_of("reinforce"), streams=BONUSES if bonus else (), entropy_support=entropy_support
         )
         return PolicyLoss(terms, self.fields)
 

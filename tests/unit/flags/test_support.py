@@ -12,9 +12,13 @@ BROKEN = [
     row("E25", "missing", {"pg_support_missing": "drop"}, "--pg-support-missing 'drop' is not one of error, mask"),
     row("E25", "no word", {"pg_support_missing": None}, "--pg-support-missing None is not one of error, mask"),
     row("E25", "entropy", {"pg_entropy_support": "S"}, "--pg-entropy-support 'S' is not one of full, kept"),
-    row("E40", "no entropy", KEPT, "--pg-entropy-support kept has no effect without an entropy", "remove it or give one"),
+    row(
+        "E40", "no entropy", KEPT, "--pg-entropy-support kept has no effect without an entropy", "remove it or give one"
+    ),
     row("E40", "other stream", KEPT | {"pg_stream": ["sft:ce"]}, "--pg-entropy-support kept has no effect"),
-    row("E40", "weight 0", KEPT | {"pg_stream": ["h:entropy,on=rl,weight=0"]}, "--pg-entropy-support kept has no effect"),
+    row(
+        "E40", "weight 0", KEPT | {"pg_stream": ["h:entropy,on=rl,weight=0"]}, "--pg-entropy-support kept has no effect"
+    ),
 ]
 ACCEPTED = [
     {"pg_support_missing": "mask"},

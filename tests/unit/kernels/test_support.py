@@ -98,7 +98,9 @@ def test_ids_may_lie_on_any_rank(impl, entropy_support, tp, monkeypatch):
 def on_ranks(function, pieces, monkeypatch) -> list:
     """`function(piece, group)` of every rank one after the other, for an interpreter is no use to threads: each runs once for its shares."""
     shares = []
-    monkeypatch.setattr(Vocabulary, "gather", lambda _, mine: shares.append(mine) or mine.expand(len(pieces), *mine.shape))
+    monkeypatch.setattr(
+        Vocabulary, "gather", lambda _, mine: shares.append(mine) or mine.expand(len(pieces), *mine.shape)
+    )
     groups = [SimpleNamespace(rank=lambda r=r: r, size=lambda: len(pieces)) for r in range(len(pieces))]
     for piece, group in zip(pieces, groups, strict=True):
         function(piece, group)
@@ -185,9 +187,7 @@ def test_log_probabilities_alone_are_the_same(impl, whole_entropy):
     vocabulary = vocabulary_of(parts, logits.shape[1])
     leaf = logits.clone().requires_grad_()
     found = label_logprobs(leaf * 1, parts.fields.targets[rows], vocabulary, impl=impl, restriction=restriction)
-    wanted = parts.expected(
-        draw_at(logits, rows, parts), "full" if whole_entropy else "kept", temperature=TEMPERATURE
-    )
+    wanted = parts.expected(draw_at(logits, rows, parts), "full" if whole_entropy else "kept", temperature=TEMPERATURE)
     assert tensor_error(found[0], wanted[1][rows]) <= LIMITS[impl]
     assert tensor_error(found[1], wanted[2][rows]) <= LIMITS[impl]
     found[0].sum().backward()

@@ -52,9 +52,7 @@ def test_loss_and_gradients_are_those_of_the_kept_tokens(dtype, impl, entropy_su
     out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, head, grad_scale=3.0)
     (out.loss * 3).backward()
     states, rows = torch.where(parts.fields.mask[:, None], drawn[0].double(), 0), drawn[1].double()
-    loss, logprobs, entropies, gradient = parts.expected(
-        states @ rows.t(), entropy_support, temperature=TEMPERATURE
-    )
+    loss, logprobs, entropies, gradient = parts.expected(states @ rows.t(), entropy_support, temperature=TEMPERATURE)
     assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
     assert tensor_error(out.logprobs, logprobs) <= LIMITS[dtype]
     assert tensor_error(out.entropy, entropies) <= LIMITS[dtype]
@@ -74,9 +72,7 @@ def test_tensor_parallel_ranks_equal_one(entropy_support, mode):
     def work(rank: int):
         group = threads.subgroup(lambda _: 0, 2, rank)
         hidden, weight = drawn[0].clone().requires_grad_(), drawn[1].chunk(2)[rank].clone().requires_grad_()
-        vocabulary = Vocabulary.of(
-            len(weight), temperature=TEMPERATURE, vocab_size=parts.size, tp_group=group
-        )
+        vocabulary = Vocabulary.of(len(weight), temperature=TEMPERATURE, vocab_size=parts.size, tp_group=group)
         out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, head)
         out.loss.backward()
         return float(out.loss.detach()), hidden.grad, weight.grad
@@ -100,7 +96,10 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp):
     sets = [support_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits]
     targets = torch.tensor([s[len(s) // 2] for s in sets])
     old = torch.tensor(
-        [support_oracle.log_probabilities(z, s, TEMPERATURE)[int(y)] for z, s, y in zip(logits, sets, targets, strict=True)]
+        [
+            support_oracle.log_probabilities(z, s, TEMPERATURE)[int(y)]
+            for z, s, y in zip(logits, sets, targets, strict=True)
+        ]
     )
     offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
     support = TokenSupport.of(torch.tensor([j for s in sets for j in s], dtype=torch.int32), offsets)

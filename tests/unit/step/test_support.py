@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import simulation
 import threads
-import torch
 from namespaces import arguments
 from samples import make_sample
 from stream_terms import kl_and_entropy
@@ -63,7 +62,11 @@ def with_streams(*streams: Stream) -> LossSettings:
     [
         ([[5], [9], [1], [8]], {}, "does not hold token 6, its response token 1, .*1 of the sample's"),
         ([[4], [9], [1], [1]], {}, "does not hold token 5, its response token 0, .*3 of the sample's"),
-        ([[5], [], [1], [8, 2]], {}, "old_logprobs of sample s is -0.5 at response token 0, whose support is that token alone"),
+        (
+            [[5], [], [1], [8, 2]],
+            {},
+            "old_logprobs of sample s is -0.5 at response token 0, whose support is that token alone",
+        ),
         (
             [[5, 2], [], [1], [8]],
             {"old_logprobs": [-0.5, -0.5, -0.5, 0.0], "rollout_logprobs": [-0.5, -0.5, -0.5, -0.002]},
@@ -85,7 +88,10 @@ def test_what_could_not_have_been_sampled_is_refused_by_name(sets, changes, mess
 def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():
     counted([sample(GOOD)])
     counted([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
-    counted([sample([[9], [9], [9], [9]], stream="sft")], with_streams(Stream(name="sft", kind="ce", aggregation="token_mean")))
+    counted(
+        [sample([[9], [9], [9], [9]], stream="sft")],
+        with_streams(Stream(name="sft", kind="ce", aggregation="token_mean")),
+    )
 
 
 def test_without_the_objective_nothing_reads_it():
@@ -149,7 +155,9 @@ def test_a_stream_over_the_whole_vocabulary_has_tokens_of_its_own(stream, is_ref
         counted(given, settings)
         return
     flag = f"--pg-stream {stream.name}:{stream.kind}"
-    with pytest.raises(ValueError, match=f"sample s has a support, .* and {flag} reads those over the whole vocabulary"):
+    with pytest.raises(
+        ValueError, match=f"sample s has a support, .* and {flag} reads those over the whole vocabulary"
+    ):
         counted(given, settings)
 
 
