@@ -5,12 +5,11 @@ because the interpreter, which the other tests use, is chosen when they are impo
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+import processes
 import pytest
 
 REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
@@ -29,6 +28,7 @@ ALL = [
 def compile_all(names: list[str]) -> None:
     """Prints what the assembler says of the one-launch kernel for each "columns:dtype:objective+estimator"."""
     import torch
+    from machine_code import disassembled
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -77,28 +77,12 @@ def compile_all(names: list[str]) -> None:
         print(json.dumps(figures))
 
 
-def disassembled(cubin: bytes) -> tuple[str, str]:
-    """Resource usage and machine code, from the cuobjdump that Triton brings."""
-    import tempfile
-
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return tuple(
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "-sass")
-        )
-
-
 @pytest.mark.proof(
     "Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more), 16-byte accesses, programs fit"
 )
 def test_the_one_launch_kernel_fits_the_chip(full, evidence):
     names = [f"{columns}:{dtype}:{loss}" for columns, dtype in (ALL if full else FAST) for loss in LOSSES]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    environment = processes.environment() | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, __file__, *names], capture_output=True, text=True, timeout=1800, env=environment, check=False
     )

@@ -5,15 +5,15 @@ Triton's interpreter, which the other tests use, takes what the compiler refuses
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 
+import processes
 import pytest
 
 
 def compile_all() -> None:
-    from test_compile import disassembled
+    from machine_code import disassembled
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
@@ -45,7 +45,7 @@ def compile_all() -> None:
 
 @pytest.mark.proof("Kernels of supports compiled for sm_90: no spills")
 def test_the_kernels_compile_without_spills(evidence):
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    environment = processes.environment() | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, timeout=1800, env=environment, check=False
     )
