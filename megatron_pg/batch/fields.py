@@ -40,8 +40,17 @@ class TokenSupport:
 
     @classmethod
     def of(cls, ids: Tensor, offsets: Tensor) -> "TokenSupport":
-        """Of T rows, from `Support`'s form: ids [n] int32 and offsets [T + 1] int64; the host waits for their device."""
+        """Of T rows, from `Support`'s form: ids [n] int32 and offsets [T + 1] int64; the host waits for their device.
+
+        Raises:
+            ValueError: the offsets do not rise from 0 to n.
+        """
         counts = offsets.diff()
+        if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, len(ids)] or (counts < 0).any():
+            raise ValueError(
+                f"offsets do not rise from 0 to {len(ids)}, the number of ids, so rows would have others' ids. Give one for the begin of each "
+                "row and one for the end."
+            )
         longest = int(counts.max()) if len(counts) else 0
         return cls(starts=offsets[:-1], counts=counts, ids=ids, longest=longest)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, may_be_overwritten
 from megatron_pg.kernels.logprobs import check_logits, logprobs_of
-from megatron_pg.kernels.support import Restriction, support_rows_of
+from megatron_pg.kernels.support import Restriction, check_restriction, support_rows_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -26,6 +26,7 @@ def label_logprobs(
     """
     check_impl(impl)
     check_logits(logits, targets)
+    check_restriction(restriction, targets)
     if impl == "torch":
         logits = vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits)
         if restriction is not None:

@@ -62,6 +62,15 @@ class SupportRows(NamedTuple):
         return Rows(self.logprobs, self.entropy, self.whole_peaks, self.whole_totals)
 
 
+def check_restriction(restriction: Restriction | None, targets: Tensor) -> None:
+    """Refuse one of another number of rows."""
+    if restriction is not None and restriction.support.counts.shape != targets.shape:
+        raise ValueError(
+            f"the restriction has {len(restriction.support.counts)} rows for {len(targets)} targets, so rows would have others' ids. Give one "
+            "set of ids per row; an empty one stands for the whole vocabulary."
+        )
+
+
 def support_rows_of(
     logits: Tensor, targets: Tensor, restriction: Restriction, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:

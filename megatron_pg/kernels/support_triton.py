@@ -129,7 +129,7 @@ def write_gradient(
 def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
     """As kernels take them, which have no strides."""
     support = restriction.support
-    return support.starts.contiguous(), support.counts.contiguous(), support.ids
+    return support.starts.contiguous(), support.counts.contiguous(), support.ids.contiguous()
 
 
 def _values(restriction: Restriction) -> Tensor:

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.checks import check_for_triton
 from megatron_pg.kernels.cross_entropy import CrossEntropy
-from megatron_pg.kernels.support import Restriction
+from megatron_pg.kernels.support import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import Chunks
@@ -112,6 +112,7 @@ def logprobs_and_entropy(  # noqa: D417
     vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
     hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
+    check_restriction(restriction, targets)
     if rows is not None:
         targets = targets.index_select(0, rows)
         restriction = None if restriction is None else restriction.at(rows)

@@ -74,6 +74,21 @@ def test_loss_and_gradient_are_those_of_the_kept_tokens(impl, inplace, size, ent
         assert not gradient[wanted == 0].any(), "a gradient outside the support"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("entropy_support", ["full", "kept"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_gradient_of_half_precision_is_rounded_once(dtype, entropy_support, inplace):
+    torch.manual_seed(6)
+    parts = Parts.draw(37)
+    logits = draw_logits(parts, "triton").to(dtype)
+    out, gradient = run(parts, logits, parts.policy_loss(entropy_support), "triton", inplace=inplace)
+    _, logprobs, _, wanted = parts.expected(logits.double(), entropy_support, temperature=TEMPERATURE)
+    assert tensor_error(out.logprobs, logprobs) <= 2e-6
+    half = torch.finfo(dtype).eps / 2 + 2.0**-16 * (dtype == torch.bfloat16)  # the interpreter cuts bfloat16 off
+    bound = wanted.abs() * 2 * half + 1e-6 + torch.finfo(dtype).tiny
+    assert ((gradient.double() - wanted).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("entropy_support", ["full", "kept"])
 @pytest.mark.parametrize(("impl", "tp"), [("torch", 2), ("torch", 4), ("triton", 2)])
 def test_ids_may_lie_on_any_rank(impl, entropy_support, tp, monkeypatch):
@@ -232,6 +247,21 @@ def test_rows_are_taken_with_their_sets():
     assert support.table().tolist() == [[4, 9], [-1, -1], [2, -1]]
     assert support.at(torch.tensor([2, 0])).table().tolist() == [[2, -1], [4, 9]]
     assert support.at(slice(1, 3)).table().tolist() == [[-1, -1], [2, -1]]
+
+
+def test_sets_of_another_number_of_rows_are_refused():
+    support = TokenSupport.of(torch.tensor([4, 9, 2], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
+    with pytest.raises(ValueError, match="the restriction has 3 rows for 2 targets"):
+        label_logprobs(
+            torch.randn(2, 12),
+            torch.tensor([4, 2]),
+            Vocabulary.of(12),
+            impl="torch",
+            restriction=Restriction(support=support),
+        )
+    for offsets in ([0, 2], [1, 3], [0, 3, 2, 3], []):
+        with pytest.raises(ValueError, match="offsets do not rise from 0 to 3"):
+            TokenSupport.of(support.ids, torch.tensor(offsets, dtype=torch.int64))
 
 
 def test_a_teachers_likeliest_tokens_and_a_misshapen_support_are_refused():
