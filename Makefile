@@ -6,12 +6,13 @@
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
 # `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES
 # (0.18.2 and 0.19.2 need Python 3.12: make prove PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), and in the loops of other
-# trainers whose checkouts are folders of HOSTS (slime, miles, nemo_rl).
+# trainers whose checkouts are folders of HOSTS (slime, miles, nemo_rl); kernels are compiled with every Triton of TRITONS, too.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
 MEGATRON_CORE ?= 0.17.1
 RELEASES ?= 0.16.1
+TRITONS ?= 3.7.1 3.8.0 3.9.0
 HOSTS ?=
 ARGS ?=
 
@@ -30,7 +31,7 @@ demo: .venv/ready
 test: .venv/ready $(VERL)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-prove: .venv/ready $(VERL) $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
+prove: .venv/ready $(VERL) $(patsubst %,.venv/triton-%,$(TRITONS)) $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
 	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
 
 papers: .venv/ready
@@ -58,6 +59,9 @@ fix: .venv/ready
 	@touch $@
 
 # Releases beside the installed one: each in a folder of its own, which comes first on PYTHONPATH.
+.venv/triton-%: | .venv/ready
+	$(PIP) --no-deps --target $@ triton==$*
+
 .venv/megatron-core-%: | .venv/ready
 	$(PIP) --no-deps --ignore-requires-python --target $@ megatron-core==$*
 

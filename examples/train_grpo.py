@@ -14,10 +14,13 @@ With --docs-per-step 256 a step is 256 documents, packed into rows of up to --mi
 every rank samples when it has used up its own rollouts (rollout_documents.py).
 
 With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-stream teacher:opd,on=rl (teacher.py).
+
+With --demonstrations-per-step 32 that many samples of --global-batch-size are right answers, of --pg-stream sft:ce.
 """
 
 import contextlib
 import itertools
+import math
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -63,6 +66,8 @@ from megatron_pg import (
 from megatron_pg.pretrain import StepLog, pretrain, step_record
 from megatron_pg.step.collectives import all_gather_rows
 
+DEMONSTRATIONS = "sft"  # the stream that right answers are of beside the rollouts
+
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The example's own flags."""
@@ -76,6 +81,9 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument("--rollouts", metavar="FILE", help="train from this rollout file instead of sampling")
     group.add_argument("--teacher", metavar="DIR", help="the --save of an earlier run, whose policy scores the samples")
+    group.add_argument(
+        "--demonstrations-per-step", type=int, default=0, help="right answers of the stream sft, of --global-batch-size"
+    )
     group.add_argument("--run-dir", default="runs/grpo", help="folder for metrics, rollouts, arguments and curves")
     group.add_argument("--megatron-log", metavar="FILE", help="Megatron's own output goes here instead of the terminal")
     group.add_argument("--progress-interval", type=int, default=10, help="optimizer steps between progress lines")
@@ -137,7 +145,7 @@ class Example:
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
             sampled = None if args.docs_per_step else _sampled_steps(args)
-            version = 2 if args.teacher else 1
+            version = 2 if args.teacher or args.demonstrations_per_step else 1
             self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=version)
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
@@ -243,7 +251,7 @@ class Example:
         while True:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
-                count = args.global_batch_size // mpu.get_data_parallel_world_size()
+                count = _rollouts_per_step(args) // mpu.get_data_parallel_world_size()
                 batches = [self._taught(imitation(policy, step, count, generator))]
                 self.task_metrics = {}
             elif step == args.iteration < _sampled_steps(args):
@@ -272,8 +280,11 @@ class Example:
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
         samples = self._taught(rollout(policy, step, args, generator))
         size = mpu.get_data_parallel_world_size()
-        steps = cut_steps(samples, samples_per_step=args.global_batch_size // size)
-        numbered = [[_with_step(s, step + k) for s in chunk] for k, chunk in enumerate(steps)]
+        steps = cut_steps(samples, samples_per_step=_rollouts_per_step(args) // size)
+        numbered = [
+            [_with_step(s, step + k) for s in (*chunk, *demonstrations(step + k, args, generator))]
+            for k, chunk in enumerate(steps)
+        ]
         for chunk in numbered:
             everyone = gather_samples(chunk, args)
             if self.folder is not None:
@@ -281,9 +292,10 @@ class Example:
         return numbered
 
     def _task_metrics(self, policy: Policy, step: int, samples: list[Sample], args) -> dict[str, float]:
+        sampled = [sample for sample in samples if sample.stream != DEMONSTRATIONS]
         values = {
-            "reward": mean_over_ranks([sample.reward for sample in samples]),
-            "response_length": mean_over_ranks([sample.response_length for sample in samples]),
+            "reward": mean_over_ranks([sample.reward for sample in sampled]),
+            "response_length": mean_over_ranks([sample.response_length for sample in sampled]),
         }
         last = step == args.train_iters - 1
         if (step - args.warm_up_iters) % args.exact_match_interval == 0 or last:
@@ -348,13 +360,36 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     return samples
 
 
+def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
+    """This rank's right answers of a step, which the stream of demonstrations trains."""
+    count = args.demonstrations_per_step // mpu.get_data_parallel_world_size()
+    first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # behind the rollouts
+    prompts = task.prompts(count, generator)
+    return [
+        Sample.build(
+            tokens=prompt + task.answer(prompt),
+            response_length=len(task.answer(prompt)),
+            loss_mask=[1] * len(task.answer(prompt)),
+            stream=DEMONSTRATIONS,
+            prompt_id=f"{step}-{first + i}",
+            rollout_id=f"{step}-{first + i}",
+            sample_id=f"demonstration {step}-{first + i}",
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
 def _group_field(args) -> str:
     """What a step must not cut."""
     return "prompt_id" if args.loss_aggregation == "prompt_mean" else "rollout_id"
 
 
+def _rollouts_per_step(args) -> int:
+    return args.global_batch_size - args.demonstrations_per_step
+
+
 def _steps_per_batch(args) -> int:
-    return args.prompts_per_rollout * args.group_size // args.global_batch_size
+    return args.prompts_per_rollout * args.group_size // _rollouts_per_step(args)
 
 
 def _sampled_steps(args) -> int:
@@ -399,36 +434,39 @@ def mean_over_ranks(values: list[float]) -> float:
 
 
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
-    """All data-parallel ranks' samples of a step, as one table of numbers per rank."""
+    """All data-parallel ranks' samples of a step, as one table of numbers per rank, NaN for what a sample does not have."""
     width = args.seq_length
-    table = torch.zeros(len(samples), 7 + 3 * width, dtype=torch.float64)
+    table = torch.full((len(samples), 7 + 3 * width), math.nan, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
         rollout_number = int(sample.rollout_id.split("-")[1])
-        row[:6] = torch.tensor([*prompt_numbers, rollout_number, n, r, sample.reward], dtype=torch.float64)
-        row[6 : 6 + n] = sample.tokens
-        row[6 + width : 6 + width + r] = sample.old_logprobs
-        row[-2], row[-1] = sample.advantages[0], sample.teacher_logprobs is not None
-        if sample.teacher_logprobs is not None:
-            row[6 + 2 * width : 6 + 2 * width + r] = sample.teacher_logprobs
+        row[:5] = torch.tensor([*prompt_numbers, rollout_number, n, r])
+        if sample.stream != DEMONSTRATIONS:
+            row[5], row[6] = sample.reward, sample.advantages[0]
+        for k, values in enumerate((sample.tokens, sample.old_logprobs, sample.teacher_logprobs)):
+            if values is not None:
+                row[7 + k * width :][: len(values)] = values
     everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
     return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
 
 
 def _sample_of(row: list[float], step: int, width: int) -> Sample:
     batch, prompt, number, n, r = (int(value) for value in row[:5])
+    reward, advantage = (None if math.isnan(value) else value for value in row[5:7])
+    old, teacher = (row[7 + k * width :][:r] for k in (1, 2))
     return Sample.build(
-        tokens=[int(token) for token in row[6 : 6 + n]],
+        tokens=[int(token) for token in row[7 : 7 + n]],
         response_length=r,
         loss_mask=[1] * r,
-        old_logprobs=row[6 + width : 6 + width + r],
-        advantage=row[-2],
-        teacher_logprobs=row[6 + 2 * width : 6 + 2 * width + r] if row[-1] else None,
+        stream=DEMONSTRATIONS if advantage is None else "rl",
+        old_logprobs=None if math.isnan(old[0]) else old,
+        advantage=advantage,
+        teacher_logprobs=None if math.isnan(teacher[0]) else teacher,
         prompt_id=f"{batch}-{prompt}",
         rollout_id=f"{batch}-{number}",
         step=step,
-        reward=row[5],
+        reward=reward,
     )
 
 
@@ -452,13 +490,24 @@ def check_example(args) -> None:
             f"--teacher {args.teacher} scores what is sampled in steps; with --rollouts the file holds teacher_logprobs, and --docs-per-step "
             "samples elsewhere. Leave one of them out."
         )
+    if args.demonstrations_per_step and (args.rollouts or args.docs_per_step):
+        raise ValueError(
+            f"--demonstrations-per-step {args.demonstrations_per_step} are drawn beside what is sampled in steps; --rollouts and --docs-per-step "
+            "have no such steps. Leave one of them out."
+        )
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
+    if not 0 <= args.demonstrations_per_step < args.global_batch_size or args.demonstrations_per_step % size:
+        raise ValueError(
+            f"--demonstrations-per-step {args.demonstrations_per_step} are no part of --global-batch-size {args.global_batch_size} that divides "
+            f"over {size} data-parallel ranks. Give a multiple of {size} below it."
+        )
     if args.docs_per_step:
         samples = 0  # whose steps need not divide a rollout batch
-    if args.prompts_per_rollout % size or samples % args.global_batch_size or args.exact_match_prompts % size:
+    if args.prompts_per_rollout % size or samples % _rollouts_per_step(args) or args.exact_match_prompts % size:
         raise ValueError(
             f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
-            f"over {size} data-parallel ranks and steps of --global-batch-size {args.global_batch_size}. Choose multiples."
+            f"over {size} data-parallel ranks and steps of {_rollouts_per_step(args)} (--global-batch-size less the demonstrations). Choose "
+            "multiples."
         )
     if args.transformer_impl not in ("local", "transformer_engine"):
         raise ValueError(

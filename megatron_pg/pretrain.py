@@ -242,7 +242,7 @@ class _Session:
         if self.step is None:
             self.step = _start(get_args(), self._keep, self._say, self._open_files, self._in_step)
             self._save = get_args().save
-            self._objective = dict(describe(in_force(get_args(), self.step.settings.impl)))
+            self._objective = dict(describe(in_force(get_args(), self.step.settings.kernel)))
         model, error = None, None
         try:
             model = provider(*positional, **keywords)
@@ -536,7 +536,7 @@ def _start(
         error = failure
     _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
-        say(banner(in_force(args, settings.impl)))
+        say(banner(in_force(args, settings.kernel)))
     if args.pg_dry_run or asked == "1":
         if torch.distributed.get_rank() == 0:
             say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")

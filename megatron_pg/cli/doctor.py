@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import progress, say, show_json
+from megatron_pg.declarations.one_launch import path_of
 from megatron_pg.rollouts.printable import printable
 
 TRIED = ("0.16", "0.17", "0.18", "0.19")  # docs/megatron.md
@@ -71,7 +72,7 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
         Finding("megatron_pg", "ok", __version__),
         _first("Python", (sys.version_info >= (3, 12), "ok", python), (True, "note", python, newer)),
         _torch(torch),
-        _kernel(triton, on_cuda=bool(torch.facts.get("cuda_available"))),
+        _kernel(triton, torch.facts.get("capability")),
         *_core(megatron),
         _training(megatron),
         _transformer_engine(can_import_core="version" in megatron.facts),
@@ -126,15 +127,30 @@ def _torch(probe: Probe) -> Finding:
     )
 
 
-def _kernel(triton: Probe, *, on_cuda: bool) -> Finding:
-    default, version = "triton" if on_cuda else "torch", triton.facts.get("version")
+def _kernel(triton: Probe, capability: Any) -> Finding:
+    """`capability`: of the GPU, None without one."""
+    default, version = "triton" if capability else "torch", triton.facts.get("version")
     fix = "install triton 3.2 or later, or choose --pg-kernel torch"
     return _first(
         "--pg-kernel",
-        (triton.error, "fail" if on_cuda else "note", f"default {default}; triton: {triton.error}", fix),
-        (on_cuda, "ok", f"default triton ({version}); neither falls back to the other"),
-        (True, "ok", f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"),
+        (triton.error, "fail" if capability else "note", f"default {default}; triton: {triton.error}", fix),
+        (not capability, "ok", f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"),
+        *_on_gpu(capability, version),
     )
+
+
+def _on_gpu(capability: Any, version: Any) -> list[tuple]:
+    """What `_first` takes, with the path of the kernels."""
+    if not capability or version is None:
+        return []
+    path = path_of(tuple(capability), version)
+    return [
+        (
+            True,
+            "ok" if path.is_tried else "note",
+            f"default triton ({version}), {path.text}; neither falls back to the other",
+        )
+    ]
 
 
 def _core(probe: Probe) -> list[Finding]:

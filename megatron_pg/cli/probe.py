@@ -19,7 +19,8 @@ def torch_facts() -> None:
     available = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if available else []
     distributed = torch.distributed.is_available()
-    _tell(cuda_available=available, devices=names, nccl=distributed and torch.distributed.is_nccl_available())
+    capability = torch.cuda.get_device_capability() if available else None
+    _tell(capability=capability, devices=names, nccl=distributed and torch.distributed.is_nccl_available())
 
 
 def triton_facts() -> None:

@@ -1,6 +1,6 @@
 """A data-parallel rank's part of a rollout in slime and miles, and the samples in it, whole."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.cp_utils import response_index
+from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
 # Fields of a sample by their names there; lists of this context-parallel rank's parts of the responses.
-_PARTS = {"advantages": "advantages", "ref_logprobs": "ref_log_probs", "rollout_logprobs": "rollout_log_probs"}
+_PARTS = {
+    "advantages": "advantages",
+    "ref_logprobs": "ref_log_probs",
+    "rollout_logprobs": "rollout_log_probs",
+    "teacher_logprobs": "teacher_log_probs",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,10 @@ class Rollout:
     old_logprobs: str  # where the log-probabilities of the sampling policy are; without them the model being trained is that policy
     rewards: Sequence[float] | None  # before normalisation
     samples_per_prompt: int  # neighbours in the sampling order
+    sources: Sequence[str] | None = None  # what the host's user calls the origin of each
+    streams: Container[
+        str
+    ] = ()  # the origins that are streams with tokens of their own; all others are the objective's
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
     def samples(self, context: ProcessGroup) -> list[Sample]:
@@ -52,12 +62,17 @@ class Rollout:
                 prompt_id=None if index is None else int(index) // self.samples_per_prompt,
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
+                stream=self._stream(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
             for i, (tokens, response, mask, index) in enumerate(
                 zip(rows, data["response_lengths"], masks, data["sample_indices"], strict=True)
             )
         ]
+
+    def _stream(self, number: int) -> str:
+        source = POLICY if self.sources is None else self.sources[number]
+        return source if source in self.streams else POLICY
 
     @property
     def is_on_policy(self) -> bool:

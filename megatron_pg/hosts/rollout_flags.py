@@ -74,6 +74,11 @@ def refused(args: argparse.Namespace, more: Mapping[str, str] = {}) -> Iterator[
             f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host makes under --use-kl-loss only; "
             "add that flag"
         )
+    if vars(args).get("use_opd") and args.opd_kl_coef and _distils(ours):
+        yield (
+            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-stream …:opd into the loss, so it would count "
+            "twice; give --opd-kl-coef 0"
+        )
     if args.rollout_top_p != 1.0:
         yield f"--rollout-top-p {args.rollout_top_p} makes log-probabilities of cut-off logits, and the loss reads whole ones; use 1.0"
     has_head = ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")
@@ -85,6 +90,11 @@ def refused(args: argparse.Namespace, more: Mapping[str, str] = {}) -> Iterator[
             f"--loss-aggregation prompt_mean with --global-batch-size {args.global_batch_size} and --n-samples-per-prompt {group}: a step would "
             "hold part of a prompt's samples; use a multiple"
         )
+
+
+def _distils(ours: Mapping[str, Any]) -> bool:
+    """Whether a stream is of the kind `opd`."""
+    return any(str(text).partition(":")[2].partition(",")[0] == "opd" for text in ours.get("pg_stream") or ())
 
 
 def _shown(value: object) -> str:

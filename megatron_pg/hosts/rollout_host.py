@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.flags.spelling import meant_flags
+from megatron_pg.flags.streams import own_tokens
 from megatron_pg.hosts import rollout_flags
 from megatron_pg.hosts.startup import Checked, add_host_arguments, attribute, check, check_signature, defaults, start
 
@@ -35,6 +36,7 @@ class Declaration:
     version: str  # with which the adapter was run
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that it relies on, by `module:name`
     log: str  # `module:function` of (args, metrics, step_key)
+    names_streams: bool = False  # samples say which stream they are of
     hooks: Mapping[str, str] = field(default_factory=dict)  # further arguments that are paths: functions of our module
     refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about its own flags
 
@@ -49,6 +51,7 @@ class RolloutHost:
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
+        self.streams: frozenset[str] = frozenset()  # those with tokens of their own, likewise
 
     def checked(self, args: argparse.Namespace) -> Checked:
         """Our arguments, and the host's that are ours now.
@@ -62,6 +65,8 @@ class RolloutHost:
             megatron=vars(args),
             taken_over=rollout_flags.taken_over(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
+            carried=("old_logprobs", "ref_logprobs", "teacher_logprobs"),
+            names_streams=self.declaration.names_streams,
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -78,6 +83,7 @@ class RolloutHost:
 
         settings, rows = start(declared.name, found, contract=CONTRACT, says=is_writer())
         log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
+        self.streams = own_tokens(found.args)
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

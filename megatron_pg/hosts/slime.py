@@ -13,6 +13,7 @@ HOST = RolloutHost(
         name="slime",
         version="slime 624b824a",
         log="slime.observability.logging_utils:log",
+        names_streams=True,
         hooks={_DATA: "plan"},
         signatures={
             "slime.backends.megatron_utils.loss:loss_function": [
@@ -55,5 +56,7 @@ def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, A
         old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
         rewards=rollout_data.get("local_raw_reward"),
         samples_per_prompt=args.n_samples_per_prompt,
+        sources=rollout_data.get("source_names"),
+        streams=HOST.streams,
     )
     HOST.trainer.plan(rollout)

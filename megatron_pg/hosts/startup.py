@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, valid
 from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
+from megatron_pg.flags.streams import streams_of
+from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.step.settings import LossSettings
 
 # What Megatron's own loop reads of its arguments; a host brings batches, steps and evaluations itself, and its model adds the
@@ -22,6 +24,7 @@ _OF_THE_LOOP = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
+_CARRIED = ("old_logprobs", "ref_logprobs")  # what the batches of every host can have
 _PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host's contract and layout are its own
 
@@ -66,6 +69,8 @@ def check(
     megatron: Mapping[str, Any],
     taken_over: Iterable[TakenOver] = (),
     refused: Iterable[str] = (),
+    carried: Collection[str] = _CARRIED,
+    names_streams: bool = False,
 ) -> Checked:
     """Our arguments, defaults and the host's filled in, against every rule. Needs no GPU and no rank.
 
@@ -75,6 +80,8 @@ def check(
         megatron: Megatron's arguments or configuration, as far as the host has them.
         taken_over: the host's flags that stand for ours where ours are not given.
         refused: messages about flags of the host that cannot go with this loss.
+        carried: fields of the samples that a stream may read.
+        names_streams: whether a sample can be of a stream other than the objective's.
 
     Raises:
         ArgumentError: with every violation at once.
@@ -94,6 +101,8 @@ def check(
             validate_args(args)
         except ArgumentError as error:
             violations += error.violations
+        else:
+            violations += [("E70", message) for message in _refused_streams(host, args, carried, names_streams)]
     if violations:
         raise ArgumentError(violations)
     if per_token and not facts.get(_PER_TOKEN):
@@ -110,7 +119,7 @@ def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[Lo
     """
     args = checked.args
     settings = LossSettings.from_args(args)
-    rows = [row for row in describe(in_force(args, settings.impl)) if row[0] not in _ROWS_OF_MEGATRON]
+    rows = [row for row in describe(in_force(args, settings.kernel)) if row[0] not in _ROWS_OF_MEGATRON]
     rows += [(host, contract), *checked.rows]
     if says:
         sys.stdout.write(banner_of(rows) + "\n")
@@ -149,16 +158,23 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
             "--pg-support-missing and --pg-entropy-support are of samples with a support, which the host's batches do not have, so they would "
             "have no effect; remove them"
         )
-    if args.pg_stream:
-        refused.append(
-            f"--pg-stream {args.pg_stream[0]}: the host's batches name no streams, so it would have no tokens; remove it (the KL and "
-            "entropy terms have flags of their own)"
-        )
     if args.pg_dry_run:
         refused.append(
             "--pg-dry-run ends Megatron's pretrain() before the model is built, which the host builds here; remove it"
         )
     return refused
+
+
+def _refused_streams(
+    host: str, args: argparse.Namespace, carried: Collection[str], names_streams: bool
+) -> Iterator[str]:
+    """Streams that would have no tokens, or none of what they read."""
+    for stream in streams_of(args):
+        if stream.on is None and not names_streams:
+            yield f"{stream.flag}: the batches of {host} name no streams, so it would have no tokens; take those of the objective, on={POLICY}"
+        for name in stream.reads:
+            if name not in carried:
+                yield f"{stream.flag} reads {name}, which the batches of {host} do not carry; remove it"
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:

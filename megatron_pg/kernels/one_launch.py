@@ -11,8 +11,10 @@ Gluon, because plain Triton cannot keep a tile in shared memory from one pass to
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +26,10 @@ from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_an
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 VECTOR_BYTES = 16  # of one load of one thread
+# What Triton 3.6 calls otherwise.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 KINDS = {torch.bfloat16: "bfloat16x2", torch.float32: "plain"}
 
 
@@ -75,19 +81,34 @@ class Shape:
             "ENTROPY": entropy,
         }
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, without what reductions take beside it."""
+        return self.groups * self.per * self.warps * 512
+
+
+_REDUCTION_BYTES = 512
+
 
 def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
-    """True if the kernel runs on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
+    """True if a program fits on this device, and the rows, and a new gradient's, are laid out for 16-byte copies.
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
+    shape = Shape.of_row(vocabulary.valid * logits.element_size())
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0
     return (
         logits.dtype in KINDS
         and aligned
         and vocabulary.valid % 16 == 0
-        and torch.cuda.get_device_properties(logits.device).major == 9
+        and shape.shared_bytes + _REDUCTION_BYTES <= _shared_memory(logits.device)
     )
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def loss_and_gradient(
@@ -109,13 +130,28 @@ def loss_and_gradient(
         grad_scale: factor of the gradient.
         entropy: False leaves the entropies 0, unless they are in the loss.
     """
+    return launch(logits, gradient, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy)[0]
+
+
+def launch(
+    logits: Tensor,
+    gradient: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    *,
+    grad_scale: float,
+    entropy: bool,
+    most_programs: int | None = None,
+) -> tuple[PolicyGradientLoss, int]:
+    """`loss_and_gradient`, and how many spills the compiler needed; `most_programs`: all that fit on the GPU if None."""
     constants = term_constants(policy_loss)
     has_kl = constants["KL"] is not None
     out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
     shape = Shape.of_row(valid * logits.element_size())
-    processors = torch.cuda.get_device_properties(logits.device).multi_processor_count
-    one_launch_kernel[(min(len(logits), shape.programs * processors),)](
+    if most_programs is None:
+        most_programs = shape.programs * torch.cuda.get_device_properties(logits.device).multi_processor_count
+    compiled = one_launch_kernel[(min(len(logits), most_programs),)](
         logits,
         gradient,
         policy_loss.fields.targets.contiguous(),
@@ -138,7 +174,8 @@ def loss_and_gradient(
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
     streams = stream_losses(policy_loss, kl[0] if has_kl else None, entropies)
-    return PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
+    return found, compiled.n_spills
 
 
 @gluon.jit
@@ -178,7 +215,7 @@ def _unshared(words, key, KIND: gl.constexpr):
 @gluon.jit
 def _fill(group, z_words, offsets, limit):
     """Starts the asynchronous copy of a group of tiles; words at or beyond `limit` become 0."""
-    async_copy.async_copy_global_to_shared(group, z_words + offsets, mask=offsets < limit)
+    async_load(group, z_words + offsets, mask=offsets < limit)
     async_copy.commit_group()
 
 
@@ -305,7 +342,10 @@ def one_launch_kernel(
     thread: gl.constexpr = gl.SliceLayout(1, layout)
     shared: gl.constexpr = gl.SwizzledSharedLayout(WORDS, 1, 1, [1, 0])
     groups = gl.allocate_shared_memory(word, [GROUPS, PER * THREADS, WORDS], shared)
-    slots = groups._reinterpret(word, [SLOTS, THREADS, WORDS], shared)
+    if REINTERPRETS:
+        slots = groups.reinterpret(word, [SLOTS, THREADS, WORDS], shared)
+    else:
+        slots = groups._reinterpret(word, [SLOTS, THREADS, WORDS], shared)
 
     in_thread = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))[None, :]
     offsets = gl.arange(0, THREADS, layout=thread)[:, None] * WORDS + in_thread
@@ -482,7 +522,7 @@ def one_launch_kernel(
                         m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
             _fill(groups.index(g), z_next + g * PER * TILE, group_offsets, limit - g * PER * TILE)
         if moves:
-            gl.thread_barrier()  # the target's column belongs to another thread
+            thread_barrier()  # the target's column belongs to another thread
             p = _column(target_logit, c, peak, factor, bend, BONUS)
             gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
         if STREAMED > 0:  # the registers of the kept tiles serve the streamed ones first

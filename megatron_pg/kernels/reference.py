@@ -15,7 +15,7 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 
 
 def reference_loss(
-    logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool
+    logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool = True
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     fields = policy_loss.fields

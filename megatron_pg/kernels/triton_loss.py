@@ -1,12 +1,13 @@
 """The Triton implementation of `grpo_loss`: one launch where the whole row is here, else statistics, exchange, gradient."""
 
-import warnings
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_pg.declarations.one_launch import Path, path_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.support_triton import support_rows_of
 from megatron_pg.kernels.surrogate import surrogate_loss
@@ -15,7 +16,6 @@ from megatron_pg.kernels.topk_triton import topk_rows_of
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 from megatron_pg.kernels.vocabulary import Vocabulary
 
-ONE_LAUNCH_TRITON = ("3.6.",)  # releases whose Gluon, an experimental language, this was run with
 RESCALE_BLOCK = 8192
 # The schedule multiplies in float32, so an upstream gradient that should be D * C may come a few roundings beside it.
 ROUNDING = tl.constexpr(2.0**-21)
@@ -28,7 +28,7 @@ def triton_loss(
     trains = torch.is_grad_enabled() and logits.requires_grad
     restriction = policy_loss.restriction(entropy)
     is_by_token = policy_loss.row and restriction is None and not policy_loss.terms.reads_sequences
-    if is_by_token and trains and fits_one_launch(logits, vocabulary):
+    if is_by_token and trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
     fields = policy_loss.fields
@@ -46,20 +46,24 @@ def triton_loss(
     return surrogate_loss(policy_loss, logprobs, entropies) if policy_loss.row else policy_loss(logprobs, entropies)
 
 
-def fits_one_launch(logits: Tensor, vocabulary: Vocabulary) -> bool:
-    """Whether the one-launch kernel runs on this device, with these whole rows, and with this Triton, of which it warns."""
+def fits_one_launch(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
+    """Whether the one-launch kernel does the work for these rows: they are whole and fit, and it was tried here or agrees."""
     if vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
         return False
-    if not triton.__version__.startswith(ONE_LAUNCH_TRITON):
-        warnings.warn(
-            f"the one-launch kernel was run with Triton {', '.join(ONE_LAUNCH_TRITON)}x, not {triton.__version__}: three "
-            "launches do its work, with the same results and about 1.4 times the time of the loss",
-            stacklevel=2,
-        )
+    path = path_on(logits.device)
+    if not path.takes:
         return False
-    from megatron_pg.kernels import one_launch
+    from megatron_pg.kernels import one_launch, self_test  # an earlier Triton has no such language
 
-    return one_launch.supports(logits, vocabulary)
+    if not one_launch.supports(logits, vocabulary):
+        return False
+    return path.is_tried or self_test.agrees(logits, policy_loss, vocabulary, entropy=entropy)
+
+
+@lru_cache
+def path_on(device: torch.device) -> Path:
+    """How losses with a row are computed on a GPU."""
+    return path_of(torch.cuda.get_device_capability(device), triton.__version__)
 
 
 class _OneLaunch(torch.autograd.Function):

@@ -46,9 +46,9 @@ class TritonReader(EagerReader):
         """By a kernel."""
         vocab_parallel.write_gradient(z, out, *self._rows(chunk), rows, (slopes[0], slopes[1]), self._vocabulary)
 
-    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
+    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """By a kernel."""
-        return bool(policy_loss.row) and triton_loss.fits_one_launch(z, self._vocabulary)
+        return bool(policy_loss.row) and triton_loss.fits_one_launch(z, policy_loss, self._vocabulary, entropy=entropy)
 
     def loss_and_gradient(
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
@@ -110,6 +110,6 @@ class TritonSupportReader(TritonReader):
         where = *self._rows(chunk), self._restriction.at(chunk)
         support_triton.write_gradient(z, out, *where, rows, slopes, self._vocabulary)
 
-    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor) -> bool:
+    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """That kernel reads whole rows."""
         return False

@@ -90,6 +90,15 @@ class LossSettings:
         )
 
     @property
+    def kernel(self) -> str:
+        """`impl`, and the path that losses take on this GPU."""
+        if self.impl != "triton" or not torch.cuda.is_available():
+            return self.impl
+        from megatron_pg.kernels.triton_loss import path_on  # torch alone must not need Triton
+
+        return f"{self.impl}, {path_on(torch.device('cuda', torch.cuda.current_device())).text}"
+
+    @property
     def policy(self) -> tuple[str, ...]:
         """The streams whose tokens the objective trains: its own, or none."""
         return (POLICY,) if self.has_policy else ()

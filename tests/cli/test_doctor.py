@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 HOOKS = {"pretrain_hook": False, "parse_hook": True}
 HEALTHY = {
     "torch": Probe(
-        {"version": "2.9.0+cu130", "cuda": "13.0", "cuda_available": True, "devices": ["H200"] * 2, "nccl": True}, None
+        {"version": "2.9.0+cu130", "cuda": "13.0", "capability": [9, 0], "devices": ["H200"] * 2, "nccl": True}, None
     ),
     "triton": Probe({"version": "3.6.0"}, None),
     "megatron": Probe({"version": "0.19.2", "per_microbatch": [0.5, 0.0], "per_token": [1.0, 3.0]} | HOOKS, None),
@@ -50,11 +50,7 @@ BAD = {
         "repair the CUDA driver",
     ),
     "no GPU is visible": (
-        {
-            "torch": Probe(
-                {"version": "2.9.0", "cuda": "13.0", "cuda_available": False, "devices": [], "nccl": True}, None
-            )
-        },
+        {"torch": Probe({"version": "2.9.0", "cuda": "13.0", "capability": None, "devices": [], "nccl": True}, None)},
         "torch",
         "note",
         "is this a GPU machine",
@@ -64,6 +60,12 @@ BAD = {
         "--pg-kernel",
         "fail",
         "--pg-kernel torch",
+    ),
+    "the kernel was not tried with this Triton": (
+        {"triton": Probe({"version": "3.9.0"}, None)},
+        "--pg-kernel",
+        "note",
+        "",
     ),
     "the empty transformer-engine package": (
         {"megatron": Probe({}, "RuntimeError: Found empty `transformer-engine` meta package installed.")},

@@ -58,6 +58,20 @@ def test_gradients_in_a_stand_in_are_those_of_plain_loops(stand_in, host, eviden
     errors(stand_in[host], evidence)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(stand_in, host, layout):
+    found = stand_in[host][layout]["streams"].values()
+    assert len(found) == {"slime": 4, "miles": 2}[host]
+    assert max(found) < LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_streams_in_their_own_code_are_too(slime, miles, layout):
+    for found, host in ((slime, "slime"), (miles, "miles")):
+        assert max(_run(found, host)[layout]["streams"].values()) < LIMIT
+
+
 @pytest.mark.proof("Hosts: slime's own code, from samples to gradients on 2 real ranks, equals plain loops")
 def test_gradients_in_slime_are_those_of_plain_loops(slime, evidence):
     errors(_run(slime, "slime"), evidence)

@@ -206,7 +206,8 @@ def without(flags: Flags, removed: StreamTerm) -> Flags:
     """The flags with the stream's weight at 0, so that samples may still name it."""
     terms = tuple(term for term in flags.terms if term != removed)
     dropped = (dataclasses.replace(removed, weight=0.0),) if removed.on is None else ()
-    return dataclasses.replace(flags, terms=terms, dropped=(*flags.dropped, *dropped))
+    floor = flags.tail_floor if stream_cases.have_tail(terms) else None
+    return dataclasses.replace(flags, terms=terms, dropped=(*flags.dropped, *dropped), tail_floor=floor)
 
 
 def strip(sample: Sample, stream: str) -> Sample:

@@ -7,7 +7,7 @@ by hand.
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,6 +37,7 @@ AGGREGATIONS = {
     "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 4096.0},
 }
 HEADS = {"logits": {}, "forward": {"pg_fused_head": "forward"}, "recompute": {"pg_fused_head": "recompute"}}
+SFT_WEIGHT = 0.25
 _CLIP = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
 OBJECTIVES = {
     "grpo": (_CLIP, {}),
@@ -46,6 +47,13 @@ OBJECTIVES = {
         {"objective": "cispo", "cispo_cap": 1.3, "eps_low": 1.0, "correction": "tis", "correction_high": 1.1},
     ),
     "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
+}
+STREAMS = {  # for hosts whose batches have a teacher's log-probabilities and the samples' origins
+    "opd": (
+        {**_CLIP, "pg_stream": ["teacher:opd,on=rl,weight=0.3,aggregation=policy"]},
+        {"kl_coef": 0.3, "kl_estimator": "k3_weighted", "aux_aggregation": "policy"},
+    ),
+    "sft": ({**_CLIP, "pg_stream": [f"sft:ce,weight={SFT_WEIGHT}"]}, {}),
 }
 
 
@@ -63,12 +71,12 @@ class Case:
     @property
     def flags(self) -> dict[str, object]:
         """Our arguments."""
-        return AGGREGATIONS[self.aggregation] | OBJECTIVES[self.objective][0] | HEADS[self.head]
+        return AGGREGATIONS[self.aggregation] | (OBJECTIVES | STREAMS)[self.objective][0] | HEADS[self.head]
 
     @property
     def settings(self) -> oracle.Settings:
         """The oracle's."""
-        clip = {"eps_low": 0.2, "eps_high": 0.28} | OBJECTIVES[self.objective][1]
+        clip = {"eps_low": 0.2, "eps_high": 0.28} | (OBJECTIVES | STREAMS)[self.objective][1]
         divisor = AGGREGATIONS[self.aggregation].get("loss_aggregation_divisor")
         per_token = self.per_token or self.aggregation == "token_mean"
         return oracle.Settings(aggregation=self.aggregation, divisor=divisor, per_token=per_token, **clip)
@@ -134,6 +142,7 @@ def samples(*, fan_out: bool = False) -> list[Sample]:
                 old_logprobs=old,
                 rollout_logprobs=near(),
                 ref_logprobs=near(),
+                teacher_logprobs=[0.5 * x - 0.7 for x in old],
                 advantage=reward,
                 reward=reward,
                 rollout_id=i // 2 if fan_out else i,
@@ -231,6 +240,29 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
 
     `on_policy`: the sampling policy's log-probabilities are the model's own.
     """
+    if case.objective == "sft":
+        rollouts, demonstrations = (
+            [each for each in found if (source_of(each) == "sft") == is_sft] for is_sft in (False, True)
+        )
+        of_policy, pg_loss = _expected(rollouts, case, case.settings, on_policy=on_policy)
+        of_sft, _ = _expected(demonstrations, case, replace(case.settings, objective="reinforce"), advantage=1.0)
+        return [own + SFT_WEIGHT * theirs for own, theirs in zip(of_policy, of_sft, strict=True)], pg_loss
+    return _expected(found, case, case.settings, on_policy=on_policy)
+
+
+def source_of(sample: Sample) -> str:
+    """What a user of the host calls the sample's origin."""
+    return "sft" if int(sample.sample_id) % 3 == 1 else "unknown"
+
+
+def _expected(
+    found: Sequence[Sample],
+    case: Case,
+    settings: oracle.Settings,
+    *,
+    on_policy: bool = False,
+    advantage: float | None = None,
+) -> tuple[list[Tensor], float]:
     embedding, head = (each.numpy() for each in parameters())
     documents, inputs = [], []
     for sample in found:
@@ -245,14 +277,14 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
                 targets=targets,
                 mask=sample.loss_mask.numpy(),
                 old=own if on_policy else sample.old_logprobs.numpy(),
-                advantages=sample.advantages.numpy(),
+                advantages=sample.advantages.numpy() if advantage is None else np.full(length, advantage),
                 rollout=sample.rollout_logprobs.numpy(),
-                ref=sample.ref_logprobs.numpy(),
+                ref=(sample.teacher_logprobs if case.objective == "opd" else sample.ref_logprobs).numpy(),
                 rollout_id=sample.rollout_id,
                 prompt_id=sample.prompt_id,
             )
         )
-    result = oracle.step(documents, case.settings)
+    result = oracle.step(documents, settings)
     of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
     for before, slope in zip(inputs, result.gradients, strict=True):
         np.add.at(of_embedding, before, slope @ head)

@@ -54,6 +54,12 @@ PADDED_CASES = [
     Case(head="forward", objective="kl", per_token=True),
     Case(head="recompute", objective="gspo", rollouts_per_step=4),
 ]
+STREAM_CASES = [
+    Case(objective="opd", rollouts_per_step=4),
+    Case(objective="opd", head="recompute", aggregation="constant", per_token=True),
+    Case(objective="sft", aggregation="token_mean"),  # in slime, whose samples have origins
+    Case(objective="sft", head="forward", rollouts_per_step=6, fan_out=True),
+]
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 
@@ -69,6 +75,7 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
         "rollout_batch_size": len(hosts.LENGTHS) // hosts.PROMPT,
         "eps_clip_high": 0.28,
         "use_kl_loss": "pg_kl_coef" in case.flags,
+        "use_opd": False,
         "kl_loss_coef": case.flags.get("pg_kl_coef", 0.0),
         "kl_loss_type": "k3",
         "custom_megatron_init_path": f"megatron_pg.{host}.init",
@@ -108,6 +115,9 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         parallel_state.initialize_model_parallel(**sizes)
         of_layout: dict[str, object] = {
             "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
+        }
+        of_layout["streams"] = {
+            case.name: errors(train, host, case) for case in STREAM_CASES if host == "slime" or case.objective == "opd"
         }
         if host == "miles":
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}

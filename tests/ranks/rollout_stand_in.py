@@ -137,6 +137,7 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
         counts.append(most)
         rollouts.append(len({sample.rollout_id for sample in members}))
     part = {"log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "rollout_log_probs": "rollout_logprobs"}
+    part |= {"teacher_log_probs": "teacher_logprobs"}
     width = -(-max(len(sample.tokens) for sample in mine) // 8) * 8
     layout = (qkv_format, width if qkv_format == "bshd" else None)
     local = [response_index(len(sample.tokens), sample.response_length, *layout) for sample in mine]
@@ -150,6 +151,7 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
         "sample_indices": [sample.rollout_id for sample in mine],
         "local_raw_reward": [sample.reward for sample in mine],
         "truncated": [0 for _ in mine],
+        "source_names": [hosts.source_of(sample) for sample in mine],
         **{
             key: [getattr(sample, name).float()[index] for sample, index in zip(mine, local, strict=True)]
             for key, name in (part | {"advantages": "advantages"}).items()

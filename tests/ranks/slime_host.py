@@ -72,6 +72,9 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
     for mine, sample in zip(theirs, found, strict=True):
         mine.rollout_log_probs = sample.rollout_logprobs.tolist()
         mine.index = sample.rollout_id  # what a rollout's samples share
+        if "pg_stream" in vars(args):
+            mine.teacher_log_probs = sample.teacher_logprobs.float()
+            mine.metadata = {"source_name": hosts.source_of(sample)}
     boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
     tags = {"ref"} if args.use_kl_loss else set()
     me = SimpleNamespace(

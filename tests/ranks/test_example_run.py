@@ -76,12 +76,36 @@ def taught(folder, full):
 
 
 @launches.launch
+def mixed(folder, full):
+    """Runs of the same rollouts, alone and with right answers beside them, which fill micro-batches of their own."""
+    steps = ["--micro-batch-size", "16", "--train-iters", "2"]
+    beside = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-stream", "sft:ce,weight=0.1"]
+    launch(folder / "alone", *steps)
+    launch(folder / "mixed", *steps, *beside)
+    return folder
+
+
+@launches.launch
 def dry(folder, full):
     """Runs that stop before the model is built: asked for by the flag, by the environment, and unclearly."""
     flag = example_runs.launch(folder / "flag", *SHORT, "--pg-dry-run", "--loss-aggregation", "token_mean", ranks=2)
     environment = example_runs.launch(folder / "environment", *SHORT, ranks=1, MEGATRON_PG_DRY_RUN="1")
     unclear = example_runs.launch(folder / "unclear", *SHORT, ranks=1, check=False, MEGATRON_PG_DRY_RUN="yes")
     return folder, flag, environment, unclear
+
+
+def test_supervised_samples_leave_the_objective_as_it_is_bit_for_bit(mixed):
+    alone, both = (records(mixed / name / "metrics.jsonl")[1] for name in ("alone", "mixed"))
+    of_the_step = {"num_samples", "grad_norm", "learning_rate", "step_time"}
+    assert {name: both[name] for name in alone if name not in of_the_step} == {
+        name: value for name, value in alone.items() if name not in of_the_step
+    }
+    assert (alone["num_samples"], both["num_samples"], both["sft/num_rollouts"]) == (128, 160, 32)
+    assert both["sft/weight"] == pytest.approx(1.0)
+    assert both["loss"] == pytest.approx(both["pg_loss"] + 0.1 * both["sft/loss"], rel=1e-6)
+    assert both["grad_norm"] != alone["grad_norm"]
+    written = read_rollouts(mixed / "mixed" / "rollouts.jsonl")
+    assert [sample.stream for sample in written[:160]] == (["rl"] * 64 + ["sft"] * 16) * 2
 
 
 def test_a_student_that_begins_as_its_teacher_leaves_it_by_the_objective(taught):

@@ -114,6 +114,10 @@ class Flags:
             return LossSettings.from_args(validate_args(args))
 
 
+def have_tail(terms: Sequence[oracle.StreamTerm]) -> bool:
+    return any(term.kind in TOPK[:-1] for term in terms)
+
+
 def flag_text(term: oracle.StreamTerm, temperature: float) -> str:
     options = {name: getattr(term, name) for name in ("weight", "aggregation", "divisor", "on", "estimator")}
     if term.kind.startswith("topk_"):
@@ -296,8 +300,7 @@ def random_flags(rng: random.Random, objective: str | None = None, denominator: 
                 dataclasses.replace(t, aggregation=None) if t.on == "off" and t.aggregation == "policy" else t
                 for t in terms
             )
-        has_tail = any(term.kind in TOPK[:-1] for term in terms)
-        floor = rng.choice([1e-5, 1e-3, 0.05]) if has_tail and rng.random() < 0.4 else None
+        floor = rng.choice([1e-5, 1e-3, 0.05]) if have_tail(terms) and rng.random() < 0.4 else None
         found = Flags(expected, terms, dropped, has_policy, has_root_length, floor)
         found = dataclasses.replace(found, **given)
         try:
