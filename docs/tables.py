@@ -103,6 +103,7 @@ ONLY_WITH = {
     "sequence": "with an objective of whole sequences only (gspo, gspo_token, topr, vespo, gmpo, your own)",
     "correction": "with a correction only",
     "clip": "not with objectives that have no bounds",
+    "support_missing": "with `--pg-support-missing mask` only",
 }
 DIVIDED_BY = {
     "mean": "documents",

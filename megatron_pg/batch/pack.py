@@ -39,6 +39,7 @@ class PackedBatch:
     response_positions: Tensor  # [sum of R] int64 into the flattened rows
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
+    num_missing: int = 0  # trained tokens that were masked, because their samples' supports do not hold them
 
     @property
     def digest(self) -> bytes:

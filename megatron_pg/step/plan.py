@@ -64,6 +64,7 @@ class StepPlan:
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
     streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
+    num_missing: int = 0  # trained tokens that their samples' supports do not hold, masked before anything was counted
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
     warning: str | None = None  # about ids that may not be unique over the step
@@ -150,6 +151,7 @@ def plan_from_table(
         num_tokens=counts.num_tokens,
         num_trained=whole.num_trained,
         num_response_tokens=whole.num_response_tokens,
+        num_missing=whole.num_missing,
         num_positions=whole.num_positions,
         num_microbatches=local.num_microbatches,
         warning=warning,

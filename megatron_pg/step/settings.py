@@ -85,7 +85,9 @@ class LossSettings:
             impl=_available(args.pg_kernel),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
-            metrics=metrics_of(args.pg_metrics, terms, correction, depths),
+            metrics=metrics_of(
+                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
+            ),
             advises=not args.pg_no_mismatch_advice,
         )
 
@@ -131,12 +133,17 @@ class LossSettings:
         )
 
 
-def metrics_of(level: str, terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> Reduction:
+def metrics_of(
+    level: str, terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
+) -> Reduction:
     """The metrics of a loss."""
-    return Reduction(level, features_of(terms, correction, mtp_depths), terms.objective.reported, terms.streams)
+    features = features_of(terms, correction, mtp_depths, masks_missing=masks_missing)
+    return Reduction(level, features, terms.objective.reported, terms.streams)
 
 
-def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> frozenset[str]:
+def features_of(
+    terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
+) -> frozenset[str]:
     """What the loss has, by the names under which metrics ask for it."""
     features = {
         "clip": terms.objective.outside is not None,
@@ -145,6 +152,7 @@ def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -
         **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
         "streams": bool(terms.streams),
         "mtp": mtp_depths > 0,
+        "support_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
 

@@ -28,9 +28,9 @@ def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
     if settings.support_missing != "mask" or not settings.has_policy:
         return batch
     kept = {id(s): mask & support.holds(_response(s)) for s, support, mask in members(batch.samples)}
-    return replace(
-        batch, samples=tuple(replace(s, loss_mask=kept[id(s)]) if id(s) in kept else s for s in batch.samples)
-    )
+    samples = [replace(s, loss_mask=kept[id(s)]) if id(s) in kept else s for s in batch.samples]
+    num_missing = sum(s.num_trained for s in batch.samples) - sum(s.num_trained for s in samples)
+    return replace(batch, samples=tuple(samples), num_missing=num_missing)
 
 
 def check_supports(samples: Sequence[Sample], settings: LossSettings) -> None:

@@ -100,6 +100,7 @@ class LocalTable:
     num_response_tokens: int
     held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
     num_microbatches: int = 1
+    num_missing: int = 0  # of `PackedBatch`
     has_support: int = -1  # of the objective's samples: 1 or 0; -1 without any, or where it is not known
     ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
     samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
@@ -175,6 +176,7 @@ def local_table_of(
         num_positions=sum(batch.num_positions for batch in brought),
         num_response_tokens=sum(samples[i].response_length for i in mine),
         num_microbatches=len(batches),
+        num_missing=sum(batch.num_missing for batch in brought),
         has_support=_has_support(samples, rule.policy),
         samples=[samples[i] for i in mine],
         shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),

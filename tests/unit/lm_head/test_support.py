@@ -1,6 +1,7 @@
 """The fused head where distributions are over what could be sampled, against loops in float64, and on the policy that sampled."""
 
 import math
+from functools import partial
 
 import pytest
 import support_oracle
@@ -9,10 +10,12 @@ import torch
 from compare import scalar_error, tensor_error
 from support_parts import Parts
 
+from megatron_pg.batch import TokenFields
 from megatron_pg.batch.fields import TokenSupport
-from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary
 from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head import Head, logprobs_and_entropy, policy_gradient_head_loss, products
+from megatron_pg.objectives import objective_of
 
 CUDA = torch.cuda.is_available()
 HIDDEN, PADDING, TEMPERATURE = 16, 4, 0.7
@@ -121,3 +124,23 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp):
 
     for found in threads.run(tp, work) if tp > 1 else [work(0)]:
         assert (found.double() - old[wanted]).exp().sub(1).abs().max() <= 2e-5
+    fields = TokenFields(
+        targets=targets,
+        old_logprobs=old,
+        mask=torch.ones(rows, dtype=torch.bool),
+        weights=torch.full((rows,), 1 / rows),
+        advantages=torch.ones(rows),
+        support=support,
+    )
+    policy_loss = PolicyLoss(LossTerms(objective=objective_of("reinforce_is")), fields)
+
+    def loss(rank: int, mode: str):
+        group = threads.subgroup(lambda _: 0, tp, rank) if tp > 1 else None
+        shard = weight.chunk(tp)[rank].clone().requires_grad_()
+        vocabulary = Vocabulary.of(len(shard), temperature=TEMPERATURE, tp_group=group)
+        return policy_gradient_head_loss(hidden, shard, policy_loss, vocabulary, Head(mode=mode, impl=impl))
+
+    for mode in ("forward", "recompute"):
+        for out in threads.run(tp, partial(loss, mode=mode)) if tp > 1 else [loss(0, mode)]:
+            assert out.log_ratios.double().exp().sub(1).abs().max() <= 2e-5
+            assert abs(float(out.loss.detach()) + 1) <= 2e-5  # the mean ratio, and nothing of it lost

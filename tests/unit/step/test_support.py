@@ -109,10 +109,22 @@ def test_masked_before_the_plan_so_that_the_denominators_follow():
     batch, table, _ = counted([sample(sets), sample(GOOD, sample_id="t", rollout_id="u")], MASKS)
     assert [s.loss_mask.int().tolist() for s in batch.samples] == [[1, 0, 0, 0], [1, 1, 0, 1]]
     plan = plan_from_table(table, MASKS.plan_rule, error=None, group=None)
-    assert (plan.num_tokens, plan.denominators.tolist()) == (4, [4.0, 4.0])
+    assert (plan.num_tokens, plan.num_missing, plan.denominators.tolist()) == (4, 2, [4.0, 4.0])
     untouched = pack([sample(sets)], qkv_format="thd")
     assert without_missing(untouched, SETTINGS) is untouched
     assert without_missing(untouched, dataclasses.replace(MASKS, has_policy=False)) is untouched
+
+
+def test_masked_tokens_of_all_ranks_are_counted():
+    def work(rank: int) -> int:
+        group = threads.subgroup(lambda _: 0, 2, rank)
+        sets = [[[5, 9], [3], [1], [8]], [[4], [3], [1], [8]]][rank]
+        mine = sample(sets, old_logprobs=[-0.5, -0.5, 0.0, 0.0], rollout_id=rank)
+        batch = without_missing(pack([mine], qkv_format="thd"), MASKS)
+        table, _ = count([batch], MASKS, group)
+        return plan_from_table(table, MASKS.plan_rule, error=None, group=group).num_missing
+
+    assert threads.run(2, work) == [3, 3]
 
 
 def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
@@ -228,6 +240,8 @@ def test_the_flags_reach_the_settings():
     )
     found = LossSettings.from_args(validate_args(given))
     assert (found.support_missing, found.terms.entropy_support) == ("mask", "kept")
+    counted_by = [{metric.name for metric in each.metrics.metrics} for each in (plain, found)]
+    assert ["num_tokens_missing" in names for names in counted_by] == [False, True]
 
 
 @pytest.mark.parametrize(
