@@ -14,6 +14,7 @@ from megatron_pg.mismatch.causes import CAUSES, Answer
 from megatron_pg.mismatch.diagnosis import LEVEL, Diagnosis, diagnose
 from megatron_pg.mismatch.gap import Gap, gap_of
 from megatron_pg.mismatch.noise import EDGES, bins_of, noise_of
+from megatron_pg.mismatch.settings import Settings
 from megatron_pg.rollouts.fields import POLICY
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", type=float, default=LEVEL, metavar="P", help=level)
     by = "a field of your own (x_…) that divides samples into groups to compare, beside worker, data_parallel_rank and file"
     parser.add_argument("--by", action="append", metavar="FIELD", help=by)
+    engine = (
+        "the engine's sampling settings, any of temperature, top_p and top_k, for instance temperature=0.7,top_p=0.95"
+    )
+    parser.add_argument("--engine", default="", metavar="NAME=VALUE[,...]", help=engine)
+    trainer = "the temperature of the trainer's log-probabilities (--pg-temperature), beside that of --engine"
+    parser.add_argument("--trainer-temperature", type=float, metavar="T", help=trainer)
     add_picture_options(parser)
 
 
@@ -42,8 +49,12 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.level < 1:
         raise InputError(f"--level {options.level:g} is no chance. Give more than 0 and less than 1.")
     check_picture(options)
+    try:
+        settings = Settings.parse(options.engine, options.trainer_temperature)
+    except ValueError as error:
+        raise InputError(f"--engine {options.engine}: {error}. Give what is known.") from error
     gap = read_gap(options.rollouts, options.by or ())
-    found = diagnose(gap, options.level)
+    found = diagnose(gap, options.level, settings)
     if options.output:
         _draw(options, gap)
     if options.json:
@@ -99,7 +110,7 @@ def _show(paths: Sequence[str], gap: Gap, found: Diagnosis) -> None:
     say(_VERDICTS[found.verdict].format(number=len(found.found)))
     for test in found.found:
         say(f"  {test.cause}: {CAUSES[test.cause].title}{_estimate(test)}")
-        say(f"    {test.evidence} (p {_p(test.p)})")
+        say(f"    {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")
         say(f"    → {CAUSES[test.cause].advice}")
     for outcome, words in (("not found", "not found"), ("cannot tell", "cannot tell")):
         if tests := [test for test in found.tests if test.outcome == outcome]:
@@ -112,11 +123,12 @@ def _estimate(test: Answer) -> str:
     """What a reader wants to know first."""
     texts = {
         "temperature": "; trainer's = engine's × {trainer_over_engine:.3f}",
+        "sampling": "; kept mass {kept:.3f}, temperature × {temperature:.3f}",
         "truncation": "; kept mass {kept:.3f}",
         "padding": "; {missing:.2%} of the probability",
         "shift": "; by {lag:+d}, in {share:.0%} of the blocks",
     }
-    return texts.get(test.cause, "").format(**test.estimate)
+    return "" if test.p is None else texts.get(test.cause, "").format(**test.estimate)
 
 
 def _p(p: float) -> str:

@@ -42,6 +42,11 @@ CAUSES = {
         "truncated sampling (top-p, top-k, min-p) that the trainer does not replay",
         "Sample without top-p, top-k and min-p, or compute old_logprobs over the tokens that the engine kept.",
     ),
+    "sampling": Cause(
+        "the engine draws otherwise than it reports",
+        "Have the engine report log-probabilities after temperature and truncation (vLLM: logprobs_mode processed_logprobs), and compute "
+        "old_logprobs at that temperature, over the tokens that were kept (Sample.support).",
+    ),
     "padding": Cause(
         "columns that are no token take probability",
         "Mask the padded columns of the vocabulary before the softmax: --pg-vocab-size with the tokenizer's size.",

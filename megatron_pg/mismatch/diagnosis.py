@@ -9,6 +9,8 @@ from megatron_pg.mismatch import distribution, documents, values
 from megatron_pg.mismatch.causes import CAUSES, Answer, cannot_tell
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap
 from megatron_pg.mismatch.noise import noise_of
+from megatron_pg.mismatch.sampling import sampling
+from megatron_pg.mismatch.settings import Settings, against
 
 LEVEL = 0.01  # chance of a false alarm in a diagnosis of mere noise, shared out over its tests
 _TESTS = len(CAUSES)
@@ -65,12 +67,13 @@ class _Course:
         self.tests += [cannot_tell(cause, why) for cause in causes]
 
 
-def diagnose(gap: Gap, level: float = LEVEL) -> Diagnosis:
+def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -> Diagnosis:
     """Test every cause, the plainest first; documents are taken for independent.
 
     Args:
         gap: the trained tokens of all rollouts.
         level: the chance of any finding where d is symmetric noise, at most; each test has its share (Bonferroni).
+        settings: what engine and trainer are said to do.
     """
     course = _Course(gap, level / _TESTS)
     _test_values(course)
@@ -79,7 +82,8 @@ def diagnose(gap: Gap, level: float = LEVEL) -> Diagnosis:
     else:
         rest = [cause for cause in CAUSES if cause not in {test.cause for test in course.tests}]
         course.give_up("the sides are unrelated, so there is nothing else to see", *rest)
-    return Diagnosis(course.tests, summarise(gap))
+    tests = course.tests if settings is None else against(settings, course.tests)
+    return Diagnosis(tests, summarise(gap))
 
 
 def _test_values(course: _Course) -> None:
@@ -103,13 +107,17 @@ def _test_documents(course: _Course) -> Floats:
 
 def _test_distribution(course: _Course, factors: Floats) -> None:
     gap, level = course.gap, course.level
+    course.add(sampling(gap, level))
     if "vocabulary" in course.found:
         why = "the contexts hold tokens that the trainer reads as others"
         course.add(distribution.temperature(gap, level))
         course.give_up(why, "truncation", "padding", "routing", "head_precision")
         return
-    for test in distribution.missing_mass(gap, level):
-        course.add(test)
+    if "sampling" in course.found:
+        course.give_up("the tokens are not drawn from what the engine reports", "truncation", "padding")
+    else:
+        for test in distribution.missing_mass(gap, level):
+            course.add(test)
     course.add(distribution.temperature(gap, level))
     even = gap.divided(factors)
     course.add(distribution.routing(even, level))

@@ -24,6 +24,10 @@ class Gap:
     document: Integers  # [T] in [0, D), not decreasing
     step: Integers  # [D] optimizer step
     weight_version: Floats  # [D] step whose weights the engine had, NaN where not known
+    likeliest: NDArray[np.float32] | None = (
+        None  # [T, K] log q of the engine's likeliest tokens, descending, -inf where there is none
+    )
+    rank: Integers | None = None  # [T] of the sampled token among them, K: it is none of them, -1: they are not known
     groups: dict[str, list[Any]] = field(
         default_factory=dict
     )  # by what divides documents: [D] labels, None where not known
@@ -49,8 +53,9 @@ class Gap:
 
     def where(self, mask: Booleans | Integers) -> "Gap":
         """The tokens of a mask or of numbers; documents keep theirs."""
-        names = ("engine", "trainer", "ids", "position", "document")
-        return replace(self, **{name: getattr(self, name)[mask] for name in names})
+        names = ("engine", "trainer", "ids", "position", "document", "likeliest", "rank")
+        known = [name for name in names if getattr(self, name) is not None]
+        return replace(self, **{name: getattr(self, name)[mask] for name in known})
 
 
 def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Sequence[str] = ()) -> Gap:
@@ -66,6 +71,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     """
     names = iter(files) if files is not None else None
     columns: dict[str, list] = {name: [] for name in ("engine", "trainer", "ids", "position", "document")}
+    likeliest: list[tuple | None] = []
     groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
     step, version = [], []
     for number, sample in enumerate(samples):
@@ -80,6 +86,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         columns["ids"].append(sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept])
         columns["position"].append(kept)
         columns["document"].append(np.full(len(kept), number))
+        likeliest.append(_likeliest(sample, kept))
         step.append(sample.step or 0)
         version.append(np.nan if sample.weight_version is None else sample.weight_version)
         groups["worker"].append(sample.worker)
@@ -92,4 +99,42 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     if absent := [name for name in by if not any(label is not None for label in groups[name])]:
         raise ValueError(f"no sample has the field {absent[0]}, so nothing can be compared by it. Is it misspelt?")
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    joined |= _side_by_side(likeliest, [len(each) for each in columns["engine"]])
     return Gap(**joined, step=np.array(step), weight_version=np.array(version, dtype=float), groups=groups)
+
+
+def _likeliest(sample: Any, kept: Integers) -> tuple[NDArray[np.float32], Integers] | None:
+    """[n, K] the engine's values at the kept tokens, descending, and the rank of each token that was sampled."""
+    if sample.rollout_topk is None:
+        return None
+    ids, values = (each.numpy()[kept] for each in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
+    values = np.where(ids >= 0, values, -np.inf).astype(np.float32)
+    order = np.argsort(-values, axis=1, kind="stable")
+    tokens = sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept]
+    is_sampled = np.take_along_axis(ids, order, axis=1) == tokens[:, None]
+    rank = np.where(is_sampled.any(axis=1), is_sampled.argmax(axis=1), 2**31)
+    return np.take_along_axis(values, order, axis=1), rank
+
+
+def _side_by_side(parts: list[tuple | None], lengths: list[int]) -> dict[str, Any]:
+    """`likeliest` and `rank` of all tokens; nothing where no sample has any."""
+    width = max((part[0].shape[1] for part in parts if part is not None), default=0)
+    if width < 2:
+        return {}
+    values = np.full((sum(lengths), width), -np.inf, np.float32)
+    rank = np.full(sum(lengths), -1)
+    for end, length, part in zip(np.cumsum(lengths), lengths, parts, strict=True):
+        if part is not None:
+            values[end - length : end, : part[0].shape[1]] = part[0]
+            rank[end - length : end] = np.minimum(part[1], width)
+    return _without_added(values, rank)
+
+
+def _without_added(values: NDArray[np.float32], rank: Integers) -> dict[str, Any]:
+    """Without the sampled token that engines add to the likeliest, one more than usual, where it is none of them."""
+    count = np.isfinite(values).sum(axis=1)
+    longest = count == count.max()
+    if (count == count.max() - 1).any() and (rank[longest] == count.max() - 1).all():
+        values[longest, count.max() - 1] = -np.inf
+        rank = np.where(longest, values.shape[1], rank)
+    return {"likeliest": values, "rank": rank}

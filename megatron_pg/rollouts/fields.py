@@ -115,6 +115,7 @@ FIELDS = {
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "support": Field(_is_support, is_required=False, since=2),
+    "rollout_topk": Field(_are_token_sets, is_required=False, since=2),
     "stream": Field(is_stream, is_required=False, since=2),
     "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),

@@ -25,7 +25,7 @@ from megatron_pg.rollouts.lines import (
 )
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.token_sets import TokenSets
+from megatron_pg.rollouts.token_sets import TOKEN_SETS, TokenSets
 
 
 def read_rollouts(path: str | Path) -> list[Sample]:
@@ -203,7 +203,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         **{name: getattr(sample, name) for name in ORIGINS},
         "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
-        "teacher_topk": None if sample.teacher_topk is None else _finite_sets(sample.teacher_topk),
+        **{name: None if (v := getattr(sample, name)) is None else _finite_sets(v) for name in TOKEN_SETS},
         "support": None if sample.support is None else sample.support.lists(),
         "stream": None if sample.stream == POLICY else sample.stream,
         "masks": {name: mask.int().tolist() for name, mask in sample.masks.items()} or None,

@@ -26,7 +26,7 @@ from megatron_pg.rollouts.fields import (
 )
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.support import Support, check_support, support_of
-from megatron_pg.rollouts.token_sets import TokenSets, check_token_sets, token_sets_of
+from megatron_pg.rollouts.token_sets import TOKEN_SETS, TokenSets, check_token_sets, token_sets_of
 
 Values = Sequence[Any] | np.ndarray | Tensor
 
@@ -57,6 +57,7 @@ class Sample:
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
     support: Support | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
+    rollout_topk: TokenSets | None = None  # the engine's likeliest, which only `megatron-pg mismatch` reads
     routed_experts: Tensor | None = (
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
     )
@@ -125,9 +126,10 @@ class Sample:
                     f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the stream of --pg-stream "
                     "that the sample is of."
                 )
-        if self.teacher_topk is not None:
-            trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
-            check_token_sets("teacher_topk", self.teacher_topk, len(mask), trained, label)
+        for name in TOKEN_SETS:
+            if (sets := getattr(self, name)) is not None:
+                trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
+                check_token_sets(name, sets, len(mask), trained, label)
         if self.support is not None:
             check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
         if self.routed_experts is not None:
@@ -154,8 +156,9 @@ class Sample:
             advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a stream that
                 does not read them.
             rest: any other field of `Sample`; log-probabilities as `old_logprobs`, masks as `loss_mask`, `routed_experts` as
-                nested lists or an array of integers, `teacher_topk` as a dict of `ids` and `logprobs`, each a list per response
-                token of lists, or an array [R, K]; `support` as a list of ids per response token, or a dict of `ids` and `offsets`.
+                nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and `logprobs`, each a list per response
+                token of lists, or an array [R, K]; `support` as a list of ids per
+                response token, or a dict of `ids` and `offsets`.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -184,8 +187,9 @@ class Sample:
             rest["masks"] = {
                 name: _mask(f"masks[{shorten(name)}]", each, length, label) for name, each in masks.items()
             }
-        if rest.get("teacher_topk") is not None:
-            rest["teacher_topk"] = token_sets_of("teacher_topk", rest["teacher_topk"], label)
+        for name in TOKEN_SETS:
+            if rest.get(name) is not None:
+                rest[name] = token_sets_of(name, rest[name], label)
         if rest.get("support") is not None:
             rest["support"] = support_of(rest["support"], label)
         if rest.get("routed_experts") is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_pg.rollouts.printable import shorten
 
+TOKEN_SETS = ("teacher_topk", "rollout_topk")  # fields of a sample
 MOST_IDS = 512  # of a token
 ABSENT = -1  # where a token has fewer ids than the longest
 _MOST_MASS = 1.01  # of rounded log-probabilities

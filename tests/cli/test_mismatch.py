@@ -49,6 +49,19 @@ def test_the_document_holds_every_test(write, capsys):
     assert said["findings"][0]["estimate"]["trainer_over_engine"] == pytest.approx(0.8, rel=0.03)
 
 
+def test_settings_that_the_numbers_do_not_show_are_said(write, capsys):
+    path = write("r.jsonl", two_sides(random.Random(3)))
+    code, out, _ = run(capsys, path, "--engine", "temperature=1,top_p=0.9", "--trainer-temperature", "1")
+    assert code == 0
+    assert (
+        "  sampling: the engine draws otherwise than it reports\n    the settings say top_p 0.9, and no probability"
+        in out
+    )
+    code, _, err = run(capsys, path, "--engine", "top_p=2")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--engine top_p=2: a temperature is > 0, top_p above 0 and at most 1" in err
+
+
 def test_rollouts_without_a_fault(write, capsys):
     path = write("r.jsonl", two_sides(random.Random(3)))
     code, out, _ = run(capsys, path)

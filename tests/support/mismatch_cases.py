@@ -28,6 +28,7 @@ class Drawn:
     weight_version: list[int | None]
     worker: list[str | None]
     rank: list[int | None]
+    topk: tuple[Tensor, Tensor] | None = None  # [B, L, K] ids and log-probabilities of the engine's likeliest tokens
     truth: dict[str, str] = field(default_factory=dict)  # cause: strength
 
     def records(self) -> list[dict]:
@@ -55,8 +56,13 @@ class Drawn:
                 )
                 if values[i] is not None
             }
+            | ({} if self.topk is None else {"rollout_topk": self._topk(i)})
             for i in range(len(self.step))
         ]
+
+    def _topk(self, i: int) -> dict[str, Tensor]:
+        ids, logprobs = (each[i] for each in self.topk)
+        return {"ids": torch.where(logprobs > -torch.inf, ids, -1).int(), "logprobs": logprobs.clamp(min=-1e30)}
 
 
 @dataclass
@@ -136,12 +142,20 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 # --- faults ---
 
 
-def clean(world: World, choose: Callable[[Tensor], Tensor] = lambda logits: logits) -> Drawn:
-    """Documents of which only rounding differs."""
+def as_it_is(logits: Tensor) -> Tensor:
+    return logits
+
+
+def clean(
+    world: World, choose: Callable[[Tensor], Tensor] = as_it_is, reports: Callable[[Tensor], Tensor] | None = None
+) -> Drawn:
+    """Documents of which only rounding differs; the engine draws as it chooses, and reports that or something else."""
     rng, count = random.Random(world.seed), world.documents
     tokens = world.drawn(choose)
-    engine, trainer = of_tokens(choose(world.logits(tokens)), tokens), of_tokens(world.noisy_logits(tokens), tokens)
+    reported = (reports or choose)(world.logits(tokens))
+    engine, trainer = of_tokens(reported, tokens), of_tokens(world.noisy_logits(tokens), tokens)
     with_workers = rng.random() < 0.7
+    likeliest = reported.double().log_softmax(-1).topk(20)
     steps = sorted(rng.randrange(8) for _ in range(count))
     return Drawn(
         tokens=tokens,
@@ -151,6 +165,7 @@ def clean(world: World, choose: Callable[[Tensor], Tensor] = lambda logits: logi
         weight_version=[max(step - rng.randrange(4), 0) for step in steps] if rng.random() < 0.7 else [None] * count,
         worker=[f"engine-{rng.randrange(6)}" if with_workers else None for _ in range(count)],
         rank=[rng.randrange(4) if with_workers else None for _ in range(count)],
+        topk=(likeliest.indices, likeliest.values.float()) if reports is not None or rng.random() < 0.5 else None,
     )
 
 
@@ -262,11 +277,21 @@ TRUNCATIONS = {
 }
 
 
+WAYS = {  # of drawing, where the engine reports another
+    "weak": (lambda logits: logits / 0.98, top_p(0.997), top_k(200)),
+    "medium": (lambda logits: logits / 0.85, top_p(0.95), top_k(20), lambda logits: top_p(0.97)(logits / 1.1)),
+    "strong": (lambda logits: logits / 0.6, top_p(0.8), top_k(4), lambda logits: top_p(0.9)(logits / 0.7)),
+}
+
+
 def faulty(world: World, faults: dict[str, str]) -> Drawn:
     """Documents with these faults at these strengths."""
     rng = random.Random(world.seed + 17)
-    choose = rng.choice(TRUNCATIONS[faults["truncation"]]) if "truncation" in faults else lambda logits: logits
+    choose = rng.choice(TRUNCATIONS[faults["truncation"]]) if "truncation" in faults else as_it_is
     drawn = clean(world, choose)
+    if "sampling" in faults:
+        way = rng.choice(WAYS[faults["sampling"]])
+        drawn = clean(world, lambda logits: way(choose(logits)), reports=choose)
     order = (
         "temperature",
         "padding",

@@ -1,6 +1,6 @@
 """What `megatron-pg mismatch` makes of known faults: `python tests/support/mismatch_table.py` prints the tables of docs/mismatch.md.
 
-Every world has a sharpness, a noise level and a number of documents of its own; 44 faults (each cause four times) at three
+Every world has a sharpness, a noise level and a number of documents of its own; 48 faults (each cause four times) at three
 strengths, 40 pairs of strong faults and 40 sets of rollouts without a fault. Pairs with a wrong vocabulary take it at medium
 strength: where all tokens are others, nothing else can be seen.
 """
@@ -22,7 +22,7 @@ from megatron_pg import Sample
 from megatron_pg.mismatch.diagnosis import diagnose
 from megatron_pg.mismatch.gap import Gap, gap_of
 
-SEEDED = (*FAULTS, "truncation")
+SEEDED = (*FAULTS, "truncation", "sampling")
 
 
 @dataclass(frozen=True)

@@ -224,9 +224,11 @@ def test_without_fields_nothing_is_said_of_groups_and_age(world):
     with torch.no_grad():
         drawn = clean(world)
     count = len(drawn.step)
-    bare = replace(drawn, step=[0] * count, weight_version=[None] * count, worker=[None] * count, rank=[None] * count)
+    bare = replace(
+        drawn, topk=None, step=[0] * count, weight_version=[None] * count, worker=[None] * count, rank=[None] * count
+    )
     outcome = {test.cause: test.outcome for test in diagnose(gap_of_drawn(bare)).tests}
-    assert [cause for cause, each in outcome.items() if each == "cannot tell"] == ["group", "staleness"]
+    assert [cause for cause, each in outcome.items() if each == "cannot tell"] == ["group", "staleness", "sampling"]
 
 
 @pytest.mark.parametrize("documents", [1, FEWEST - 1])
@@ -344,7 +346,7 @@ def test_rounding_of_the_generator_is_that_of_bfloat16():
 
 
 def test_every_cause_has_a_fault_and_words():
-    assert set(CAUSES) == set(SEEDED) == {*FAULTS, "truncation"}
+    assert set(CAUSES) == set(SEEDED) == {*FAULTS, "truncation", "sampling"}
     assert all(cause.title and cause.advice.endswith(".") for cause in CAUSES.values())
 
 

@@ -1,0 +1,104 @@
+"""What engine and trainer are said to do, against what their log-probabilities show."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_pg.mismatch.causes import Answer
+
+_NAMES = ("temperature", "top_p", "top_k")
+_CLOSE = 1.02  # of temperatures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The engine's sampling settings, and the temperature that the trainer's log-probabilities are at; None: not said."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    trainer_temperature: float | None = None
+
+    @classmethod
+    def parse(cls, engine: str, trainer_temperature: float | None = None) -> "Settings":
+        """From `temperature=0.7,top_p=0.9,top_k=50`, any of them.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
+        given: dict[str, float] = {}
+        for part in filter(None, engine.split(",")):
+            name, equals, text = part.partition("=")
+            if name not in _NAMES or not equals or name in given:
+                raise ValueError(f"{part!r} is none of {', '.join(f'{each}=…' for each in _NAMES)}, each once")
+            try:
+                given[name] = float(text)
+            except ValueError:
+                raise ValueError(f"{part!r} has no number") from None
+        count = given.pop("top_k", None)
+        if not (
+            given.get("temperature", 1.0) > 0 and 0 < given.get("top_p", 1.0) <= 1 and (count is None or count >= 1)
+        ):
+            raise ValueError("a temperature is > 0, top_p above 0 and at most 1, top_k 1 or more")
+        if trainer_temperature is not None and "temperature" not in given:
+            raise ValueError(f"the trainer's temperature {trainer_temperature:g} needs the engine's beside it")
+        if trainer_temperature is not None and not trainer_temperature > 0:
+            raise ValueError(f"the trainer's temperature {trainer_temperature:g} is not > 0")
+        return cls(**given, top_k=None if count is None else int(count), trainer_temperature=trainer_temperature)
+
+    @property
+    def truncation(self) -> str:
+        """In words; empty where nothing is cut off."""
+        parts = [f"top_p {self.top_p:g}"] if self.top_p not in (None, 1.0) else []
+        return " and ".join([*parts, *([f"top_k {self.top_k}"] if self.top_k is not None else [])])
+
+    @property
+    def ratio(self) -> float | None:
+        """The trainer's temperature over the engine's."""
+        if self.temperature is None or self.trainer_temperature is None:
+            return None
+        return self.trainer_temperature / self.temperature
+
+
+def against(settings: Settings, tests: list[Answer]) -> list[Answer]:
+    """The tests, with what the settings say of them: a setting of which the log-probabilities show nothing is found as `sampling`."""
+    by_cause = {test.cause: test for test in tests}
+    unseen = [*_unseen_temperature(settings, by_cause), *_unseen_truncation(settings, by_cause)]
+    changed = dict(by_cause)
+    if (ratio := settings.ratio) is not None and by_cause["temperature"].outcome == "found":
+        estimate = by_cause["temperature"].estimate["trainer_over_engine"]
+        agrees = 1 / _CLOSE < estimate / ratio < _CLOSE
+        said = "as the settings say" if agrees else f"the settings say {ratio:.3f}, so another one acts"
+        changed["temperature"] = _with(by_cause["temperature"], said)
+    sampling = by_cause["sampling"]
+    if sampling.outcome == "found":
+        changed["sampling"] = _with(sampling, f"the settings say {_shown(settings)}")
+    elif unseen:
+        changed["sampling"] = Answer("sampling", "found", "; ".join(unseen), None, {"settings": _shown(settings)})
+    return [changed[test.cause] for test in tests]
+
+
+def _unseen_temperature(settings: Settings, by_cause: Mapping[str, Answer]) -> list[str]:
+    ratio = settings.ratio
+    if ratio is None or 1 / _CLOSE < ratio < _CLOSE or by_cause["temperature"].outcome != "not found":
+        return []
+    return [
+        f"the settings say temperatures {settings.temperature:g} (engine) and {settings.trainer_temperature:g} (trainer), and the "
+        "log-probabilities do not differ so: one side's are those of another temperature"
+    ]
+
+
+def _unseen_truncation(settings: Settings, by_cause: Mapping[str, Answer]) -> list[str]:
+    if not settings.truncation or by_cause["truncation"].outcome != "not found":
+        return []
+    return [
+        f"the settings say {settings.truncation}, and no probability is missing: both sides are before the truncation"
+    ]
+
+
+def _with(test: Answer, said: str) -> Answer:
+    return replace(test, evidence=f"{test.evidence}; {said}")
+
+
+def _shown(settings: Settings) -> str:
+    known = {name: getattr(settings, name) for name in (*_NAMES, "trainer_temperature")}
+    return ", ".join(f"{name} {value:g}" for name, value in known.items() if value is not None)

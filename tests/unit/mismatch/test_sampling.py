@@ -1,0 +1,195 @@
+"""How tokens were drawn, told from the engine's likeliest tokens; and what settings say against log-probabilities."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_pg import Sample
+from megatron_pg.mismatch import sampling as module
+from megatron_pg.mismatch.causes import CAUSES, Answer
+from megatron_pg.mismatch.diagnosis import diagnose
+from megatron_pg.mismatch.gap import Gap, gap_of
+from megatron_pg.mismatch.sampling import sampling
+from megatron_pg.mismatch.settings import Settings, against
+
+LEVEL = 0.01 / len(CAUSES)
+VOCABULARY, TOP = 60, 32
+
+
+def drawn(
+    seed: int, count: int = 4000, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = VOCABULARY
+) -> Gap:
+    """Tokens drawn so, and the log-probabilities at temperature 1 of the 32 likeliest."""
+    rng = np.random.default_rng(seed)
+    logits = -1.6 * np.log(np.arange(1, VOCABULARY + 1)) + rng.normal(0, 0.7, (count, VOCABULARY))
+    logits = -np.sort(-logits, axis=1)
+    log_q = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    weights = np.exp(log_q / temperature)
+    weights /= weights.sum(axis=1, keepdims=True)
+    kept = (weights.cumsum(axis=1) - weights < top_p) & (np.arange(VOCABULARY) < top_k)
+    chosen = np.where(kept, np.log(weights) + rng.gumbel(size=weights.shape), -np.inf).argmax(axis=1)
+    values = log_q[np.arange(count), chosen]
+    return Gap(
+        engine=values,
+        trainer=values,
+        ids=chosen,
+        position=np.tile(np.arange(40), count // 40),
+        document=np.repeat(np.arange(count // 40), 40),
+        step=np.zeros(count // 40, int),
+        weight_version=np.full(count // 40, np.nan),
+        likeliest=log_q[:, :TOP].astype(np.float32),
+        rank=np.minimum(chosen, TOP),
+    )
+
+
+@pytest.mark.proof("Mismatch: temperature and truncation that an engine does not report are estimated")
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.4},
+        {"top_p": 0.9},
+        {"top_p": 0.8},
+        {"top_k": 10},
+        {"top_k": 32},
+        {"temperature": 0.7, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_a_way_of_drawing_is_estimated(way, evidence):
+    answer = sampling(drawn(1, **way), LEVEL)
+    assert answer.outcome == "found"
+    assert answer.estimate["temperature"] == pytest.approx(way.get("temperature", 1.0), rel=0.06)
+    assert answer.estimate["top_p"] == pytest.approx(way.get("top_p"), abs=0.026)
+    assert answer.estimate["top_k"] == way.get("top_k")
+    evidence(cases=1)
+
+
+@pytest.mark.proof("Mismatch: tokens drawn as reported are hardly ever called drawn otherwise")
+def test_what_is_drawn_as_reported_has_large_p(full, evidence):
+    ps = [sampling(drawn(100 + seed, 400), LEVEL).p for seed in range(400 if full else 60)]
+    assert sum(p <= 0.05 for p in ps) <= 0.05 * len(ps)
+    assert min(ps) > LEVEL
+    evidence(cases=len(ps))
+
+
+@pytest.mark.parametrize("way", [module._Way(0.8), module._Way(1.0, 0.7), module._Way(1.25, None, 5)])
+def test_a_likelihood_is_that_of_a_loop(way):
+    gap = drawn(3, 40)
+    probabilities = module._probabilities(gap.likeliest.astype(float), way.temperature)
+    kept, wanted = module._kept(probabilities, way), []
+    for row, is_kept in zip(gap.likeliest.astype(float), kept, strict=True):
+        q = [math.exp(value) for value in row]
+        weights = [each ** (1 / way.temperature) for each in q]
+        weights.append((1 - sum(q)) / q[-1] * q[-1] ** (1 / way.temperature))  # so many like the last
+        total = sum(weights)
+        wanted.append([each / total for each in weights])
+        before = 0.0
+        for k, each in enumerate(wanted[-1]):
+            can_be = (way.share is None or before < way.share) and (way.count is None or k < way.count)
+            assert is_kept[k] == can_be
+            before += each
+    np.testing.assert_allclose(probabilities, wanted, rtol=1e-6)
+
+
+def test_without_the_likeliest_nothing_is_said():
+    bare = replace(drawn(4), likeliest=None, rank=None)
+    assert sampling(bare, LEVEL).outcome == "cannot tell"
+    few = drawn(5, 4000)
+    few.rank[100:] = -1
+    assert "fewer than 200" in sampling(few, LEVEL).evidence
+
+
+def sample(number: int, topk: dict | None) -> Sample:
+    return Sample.build(
+        tokens=[1, 4, 7, 9],
+        response_length=3,
+        loss_mask=[1, 1, 0],
+        old_logprobs=[-1.0, -2.0, -3.0],
+        rollout_logprobs=[-1.0, -2.0, -3.0],
+        advantage=0.0,
+        rollout_topk=topk,
+        rollout_id=number,
+    )
+
+
+def test_columns_hold_the_likeliest_in_order_and_the_rank_of_what_was_drawn():
+    known = {"ids": [[2, 4, 3], [1, 2], [9, 8]], "logprobs": [[-2.0, -1.0, -3.0], [-0.5, -1.5], [-0.1, -3.0]]}
+    gap = gap_of([sample(0, None), sample(1, known)])
+    assert gap.rank.tolist() == [-1, -1, 0, 3]
+    assert gap.likeliest[2].tolist() == [-1.0, -2.0, -3.0]
+    assert gap.likeliest[3].tolist() == [-0.5, -1.5, -math.inf]
+    assert gap_of([sample(0, None)]).rank is None
+
+
+def test_a_drawn_token_that_the_engine_has_added_is_none_of_the_likeliest():
+    known = {"ids": [[4, 3], [1, 2, 7], [9, 8]], "logprobs": [[-0.5, -3.0], [-0.5, -1.5, -2.0], [-0.1, -3.0]]}
+    gap = gap_of([sample(0, known)])
+    assert gap.rank.tolist() == [0, 3]
+    assert gap.likeliest[1].tolist() == [-0.5, -1.5, -math.inf]
+
+
+# --- settings ---
+
+
+def answers(**outcomes: str) -> list[Answer]:
+    estimates = {"temperature": {"trainer_over_engine": 1.25}}
+    return [
+        Answer(cause, outcomes.get(cause, "not found"), "numbers", 0.5, estimates.get(cause, {})) for cause in CAUSES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "outcomes", "cause", "outcome", "says"),
+    [
+        ("temperature=0.8", 1.0, {"temperature": "found"}, "temperature", "found", "as the settings say"),
+        (
+            "temperature=0.5",
+            1.0,
+            {"temperature": "found"},
+            "temperature",
+            "found",
+            "the settings say 2.000, so another",
+        ),
+        ("temperature=0.5", 1.0, {}, "sampling", "found", "temperatures 0.5 .engine. and 1 .trainer."),
+        ("temperature=0.5", 0.5, {}, "sampling", "not found", "numbers$"),
+        ("temperature=0.5", None, {}, "sampling", "not found", "numbers$"),
+        ("top_p=0.9,top_k=50", None, {}, "sampling", "found", "top_p 0.9 and top_k 50, and no probability is missing"),
+        ("top_p=0.9", None, {"truncation": "found"}, "sampling", "not found", "numbers$"),
+        ("top_p=0.9", None, {"truncation": "cannot tell"}, "sampling", "not found", "numbers$"),
+        ("top_p=1", None, {}, "sampling", "not found", "numbers$"),
+        ("top_p=0.9", None, {"sampling": "found"}, "sampling", "found", "numbers; the settings say top_p 0.9$"),
+    ],
+)
+def test_settings_are_held_against_the_numbers(engine, trainer, outcomes, cause, outcome, says):
+    found = {test.cause: test for test in against(Settings.parse(engine, trainer), answers(**outcomes))}
+    assert [*found] == [*CAUSES]
+    assert found[cause].outcome == outcome
+    assert re.search(says, found[cause].evidence)
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "message"),
+    [
+        ("top_p", None, "'top_p' is none of temperature="),
+        ("top_p=0.9,top_p=0.8", None, "each once"),
+        ("min_p=0.1", None, "'min_p=0.1' is none of"),
+        ("top_p=x", None, "'top_p=x' has no number"),
+        ("top_p=0", None, "above 0 and at most 1"),
+        ("temperature=0", None, "a temperature is > 0"),
+        ("top_k=0", None, "top_k 1 or more"),
+        ("top_p=0.9", 1.0, "needs the engine's"),
+        ("temperature=1", 0.0, "is not > 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(engine, trainer, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.parse(engine, trainer)
+
+
+def test_what_is_drawn_otherwise_leaves_no_word_on_missing_mass():
+    found = {test.cause: test.outcome for test in diagnose(drawn(6, top_p=0.8)).tests}
+    assert (found["sampling"], found["truncation"], found["padding"]) == ("found", "cannot tell", "cannot tell")
