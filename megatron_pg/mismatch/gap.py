@@ -83,10 +83,11 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         kept = sample.loss_mask.numpy().nonzero()[0]
         columns["engine"].append(sample.rollout_logprobs.numpy()[kept])
         columns["trainer"].append(sample.old_logprobs.numpy()[kept])
-        columns["ids"].append(sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept])
+        drawn = sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept]
+        columns["ids"].append(drawn)
         columns["position"].append(kept)
         columns["document"].append(np.full(len(kept), number))
-        likeliest.append(_likeliest(sample, kept))
+        likeliest.append(_likeliest(sample, kept, drawn))
         step.append(sample.step or 0)
         version.append(np.nan if sample.weight_version is None else sample.weight_version)
         groups["worker"].append(sample.worker)
@@ -103,15 +104,14 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     return Gap(**joined, step=np.array(step), weight_version=np.array(version, dtype=float), groups=groups)
 
 
-def _likeliest(sample: Any, kept: Integers) -> tuple[NDArray[np.float32], Integers] | None:
+def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:
     """[n, K] the engine's values at the kept tokens, descending, and the rank of each token that was sampled."""
     if sample.rollout_topk is None:
         return None
     ids, values = (each.numpy()[kept] for each in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
     values = np.where(ids >= 0, values, -np.inf).astype(np.float32)
     order = np.argsort(-values, axis=1, kind="stable")
-    tokens = sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept]
-    is_sampled = np.take_along_axis(ids, order, axis=1) == tokens[:, None]
+    is_sampled = np.take_along_axis(ids, order, axis=1) == drawn[:, None]
     rank = np.where(is_sampled.any(axis=1), is_sampled.argmax(axis=1), 2**31)
     return np.take_along_axis(values, order, axis=1), rank
 
