@@ -26,13 +26,21 @@ class SampledDocuments:
         iteration: optimizer steps that the run has done; batches that were sampled later are dropped, and sampled again.
         is_writer: whether this process writes the file.
         group_by: the field whose equal values make a group.
+        version: of the rollout file.
     """
 
     def __init__(
-        self, path: Path, sample_batch: Callable[[int], list[Sample]], *, iteration: int, is_writer: bool, group_by: str
+        self,
+        path: Path,
+        sample_batch: Callable[[int], list[Sample]],
+        *,
+        iteration: int,
+        is_writer: bool,
+        group_by: str,
+        version: int = 1,
     ):
         self._path, self._sample_batch, self._group_by = path, sample_batch, group_by
-        self._writer = continue_rollouts(path, iteration) if is_writer else None
+        self._writer = continue_rollouts(path, iteration, version) if is_writer else None
         self.batch: list[Sample] = []  # the last one
 
     def begin(self, position: int) -> Iterator[list[Sample]]:

@@ -51,6 +51,14 @@ class Policy:
             for row, p, r in zip(table, prompts, responses, strict=True)
         ]
 
+    def entropies(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+        """Entropy in nats of the distribution in the place of every token of given responses."""
+        table = self.logprobs(self._rows([p + r for p, r in zip(prompts, responses, strict=True)]))
+        values = -(table.exp() * table).sum(dim=-1)
+        return [
+            row[len(p) - 1 : len(p) - 1 + len(r)].tolist() for row, p, r in zip(values, prompts, responses, strict=True)
+        ]
+
     def sample(
         self, prompts: list[list[int]], *, max_tokens: int, stop: int, generator: torch.Generator, top_p: float = 1.0
     ) -> Completions:

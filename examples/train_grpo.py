@@ -26,7 +26,7 @@ import math
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +69,7 @@ from megatron_pg.pretrain import StepLog, pretrain, step_record
 from megatron_pg.rollouts.support import Support
 from megatron_pg.step.collectives import all_gather_rows
 
+OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
 DEMONSTRATIONS = "sft"  # the stream that right answers are of beside the rollouts
 
 
@@ -155,8 +156,7 @@ class Example:
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
             sampled = None if args.docs_per_step else _sampled_steps(args)
-            version = 2 if args.teacher or args.demonstrations_per_step or args.top_p < 1 else 1
-            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=version)
+            self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=_version(args))
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
         if args.docs_per_step:
@@ -197,6 +197,7 @@ class Example:
                 Path(args.run_dir) / f"rollouts.{mpu.get_data_parallel_rank()}.jsonl",
                 lambda number: self._document_batch(number, args),
                 iteration=args.iteration,
+                version=_version(args),
                 is_writer=mpu.get_model_parallel_src_rank() == torch.distributed.get_rank()
                 and mpu.get_context_parallel_rank() == 0,
                 group_by=_group_field(args),
@@ -214,7 +215,7 @@ class Example:
             samples = imitation(self.policy, number, count, generator)
         else:
             samples = rollout(self.policy, number, args, generator)
-        return [_with_step(sample, args.curr_iteration) for sample in samples]
+        return [_with_step(sample, args.curr_iteration) for sample in self._taught(samples, self.policy)]
 
     def _document_metrics(self, iteration: int, args) -> dict[str, float]:
         values = {
@@ -262,7 +263,7 @@ class Example:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
                 count = _rollouts_per_step(args) // mpu.get_data_parallel_world_size()
-                batches = [self._taught(imitation(policy, step, count, generator))]
+                batches = [self._taught(imitation(policy, step, count, generator), policy)]
                 self.task_metrics = {}
             elif step == args.iteration < _sampled_steps(args):
                 batches = open_batch(step, args)
@@ -274,21 +275,17 @@ class Example:
                 yield from microbatches(samples, args)
                 step += 1
 
-    def _taught(self, samples: list[Sample]) -> list[Sample]:
-        """The samples with the teacher's log-probabilities, if there is one."""
-        if self.teacher is None:
-            return samples
-        cuts = [len(sample.tokens) - sample.response_length for sample in samples]
-        whole = [sample.tokens.tolist() for sample in samples]
-        pairs = [(tokens[:n], tokens[n:]) for tokens, n in zip(whole, cuts, strict=True)]
-        scores = self.teacher.score([prompt for prompt, _ in pairs], [response for _, response in pairs])
-        return [
-            replace(sample, teacher_logprobs=torch.tensor(score, dtype=torch.float64))
-            for sample, score in zip(samples, scores, strict=True)
-        ]
+    def _taught(self, samples: list[Sample], policy: Policy) -> list[Sample]:
+        """The samples with the teacher's log-probabilities, if there is one, and with what the correction reads of their policy."""
+        found = {"old_entropies": policy.entropies} if _reads_entropies(get_args()) else {}
+        if self.teacher is not None:
+            found["teacher_logprobs"] = self.teacher.score
+        for name, values_of in found.items():
+            samples = _with_values(samples, name, values_of)
+        return samples
 
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
-        samples = self._taught(rollout(policy, step, args, generator))
+        samples = self._taught(rollout(policy, step, args, generator), policy)
         size = mpu.get_data_parallel_world_size()
         steps = cut_steps(samples, samples_per_step=_rollouts_per_step(args) // size)
         numbered = [
@@ -372,6 +369,29 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     return samples
 
 
+def _version(args) -> int:
+    """Of the rollout file."""
+    return 2 if args.teacher or args.demonstrations_per_step or args.top_p < 1 or _reads_entropies(args) else 1
+
+
+def _reads_entropies(args) -> bool:
+    """Whether a correction chooses tokens by the entropy of the policy that sampled them."""
+    return args.pg_correction == "top_entropy"
+
+
+def _with_values(samples: list[Sample], name: str, values_of: Callable[..., list[list[float]]]) -> list[Sample]:
+    """The samples with a field that a policy gives for prompts and responses."""
+    cuts = [len(sample.tokens) - sample.response_length for sample in samples]
+    whole = [sample.tokens.tolist() for sample in samples]
+    values = values_of(
+        [row[:n] for row, n in zip(whole, cuts, strict=True)], [row[n:] for row, n in zip(whole, cuts, strict=True)]
+    )
+    return [
+        replace(sample, **{name: torch.tensor(each, dtype=torch.float64)})
+        for sample, each in zip(samples, values, strict=True)
+    ]
+
+
 def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
     """This rank's right answers of a step, which the stream of demonstrations trains."""
     count = args.demonstrations_per_step // mpu.get_data_parallel_world_size()
@@ -448,7 +468,7 @@ def mean_over_ranks(values: list[float]) -> float:
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
     """All data-parallel ranks' samples of a step, as one table of numbers per rank, NaN for what a sample does not have."""
     width = args.seq_length
-    table = torch.full((len(samples), 7 + 4 * width), math.nan, dtype=torch.float64)
+    table = torch.full((len(samples), 7 + (3 + len(OPTIONAL)) * width), math.nan, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
@@ -456,9 +476,8 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         row[:5] = torch.tensor([*prompt_numbers, rollout_number, n, r])
         if sample.stream != DEMONSTRATIONS:
             row[5], row[6] = sample.reward, sample.advantages[0]
-        for k, values in enumerate(
-            (sample.tokens, sample.old_logprobs, sample.teacher_logprobs, _bits(sample.support))
-        ):
+        optional = (getattr(sample, name) for name in OPTIONAL)
+        for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional, _bits(sample.support))):
             if values is not None:
                 row[7 + k * width :][: len(values)] = values
     everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
@@ -472,21 +491,24 @@ def _bits(support: Support | None) -> torch.Tensor | None:
     return torch.zeros(len(support.counts)).double().index_add_(0, support.positions, 2.0 ** support.ids.double())
 
 
+def _ids(bits: float) -> list[int]:
+    return [j for j in range(task.VOCABULARY) if int(bits) >> j & 1]
+
+
 def _sample_of(row: list[float], step: int, width: int) -> Sample:
     batch, prompt, number, n, r = (int(value) for value in row[:5])
     reward, advantage = (None if math.isnan(value) else value for value in row[5:7])
-    old, teacher, kept = (row[7 + k * width :][:r] for k in (1, 2, 3))
+    names = ("old_logprobs", *OPTIONAL)
+    fields = {name: row[7 + k * width :][:r] for k, name in enumerate(names, start=1)}
+    kept = row[7 + (1 + len(names)) * width :][:r]
     return Sample.build(
         tokens=[int(token) for token in row[7 : 7 + n]],
         response_length=r,
         loss_mask=[1] * r,
         stream=DEMONSTRATIONS if advantage is None else "rl",
-        old_logprobs=None if math.isnan(old[0]) else old,
         advantage=advantage,
-        teacher_logprobs=None if math.isnan(teacher[0]) else teacher,
-        support=None
-        if math.isnan(kept[0])
-        else [[j for j in range(task.VOCABULARY) if int(bits) >> j & 1] for bits in kept],
+        support=None if math.isnan(kept[0]) else list(map(_ids, kept)),
+        **{name: values for name, values in fields.items() if not math.isnan(values[0])},
         prompt_id=f"{batch}-{prompt}",
         rollout_id=f"{batch}-{number}",
         step=step,

@@ -11,7 +11,7 @@ from megatron_pg.batch.fields import TokenFields, TokenSupport
 from megatron_pg.batch.pack import PackedBatch
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
-from megatron_pg.rollouts.fields import OPTIONAL
+from megatron_pg.rollouts.fields import LOGPROBS, OPTIONAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +100,7 @@ def slice_batch(
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
         "sample_weights": batch.loss_mask / batch.per_token(counts),
-        **{name: batch.optional_values(name) for name in OPTIONAL},
+        **{name: batch.optional_values(name) for name in OPTIONAL if name in LOGPROBS},
         **fields,
     }
     rows = {name: batch.spread(values) for name, values in known.items() if values is not None}

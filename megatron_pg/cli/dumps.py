@@ -316,6 +316,7 @@ COLUMNS = {  # field -> the columns that are taken for it where --column names n
     "old_logprobs": ("old_logprobs", "old_per_token_logps"),
     "rollout_logprobs": ("rollout_logprobs", "response_logprobs", "sampling_per_token_logps"),
     "ref_logprobs": ("ref_logprobs", "ref_per_token_logps"),
+    "old_entropies": ("old_entropies",),
     "routed_experts": ("routed_experts",),
     "support": ("support", "sampling_mask", "output_token_sampling_mask"),
     "reward": ("reward", "score"),

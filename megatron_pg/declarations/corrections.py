@@ -1,6 +1,7 @@
 """The corrections for the mismatch of trainer and rollout engine, and the estimators of the KL term.
 
-ρ = exp(log π_old - log π_rollout) of a token, P = Π ρ over the sequence.
+ρ = exp(log π_old - log π_rollout) of a token, P = Π ρ over the sequence; over the T trained tokens of the whole step
+cov = (A - mean A)(log π_old - mean log π_old).
 """
 
 import functools
@@ -8,7 +9,27 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_pg.declarations.declaration import Number, Reads, load
+from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionDeclaration:
+    """How tokens are chosen by what is known of all tokens of the step; functions of `megatron_pg.objectives.selections`."""
+
+    key: str  # what a token is chosen by
+    reads: tuple[str, ...]  # fields of the sample that it is made of
+    is_centred: bool = False  # it is given the means of those over the step, too
+    choice: str  # which are chosen, from the keys of the step
+    penalises: bool = False  # the chosen tokens have a further loss; else they are taken out of the policy term
+    published_with: str | None = None  # the objective, where it is another than the default
+
+    def load_key(self) -> Callable:
+        """From a sample, and means where it is centred, to [n] float64, of its trained tokens."""
+        return load(f"megatron_pg.objectives.selections:{self.key}")
+
+    def load_choice(self) -> Callable:
+        """From `StepKeys` and the correction to `Chosen`."""
+        return load(f"megatron_pg.objectives.selections:{self.choice}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,16 +38,17 @@ class CorrectionDeclaration:
 
     formula: str
     numbers: Reads = field(default_factory=dict)
-    bounds_a_ratio: bool = False  # of probabilities, which is never below 0
+    bounds: str | None = None  # what they bound, where that is never below 0
     rejects: str | None = None  # "data" or "model": what its rejections are known from; None: it rejects no token
     reads: str | None = None  # field that every sample must have
     anchor: str | None = (
         None  # field that off-policy sequences are measured from, where the model's log-probability decides
     )
-    factors: tuple[str, ...] | None = None  # function, and its first arguments; None: data do not decide
+    factors: tuple[str, ...] | None = None  # function, and its first arguments; None: a sequence's data do not decide
+    selection: SelectionDeclaration | None = None  # data of the whole step decide
 
     def load(self) -> Callable | None:
-        """From log ρ of a sequence's trained tokens and the bounds to factors, and what is kept; None: data do not decide."""
+        """From log ρ of a sequence's trained tokens and the bounds to factors, and what is kept; None: they do not decide."""
         if self.factors is None:
             return None
         function, *arguments = self.factors
@@ -47,14 +69,29 @@ CORRECTION_HIGH = Number(
     requirement="finite",
     help="Upper bound of --pg-correction, likewise.",
 )
-NUMBERS = (CORRECTION_LOW, CORRECTION_HIGH)
+CORRECTION_FRACTION = Number(
+    name="correction_fraction",
+    low=ABOVE_ZERO,
+    high=math.nextafter(1.0, 0.0),
+    requirement="between 0 and 1",
+    help="Share of the step's trained tokens that --pg-correction clip_cov, kl_cov or top_entropy chooses; the default is its own.",
+)
+CORRECTION_COEF = Number(
+    name="correction_coef",
+    low=ABOVE_ZERO,
+    high=math.inf,
+    requirement="finite and > 0",
+    help="Coefficient of the penalty of --pg-correction kl_cov. Default 1.",
+)
+NUMBERS = (CORRECTION_LOW, CORRECTION_HIGH, CORRECTION_FRACTION, CORRECTION_COEF)
+PENALTY = "kl_cov"  # the correction that is a further loss, and the stream of that loss
 
 
 def _ratio(name: str, formula: str, low: float, high: float, *, rejects: bool) -> CorrectionDeclaration:
     return CorrectionDeclaration(
         formula=formula,
         numbers={CORRECTION_LOW: low, CORRECTION_HIGH: high},
-        bounds_a_ratio=True,
+        bounds="a ratio of probabilities",
         rejects="data" if rejects else None,
         reads="rollout_logprobs",
         factors=(name,),
@@ -102,6 +139,46 @@ CORRECTIONS = {
         for level in ("token", "seq_sum", "seq_mean", "seq_max")
         for divergence in ("k1", "k2", "k3")
     },
+    "m2po": CorrectionDeclaration(
+        formula="0 for those of the step's tokens with the largest (log ρ)² without which its mean is at most hi",
+        numbers={CORRECTION_HIGH: 0.04},
+        bounds="a mean of squares",
+        rejects="data",
+        reads="rollout_logprobs",
+        selection=SelectionDeclaration(
+            key="squared_gap",
+            reads=("old_logprobs", "rollout_logprobs"),
+            choice="second_moment",
+            published_with="reinforce_is",
+        ),
+    ),
+    "clip_cov": CorrectionDeclaration(
+        formula="0 for ⌊f·T⌋ of the step's tokens, drawn from those with lo < cov < hi",
+        numbers={CORRECTION_FRACTION: 2e-4, CORRECTION_LOW: 1.0, CORRECTION_HIGH: 5.0},
+        rejects="data",
+        selection=SelectionDeclaration(
+            key="covariance", reads=("advantages", "old_logprobs"), is_centred=True, choice="drawn_between"
+        ),
+    ),
+    PENALTY: CorrectionDeclaration(
+        formula="ℓ + β·|log r| for the ⌊f·T⌋ of the step's tokens with the largest cov",
+        numbers={CORRECTION_FRACTION: 2e-4, CORRECTION_COEF: 1.0},
+        selection=SelectionDeclaration(
+            key="covariance",
+            reads=("advantages", "old_logprobs"),
+            is_centred=True,
+            choice="largest",
+            penalises=True,
+            published_with="reinforce_is",
+        ),
+    ),
+    "top_entropy": CorrectionDeclaration(
+        formula="0 for the tokens whose H under the sampling policy is below the (1 - f) quantile of the step",
+        numbers={CORRECTION_FRACTION: 0.2},
+        rejects="data",
+        reads="old_entropies",
+        selection=SelectionDeclaration(key="entropy", reads=("old_entropies",), choice="below_quantile"),
+    ),
 }
 
 

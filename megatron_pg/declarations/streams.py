@@ -5,11 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.corrections import KL_ESTIMATORS, PENALTY
 from megatron_pg.declarations.declaration import load
 
 AS_POLICY = "policy"  # an aggregation: the weights of pg_loss, without its corrections
-SHORTHANDS = {"kl": "--pg-kl-coef", "entropy": "--pg-entropy-coef"}  # the streams that have flags of their own
+SHORTHANDS = {
+    "kl": "--pg-kl-coef",
+    "entropy": "--pg-entropy-coef",
+    PENALTY: f"--pg-correction {PENALTY}",
+}  # the streams that have flags of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class StreamKind:
         None  # field of log-probabilities that a KL estimator compares with; every sample must have it
     )
     estimator: str | None = None  # its default; None: there is none
+    is_of_a_correction: bool = False  # which chooses its tokens; no flag of streams asks for it
     function: str  # of `megatron_pg.objectives.streams`
 
     def load(self) -> Callable:
@@ -50,6 +55,13 @@ KINDS: Mapping[str, StreamKind] = {
     ),
     "kl": StreamKind(formula="KL(π‖π_ref)", against="ref_logprobs", function="divergence"),
     "entropy": StreamKind(formula="-H", function="negative_entropy"),
+    PENALTY: StreamKind(
+        formula="|log π - log π_old|",
+        against="old_logprobs",
+        estimator="abs",
+        is_of_a_correction=True,
+        function="divergence",
+    ),
     "topk_forward_kl": _topk("KL(P‖Q)", "forward_kl"),
     "topk_reverse_kl": _topk("KL(Q‖P)", "reverse_kl"),
     "topk_jsd": _topk("β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q", "jsd", mixture=Mixture(option="beta", default=0.5)),
@@ -79,6 +91,11 @@ class Stream:
     def reads_topk(self) -> bool:
         """Whether it reads the teacher's likeliest tokens."""
         return KINDS[self.kind].reads_topk
+
+    @property
+    def is_of_a_correction(self) -> bool:
+        """Whether a correction chooses its tokens."""
+        return KINDS[self.kind].is_of_a_correction
 
     @property
     def tokens(self) -> str:

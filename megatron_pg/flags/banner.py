@@ -69,8 +69,8 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     """What is in the loss beside the objective; nothing of it by default."""
     rows = []
     if args.pg_correction != "none":
-        bounds = {"correction_low": "lo", "correction_high": "hi"}
-        shown = ", ".join(f"{bounds[name]} = {value:g}" for name, value in correction_numbers(args).items())
+        letters = {"correction_low": "lo", "correction_high": "hi", "correction_fraction": "f", "correction_coef": "β"}
+        shown = ", ".join(f"{letters[name]} = {value:g}" for name, value in correction_numbers(args).items())
         text = f"{CORRECTIONS[args.pg_correction].formula}, {shown}  (--pg-correction {args.pg_correction})"
         rows.append(("correction", text))
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":

@@ -165,10 +165,10 @@ def _correction_rules(facts: Facts) -> Violations:
             f"--pg-correction-low {low:g} is not below --pg-correction-high {high:g}, so {chosen} would weigh every token the same or "
             "none",
         )
-    if declared.bounds_a_ratio and are_numbers(low) and low < 0:
-        yield "E42", f"--pg-correction-low {low:g} bounds a ratio of probabilities, which is never below 0; use 0"
-    if declared.bounds_a_ratio and are_numbers(high) and low != high and high <= 0:
-        yield "E42", f"--pg-correction-high {high:g} bounds a ratio of probabilities, so every token would weigh 0"
+    if declared.bounds and are_numbers(low) and low < 0:
+        yield "E42", f"--pg-correction-low {low:g} bounds {declared.bounds}, which is never below 0; use 0"
+    if declared.bounds and are_numbers(high) and low != high and high <= 0:
+        yield "E42", f"--pg-correction-high {high:g} bounds {declared.bounds}, so every token would weigh 0"
 
 
 def _auxiliary_rules(args: argparse.Namespace) -> Violations:
@@ -232,7 +232,7 @@ def _denominator_rules(facts: Facts) -> Violations:
 
 
 def objective_warnings(facts: Facts) -> list[str]:
-    """W3, W7 and W8, for arguments without violations."""
+    """W3, W7, W8 and W12, for arguments without violations."""
     args, messages = facts.args, []
     if declared := facts.objective:
         published = declared.published_with
@@ -242,6 +242,12 @@ def objective_warnings(facts: Facts) -> list[str]:
             )
         if advice := declared.advice(objective_numbers(args)):
             messages.append(f"{args.pg_objective} {advice}")
+    selection = facts.correction.selection if facts.correction else None
+    if declared and selection and selection.published_with not in (None, args.pg_objective):
+        messages.append(
+            f"--pg-correction {args.pg_correction} is published with --pg-objective {selection.published_with}, which clips no token; "
+            f"{args.pg_objective} is another objective beside it"
+        )
     if args.pg_kl_coef and (flaw := KL_ESTIMATORS[args.pg_kl_estimator].flaw):
         messages.append(f"--pg-kl-estimator {args.pg_kl_estimator}: {flaw}")
     return messages

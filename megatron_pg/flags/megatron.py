@@ -60,6 +60,7 @@ ARGUMENTS: dict[str, MegatronArgument] = {
     "pipeline_model_parallel_size": MegatronArgument({"type": int}),
     "rampup_batch_size": MegatronArgument({"nargs": 3}),
     "recompute_granularity": MegatronArgument({}),
+    "seed": MegatronArgument({"type": int}),
     "sft": MegatronArgument(_SWITCH),
     "tensor_model_parallel_size": MegatronArgument({"type": int}),
     "train_samples": MegatronArgument({"type": int}),

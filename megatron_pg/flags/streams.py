@@ -7,14 +7,16 @@ from functools import partial
 from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.corrections import CORRECTION_COEF, KL_ESTIMATORS, PENALTY
 from megatron_pg.declarations.declaration import ABOVE_ZERO, did_you_mean
 from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, TAIL_FLOOR, Stream
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.loss_terms import correction_numbers
 from megatron_pg.flags.values import number
 from megatron_pg.rollouts.fields import POLICY, is_stream
 
+_KINDS = tuple(name for name, kind in KINDS.items() if not kind.is_of_a_correction)
 _MIXTURES = tuple(dict.fromkeys(kind.mixture.option for kind in KINDS.values() if kind.mixture))
 _NUMBERS = ("weight", "divisor", "temperature", *_MIXTURES)
 _OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator", "temperature", *_MIXTURES)
@@ -26,7 +28,7 @@ def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-stream",
         action="append",
         metavar="NAME:KIND[,OPTION=VALUE]...",
-        help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(KINDS)}; options "
+        help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(_KINDS)}; options "
         f"weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the stream whose tokens it takes, "
         f"for instance {POLICY}, those of the objective), estimator (of a KL divergence), beta, alpha (of a top-k divergence) "
         f"and temperature (of its teacher, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
@@ -51,7 +53,7 @@ def parse(text: object) -> Stream:
     name, _, kind = head.partition(":")
     if not is_stream(name) or not kind:
         raise ValueError("does not begin with NAME:kind, a name of a-z, 0-9 and _ and what its loss is")
-    known = (POLICY,) if name == POLICY else tuple(KINDS)
+    known = (POLICY,) if name == POLICY else _KINDS
     if kind not in known:
         raise ValueError(f"has the kind {kind!r}, and {name} can be {', '.join(known)}{did_you_mean(kind, known, {})}")
     given: dict[str, Any] = {}
@@ -206,6 +208,12 @@ def _together(facts: Facts, streams: list[Stream]) -> Violations:
             )
     if not any(stream.weight for stream in streams):
         yield "E73", f"--pg-stream {POLICY}:{POLICY},weight=0 leaves no loss; add another stream, or remove it"
+    if facts.correction is not None and facts.correction.selection is not None:
+        yield (
+            "E73",
+            f"--pg-correction {facts.args.pg_correction} chooses among the tokens of the objective, which --pg-stream {POLICY}:{POLICY},"
+            "weight=0 drops; remove one of the two",
+        )
     if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
         yield (
             "E73",
@@ -229,6 +237,12 @@ def own_tokens(args: argparse.Namespace) -> frozenset[str]:
     return frozenset({POLICY, *(stream.name for stream in streams_given(args) if stream.on is None)})
 
 
+def _penalty(args: argparse.Namespace) -> Stream:
+    """The further loss of the tokens that the correction chooses, with the objective's weights."""
+    coefficient = correction_numbers(args)[CORRECTION_COEF.name]
+    return Stream(name=PENALTY, kind=PENALTY, weight=coefficient, on=POLICY, aggregation=AS_POLICY, estimator="abs")
+
+
 def streams_of(args: argparse.Namespace) -> tuple[Stream, ...]:
     """All further losses with a weight > 0, whole, from arguments that `validate_args` has accepted; the shorthands first."""
     step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
@@ -241,6 +255,7 @@ def streams_of(args: argparse.Namespace) -> tuple[Stream, ...]:
     found = [
         term(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
         term(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
+        *([_penalty(args)] if args.pg_correction == PENALTY else []),
         *(stream.resolved(*of_policy, floor) for stream in streams_given(args) if stream.name != POLICY),
     ]
     return tuple(stream for stream in found if stream.weight)

@@ -16,6 +16,7 @@ from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.errors import NonFiniteLossError
 from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import StepPlan, plan_from_table
+from megatron_pg.step.selection import select
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.table import needs_prompt_ids
 from megatron_pg.step.weights import token_weights
@@ -42,7 +43,7 @@ def plan_steps(data: MutableMapping[str, Any], settings: LossSettings, rows_per_
     for first in range(0, shape[0], rows_per_step):
         places = list(_places(data, settings, range(first, min(first + rows_per_step, shape[0]))))
         whole = pack([place.sample for place in places], qkv_format="thd")
-        table, (factors,) = count([whole], settings, None)
+        table, (factors,) = select([whole], count([whole], settings, None), settings, None)
         plans.append(plan_from_table(table, settings.plan_rule, error=None, group=None))
         fields = token_weights(whole, plans[-1], 0, factors=factors, settings=settings)
         for name, values in fields.items():

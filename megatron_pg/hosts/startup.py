@@ -162,6 +162,10 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
         refused.append(
             "--pg-dry-run ends Megatron's pretrain() before the model is built, which the host builds here; remove it"
         )
+    if args.pg_correction == "top_entropy":
+        refused.append(
+            "--pg-correction top_entropy reads old_entropies, which the host's batches do not carry; choose another correction"
+        )
     return refused
 
 

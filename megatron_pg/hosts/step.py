@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, pack, pack_row, slice_batch
+from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.errors import lost_peer_named
@@ -19,6 +20,7 @@ from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
 from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import StepPlan, plan_from_table
+from megatron_pg.step.selection import select
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.support import without_missing
 from megatron_pg.step.weights import token_weights
@@ -78,13 +80,16 @@ class HostStep:
             StepPlanError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
-        table, error = None, None
+        whole, counted, error = pack([], qkv_format="thd"), None, None
         try:
             whole = without_missing(pack(samples_of(), qkv_format="thd"), settings)
-            table, factors = count([whole], settings, data)
+            counted = count([whole], settings, data)
+            if on_policy:
+                _check_anchor(settings)
         except Exception as failure:  # travels to the other ranks, so that all of them stop
             error = failure
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
+            table, factors = select([whole], counted, settings, data, error)
             rule = replace(settings.plan_rule, numbers_may_repeat=False)
             plan = plan_from_table(table, rule, error=error, group=data)
         fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
@@ -160,3 +165,13 @@ class HostStep:
             found = gather_found(self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank)
         self._found = {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, found)
+
+
+def _check_anchor(settings: LossSettings) -> None:
+    """Refuse to choose by log-probabilities that are known only after the forward."""
+    declared = CORRECTIONS[settings.correction.name].selection
+    if declared is not None and "old_logprobs" in declared.reads:
+        raise ValueError(
+            f"--pg-correction {settings.correction.name} chooses tokens by old_logprobs before the forward, and the trainer has left out "
+            "the pass that makes them. Let it make them, or remove the flag."
+        )

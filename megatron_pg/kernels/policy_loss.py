@@ -225,13 +225,13 @@ class PolicyLoss:
 
         fields, against = self.fields, KINDS[stream.kind].against
         log_ratios = None if shared is None else shared.log_ratios
+        old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
         if log_ratios is None and "old_logprobs" in stream.reads:
-            old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
             log_ratios = torch.where(mask, logprobs - select(old), 0)
         return StreamTokens(
             logprobs=select(logprobs) if shared is None else shared.logprobs,
             log_ratios=log_ratios,
-            against=None if against is None else select(getattr(fields, against)),
+            against=None if against is None else select(old if against == "old_logprobs" else getattr(fields, against)),
             entropy=select(entropy) if stream.kind == "entropy" else None,
             estimator=stream.estimator,
         )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.metrics import gap
 from megatron_pg.objectives.tokens import MAX_LOG_RATIO
@@ -223,6 +224,17 @@ METRICS: tuple[Metric, ...] = (
         kind="sum",
         level="none",
         only_with="entropy",
+    ),
+    Metric(
+        "kl_cov_loss",
+        lambda t: _weighted(t, PENALTY),
+        "Σ w·|log r| over the chosen tokens",
+        "nats",
+        "the penalty of `--pg-correction kl_cov` before its coefficient, with the weights of pg_loss",
+        kind="sum",
+        level="none",
+        only_with=PENALTY,
+        signs=("0 in the first update of a batch, then small", "β·kl_cov_loss near |pg_loss|: the penalty decides"),
     ),
     Metric(
         "mtp_loss",
@@ -461,6 +473,37 @@ METRICS: tuple[Metric, ...] = (
         "trained tokens that `--pg-correction` takes out of the policy term",
         only_with="correction",
         signs=("< 0.05", Limit(high=0.2, cause="few tokens are left to learn from")),
+    ),
+    Metric(
+        "selected_fraction",
+        lambda plan: plan.selection.fraction,
+        "selected tokens / T",
+        "fraction",
+        "trained tokens of the step that a correction of the whole step takes out of the policy term, or penalises (kl_cov)",
+        kind="step",
+        only_with="selection",
+        signs=(
+            "about f (kl_cov, at most so clip_cov), 1 - f (top_entropy), < 0.05 (m2po)",
+            "0: too few tokens, or none that fits",
+        ),
+    ),
+    Metric(
+        "selection_threshold",
+        lambda plan: plan.selection.threshold,
+        "the least key that is selected; top_entropy: the least H that is kept",
+        "the key's",
+        "where the choice ends: cov, (log ρ)² or H; absent where nothing is selected, and with clip_cov, which draws",
+        kind="step",
+        only_with="selection",
+    ),
+    Metric(
+        "selection_candidates",
+        lambda plan: plan.selection.num_candidates,
+        "Σ 1[lo < cov < hi]",
+        "tokens",
+        "what clip_cov draws from",
+        kind="step",
+        only_with="selection",
     ),
     Metric(
         "clamped_log_ratio_fraction",

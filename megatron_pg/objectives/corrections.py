@@ -25,6 +25,8 @@ class Correction:
     name: str
     low: float | None = None
     high: float | None = None
+    fraction: float | None = None  # f, of the step's tokens
+    coef: float | None = None  # β
 
 
 NONE = Correction(name="none")
@@ -86,8 +88,9 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
     Raises:
         ValueError: old_logprobs are rollout_logprobs.
     """
-    factors_of = CORRECTIONS[correction.name].load()
-    if factors_of is None:
+    declared = CORRECTIONS[correction.name]
+    factors_of = declared.load()
+    if factors_of is None and not (declared.selection and declared.reads == "rollout_logprobs"):
         return None
     trained = [(s.old_logprobs[s.loss_mask], s.rollout_logprobs[s.loss_mask]) for s in samples]
     informative = sum(int((old != 0).sum()) for old, _ in trained)  # a certain token is 0 under both
@@ -97,6 +100,8 @@ def correction_factors(samples: Sequence[Sample], correction: Correction) -> Fac
             f"{correction.name} would correct nothing: the ratio already starts from the rollout engine. Recompute old_logprobs "
             "with the trainer, or remove the flag."
         )
+    if factors_of is None:
+        return None
     factors, kept = [torch.ones(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
     for sample, (old, rollout) in zip(samples, trained, strict=True):
         mask = sample.loss_mask

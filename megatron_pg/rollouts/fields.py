@@ -113,6 +113,7 @@ FIELDS = {
     "rollout_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "ref_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True),
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
+    "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "support": Field(_is_support, is_required=False, since=2),
     "rollout_topk": Field(_are_token_sets, is_required=False, since=2),

@@ -66,7 +66,7 @@ class RolloutWriter:
     Args:
         path: the file. Ranks write files of their own: two writers of one file would mix their lines.
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
-        version: of the format: 2 for samples with a stream, further masks, a teacher or a support. A file that is appended to keeps its own.
+        version: of the format: 2 for samples with a stream, further masks, a teacher, a support or entropies. A file that is appended to keeps its own.
 
     Raises:
         RolloutFileError: the file exists and is refused, or cannot be appended to.

@@ -13,7 +13,7 @@ from megatron_pg.rollouts.fields import FIELDS
 from megatron_pg.rollouts.printable import printable, shorten
 
 FORMAT = "megatron_pg.rollouts"
-VERSIONS = (1, 2)  # 2: with streams and teachers
+VERSIONS = (1, 2)  # 2: with streams, teachers and entropies
 MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
 
 

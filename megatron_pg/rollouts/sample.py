@@ -55,6 +55,7 @@ class Sample:
     rollout_logprobs: Tensor | None = None  # [R] float64, nats, as the rollout engine reported them
     ref_logprobs: Tensor | None = None  # [R] float64, nats, of the reference policy
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
+    old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
     teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
     support: Support | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
     rollout_topk: TokenSets | None = None  # the engine's likeliest, which only `megatron-pg mismatch` reads
@@ -118,7 +119,7 @@ class Sample:
             )
         check_lengths(len(tokens), len(mask))
         _check_streams(self, label)
-        for name in ("advantages", *LOGPROBS):
+        for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 _check_values(name, values, mask, label)
             elif self.stream == POLICY and name not in OPTIONAL:
@@ -155,10 +156,10 @@ class Sample:
             old_logprobs: R log-probabilities in nats.
             advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a stream that
                 does not read them.
-            rest: any other field of `Sample`; log-probabilities as `old_logprobs`, masks as `loss_mask`, `routed_experts` as
-                nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and `logprobs`, each a list per response
-                token of lists, or an array [R, K]; `support` as a list of ids per
-                response token, or a dict of `ids` and `offsets`.
+            rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
+                `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
+                `logprobs`, each a list per response token of lists, or an array [R, K]; `support` as a list of ids per response
+                token, or a dict of `ids` and `offsets`.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -309,13 +310,17 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
             f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, so the loss "
             "would not be finite. Mask the token or repair the value."
         )
-    if name in LOGPROBS:
-        check_logprobs(name, values[mask], label)
+    check_range(name, values[mask], label)
 
 
-def check_logprobs(name: str, values: Tensor, label: str) -> None:
-    """Refuse values that are no log-probabilities; rounding may leave a little above 0."""
-    if (values > 1e-3).any():
+def check_range(name: str, values: Tensor, label: str) -> None:
+    """Refuse values that are no log-probabilities, or no entropies; rounding may leave a little beyond 0."""
+    if name == "old_entropies" and (values < -1e-3).any():
+        raise ValueError(
+            f"old_entropies of sample {label} go down to {float(values.min()):g}, entropies are at least 0, so tokens would be chosen by "
+            "something else. Were log-probabilities or negative entropies given?"
+        )
+    if name in LOGPROBS and (values > 1e-3).any():
         raise ValueError(
             f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio would be "
             "wrong. Were probabilities or negative log-likelihoods given?"

@@ -48,14 +48,14 @@ from megatron_pg.step.experts import (
     router_losses_to_scale,
 )
 from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
-from megatron_pg.step.microbatches import count, slice_step
+from megatron_pg.step.microbatches import Counted, count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.plan import StepPlan, check_count, plan_from_table
+from megatron_pg.step.selection import select
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.shared_documents import SharedDocumentAccumulator
 from megatron_pg.step.support import without_missing
 from megatron_pg.step.table import LocalTable, PlanRule
-from megatron_pg.step.weights import TokenFactors
 
 
 class PolicyGradientStep:
@@ -218,8 +218,7 @@ class PolicyGradientStep:
         except EndOfDocuments:
             agree([], None, None, self._counting_group)  # unless a peer goes on
             raise
-        table: LocalTable | None = None
-        factors: list[TokenFactors] = []
+        counted: Counted | None = None
         if error is None:
             try:
                 batches = [without_missing(batch, self.settings) for batch in batches]
@@ -230,9 +229,10 @@ class PolicyGradientStep:
                 check_packing(batches, chunks)
                 check_rows(batches, chunks[0].config)
                 check_experts(batches, chunks[0].config, self._replay)
-                table, factors = count(batches, self.settings, self._counting_group)
+                counted = count(batches, self.settings, self._counting_group)
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
+        table, factors = select(batches, counted, self.settings, self._counting_group, error)
         # under dynamic_cp every rank takes whole units, and any rank may count their samples
         undivided = () if documents is None or self._groups else self._units
         plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)

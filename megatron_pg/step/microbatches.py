@@ -16,7 +16,7 @@ from megatron_pg.step.weights import TokenFactors, depth_weights, token_factors,
 class Counted(NamedTuple):
     """This rank's part of the plan's exchange, and what is known of its tokens before that."""
 
-    table: LocalTable
+    table: LocalTable | None  # None: this rank has failed
     factors: list[TokenFactors]  # of each micro-batch
 
 

@@ -28,6 +28,7 @@ from megatron_pg.step.table import (
     ROLLOUT,
     LocalTable,
     PlanRule,
+    SelectionFacts,
     Share,
     count_positions,
     table_of_counts,
@@ -67,6 +68,7 @@ class StepPlan:
     num_missing: int = 0  # trained tokens that their samples' supports do not hold, masked before anything was counted
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
+    selection: SelectionFacts | None = None  # of a correction that chooses tokens of the whole step
     warning: str | None = None  # about ids that may not be unique over the step
 
 
@@ -154,6 +156,7 @@ def plan_from_table(
         num_missing=whole.num_missing,
         num_positions=whole.num_positions,
         num_microbatches=local.num_microbatches,
+        selection=local.selection,
         warning=warning,
         facts=whole.facts,
     )

@@ -32,6 +32,7 @@ class LossSettings:
     per_token: bool  # Megatron's calculate_per_token_loss: which contract
     terms: LossTerms
     correction: Correction = NO_CORRECTION
+    seed: int = 0  # of a correction's draws
     denominator: str = "scheduled"  # what the policy term's denominators count
     has_policy: bool = True  # whether the objective is in the loss
     streams_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
@@ -73,6 +74,7 @@ class LossSettings:
             per_token=per_token,
             terms=terms,
             correction=correction,
+            seed=vars(args).get("seed") or 0,
             denominator=args.pg_denominator,
             has_policy=has_policy(args),
             streams_of_samples=own_tokens(args),
@@ -145,10 +147,12 @@ def features_of(
     terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
 ) -> frozenset[str]:
     """What the loss has, by the names under which metrics ask for it."""
+    selects = CORRECTIONS[correction.name].selection is not None
     features = {
         "clip": terms.objective.outside is not None,
         "sequence": terms.objective.reads_sequences,
-        "correction": correction.name != "none",
+        "correction": correction.name != "none" and not selects,
+        "selection": selects,
         **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
         "streams": bool(terms.streams),
         "mtp": mtp_depths > 0,

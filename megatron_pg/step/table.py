@@ -72,6 +72,21 @@ class PlanRule:
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
 
+@dataclass(frozen=True, slots=True)
+class SelectionFacts:
+    """What a correction has chosen of the step."""
+
+    num_selected: int
+    num_tokens: int  # T
+    threshold: float | None  # the key at which the choice ends
+    num_candidates: int | None  # that were drawn from
+
+    @property
+    def fraction(self) -> float:
+        """Of the step's tokens."""
+        return self.num_selected / self.num_tokens
+
+
 class Share(NamedTuple):
     """What a rank has of a micro-batch that is cut over ranks of its own."""
 
@@ -105,6 +120,7 @@ class LocalTable:
     ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
     samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
     shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
+    selection: SelectionFacts | None = None  # the same on every rank
 
 
 def table_of_counts(
@@ -124,8 +140,9 @@ def table_of_counts(
         missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
         if missing:
             raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
-    rank = torch.distributed.get_rank(group) if group is not None else 0
-    own = torch.arange(size) + (rank << 32) if own is None else own  # without ids every sample is a rollout of its own
+    own = (
+        torch.arange(size) + (_rank_of(group) << 32) if own is None else own
+    )  # without ids every sample is a rollout of its own
     rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
     prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
     further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
@@ -161,14 +178,13 @@ def local_table_of(
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.policy)
-    rank = torch.distributed.get_rank(group) if group is not None else 0
-    firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
-    own = [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
+    own = places_of(batches, group)
     kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
     further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
     table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
-    brought = [batch for batch, first in zip(batches, firsts, strict=True) if first == rank]
-    mine = [i for i, key in enumerate(own) if key >> 44 == rank]
+    rank = _rank_of(group)
+    brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
+    mine = [i for i, place in enumerate(own) if is_brought(place, group)]
     return replace(
         table,
         rows=table.rows[mine],
@@ -181,6 +197,22 @@ def local_table_of(
         samples=[samples[i] for i in mine],
         shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
     )
+
+
+def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:
+    """Of all samples here, in their order: a number that no other sample of the step has, the same wherever the sample is held."""
+    rank = _rank_of(group)
+    firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
+    return [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
+
+
+def is_brought(place: int, group: ProcessGroup | None) -> bool:
+    """Whether this rank counts the sample; another one does that holds it too."""
+    return place >> 44 == _rank_of(group)
+
+
+def _rank_of(group: ProcessGroup | None) -> int:
+    return torch.distributed.get_rank(group) if group is not None else 0
 
 
 def _tokens_of(batches: Sequence[PackedBatch], streams: Sequence[str]) -> Tensor:

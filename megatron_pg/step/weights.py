@@ -13,9 +13,10 @@ from megatron_pg.batch.fields import TOPK, TopK
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
+from megatron_pg.objectives.selections import check_size
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
-from megatron_pg.rollouts.sample import Sample, check_logprobs
+from megatron_pg.rollouts.sample import Sample, check_range
 from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
@@ -29,6 +30,7 @@ class TokenFactors:
     reducer: Tensor | None  # float64, what a custom reducer weighs, before 1/N_r or 1/T
     corrections: Tensor | None  # float64, factor on the policy term; None: data do not decide, or there is none
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
+    penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
 
     def kept_per_sample(self, batch: PackedBatch, streams: Sequence[str] = (POLICY,)) -> list[int]:
         """Tokens of each sample that one of the streams trains and no correction rejects; -1 where it is of none of them."""
@@ -53,6 +55,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     if settings.terms.objective.has_one_advantage_per_sequence:
         _check_advantages(members, settings.terms.objective.name)
     reducer = _whole(_reducer_weights(members, settings), batch, members)
+    check_size(members, settings.correction)
     corrected = correction_factors(members, settings.correction)
     corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
     return TokenFactors(
@@ -98,7 +101,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                     f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} reads, so the loss "
                     "would not be finite. Take the token out of the mask, or repair the value."
                 )
-            check_logprobs(name, values[mask], sample.sample_id)
+            check_range(name, values[mask], sample.sample_id)
 
 
 def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> None:
@@ -191,6 +194,8 @@ def token_weights(
             found[f"{stream.name}.weights"] = batch.mask_of(stream.tokens) / _per_token(
                 batch, denominators, first_sample
             )
+        if stream.is_of_a_correction:
+            found[f"{stream.name}.weights"] = weights * factors.penalised
     return found
 
 

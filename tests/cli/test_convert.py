@@ -483,6 +483,17 @@ def test_a_rollout_dump_of_verl_with_the_columns_that_a_sample_needs(lines, tmp_
     assert [float(s.advantages[0]) for s in samples] == [0, 0, 0, 0, 0.5, -0.5]
 
 
+def test_entropies_of_the_sampling_policy_make_a_file_of_version_2(lines, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    rows = [verl_row(i, "a", old_entropies=[0.5, 0.25 * i]) for i in range(2)]
+    code, _, err = run(
+        capsys, lines(rows, "5.jsonl"), "--format", "verl", *COLUMNS, "--advantage", "reward", "--output", output
+    )
+    assert (code, err) == (0, "")
+    assert json.loads(output.read_text().splitlines()[0])["version"] == 2
+    assert [s.old_entropies.tolist() for s in read_rollouts(output)] == [[0.5, 0.0], [0.5, 0.25]]
+
+
 BAD_VERL = {
     "texts only": (
         VERL,

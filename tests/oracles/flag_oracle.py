@@ -7,6 +7,7 @@ of the package.
 import math
 from collections.abc import Mapping
 
+_REJECT = ("icepop", "token_k3", "m2po", "clip_cov", "top_entropy")
 MODES = {"sample_mean", "prompt_mean", "token_mean", "constant"}
 REDUCERS = {"user_reducers:turn_mean": None, "user_nothing:f": "E14", "user_package.turns:three": "E15"}
 
@@ -55,6 +56,8 @@ def outcome(given: Mapping) -> tuple[str, bool, list[str]]:
         said += ["W3"] if resolved != "sample_mean" else []
     if given["own"] is None and given["objective"] == "gspo":
         said += ["W8"] if max(given["low"] or 0, given["high"] or 0) > 0.05 else []
+    # published without a clip, and no objective of this table is that one
+    said += ["W12"] * (given["own"] is None and given["correction"] in ("m2po", "kl_cov"))
     if given["beta"] and given["estimator"] == "k1":
         said.append("W7")
     if given["parameters"] == "torch.float32":
@@ -119,7 +122,7 @@ def _terms(given: Mapping) -> list[str]:
     """Choices and numbers that are wrong by themselves."""
     choices = {
         "objective": ("grpo", "gspo", "cispo", "two_sided", "reinforce", "dro", "gmpo"),
-        "correction": ("none", "tis", "icepop", "opsm", "token_k3"),
+        "correction": ("none", "tis", "icepop", "opsm", "token_k3", "m2po", "clip_cov", "kl_cov", "top_entropy"),
         "denominator": ("scheduled", "live", "kept"),
         "estimator": (None, "k1", "k3_weighted"),
         "auxiliary": ("default", "policy"),
@@ -132,6 +135,7 @@ def _terms(given: Mapping) -> list[str]:
         "pull": (1e-300, True),
         "bottom": (-1e300, True),
         "top": (-1e300, True),
+        "force": (1e-300, True),
         "beta": (0.0, False),
         "eta": (0.0, False),
         "gradient": (1e-300, False),
@@ -139,7 +143,8 @@ def _terms(given: Mapping) -> list[str]:
     for name, (least, optional) in ranges.items():
         if not (optional and given[name] is None) and not least <= _number(given[name]) < math.inf:
             found.append("E24")
-    return found
+    share = given["share"]
+    return found + ["E24"] * (share is not None and not 0 < _number(share) < 1)
 
 
 def _objective(given: Mapping) -> list[str]:
@@ -173,13 +178,25 @@ def _objective(given: Mapping) -> list[str]:
 
 def _correction(given: Mapping) -> list[str]:
     name, bottom, top = given["correction"], given["bottom"], given["top"]
-    reads = {"none": "", "tis": "both", "icepop": "both", "opsm": "top", "token_k3": "top"}.get(name)
+    reads = {
+        "none": "",
+        "tis": "bottom top",
+        "icepop": "bottom top",
+        "opsm": "top",
+        "token_k3": "top",
+        "m2po": "top",
+        "clip_cov": "bottom top share",
+        "kl_cov": "share force",
+        "top_entropy": "share",
+    }.get(name)
     if reads is None:
         return []
-    found = ["E40"] * (bottom is not None and reads != "both") + ["E40"] * (top is not None and reads == "")
-    found += ["E41"] * (reads == "top" and top is None)
-    if reads == "both":
-        usual = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0)}[name]
+    numbers = ("bottom", "top", "share", "force")
+    found = ["E40" for number in numbers if given[number] is not None and number not in reads.split()]
+    found += ["E41"] * (name in ("opsm", "token_k3") and top is None)
+    found += ["E42"] * (name == "m2po" and top is not None and _number(top) <= 0)
+    if "bottom" in reads:
+        usual = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "clip_cov": (1.0, 5.0)}[name]
         low, high = (_number(usual[i] if x is None else x) for i, x in enumerate((bottom, top)))
         found += ["E42"] * (low >= high)
     return found
@@ -201,7 +218,7 @@ def _denominator(given: Mapping) -> list[str]:
     on = given["mode"] == "token_mean" or (given["flag"] is True and given["mode"] is None)
     found = ["E43"] * (given["path"] is not None)
     found += ["E43"] * (denominator == "live" and on)
-    return found + ["E43"] * (denominator == "kept" and given["correction"] not in ("icepop", "token_k3"))
+    return found + ["E43"] * (denominator == "kept" and given["correction"] not in _REJECT)
 
 
 def _documents(given: Mapping) -> list[str]:

@@ -43,6 +43,8 @@ class Document:
         advantages: [n].
         rollout: [n] nats, log-probabilities of the rollout engine; needed by the corrections, opsm does without.
         ref: [n] nats, log-probabilities of the reference policy; needed by a KL coefficient other than 0.
+        kept: [n] bool, what a choice of the whole step leaves in the policy term; None: everything.
+        penalised: [n] bool, tokens with the further loss penalty_coef |log r|, of the policy's weights; None: there are none.
         rollout_id: hashable, shared by the samples of one trajectory; None: the sample is its own trajectory.
         prompt_id: hashable, shared by the samples of one prompt group; needed by prompt_mean.
     """
@@ -54,6 +56,8 @@ class Document:
     advantages: np.ndarray
     rollout: np.ndarray | None = None
     ref: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    penalised: np.ndarray | None = None
     rollout_id: object = None
     prompt_id: object = None
 
@@ -88,6 +92,7 @@ class Settings:
     correction: str = "none"
     correction_low: float | None = None
     correction_high: float | None = None  # opsm: the threshold, nats per token
+    penalty_coef: float = 0.0
     denominator: str = "scheduled"
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
@@ -146,7 +151,7 @@ class Settings:
 class Result:
     """What `step` returns: one entry per document in each list; arrays hold 0 at mask 0.
 
-    loss = pg_loss + kl_coef * kl_loss - entropy_coef * entropy_loss; the coefficients are in none of the parts.
+    loss = pg_loss + kl_coef * kl_loss - entropy_coef * entropy_loss + penalty_coef * penalty; the coefficients are in none of the parts.
     """
 
     loss: float
@@ -158,6 +163,7 @@ class Result:
     aux_weights: list[float]  # v likewise
     token_losses: list[np.ndarray]  # [n], loss_t without w, kappa or gamma
     factors: list[np.ndarray]  # [n], kappa gamma
+    penalty: float = 0.0  # sum of w |log r| over the penalised tokens
 
 
 @dataclass
@@ -171,6 +177,8 @@ class Tokens:
     advantages: np.ndarray
     rollout: np.ndarray | None
     ref: np.ndarray | None
+    kept: np.ndarray | None = None
+    penalised: np.ndarray | None = None
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -227,6 +235,7 @@ def trained_tokens(document: Document, temperature: float) -> Tokens | None:
     targets = np.asarray(document.targets)[rows]
     new = log_probabilities[np.arange(len(rows)), targets]
     fields = {"old": document.old, "advantages": document.advantages, "rollout": document.rollout, "ref": document.ref}
+    fields |= {"kept": document.kept, "penalised": document.penalised}
     picked = {name: pick(field) for name, field in fields.items()}
     for name, values in {"new": new, **picked}.items():
         if values is not None and not np.isfinite(values).all():
@@ -469,6 +478,8 @@ def correction(tokens: Tokens, settings: Settings) -> tuple[np.ndarray, np.ndarr
     seq_tis reject nothing. Bounds are inclusive. Every exponent (token, sum, mean) is clamped to +-MAX_LOG_RATIO.
     """
     ones, all_kept = np.ones(len(tokens.new)), np.ones(len(tokens.new), dtype=bool)
+    if tokens.kept is not None:
+        return ones, tokens.kept == 1
     low, high = settings.bounds
     if settings.correction == "none":
         return ones, all_kept
@@ -628,7 +639,7 @@ def step(documents: Sequence[Document], settings: Settings) -> Result:
     corrections = [None if tokens is None else correction(tokens, settings) for tokens in trained]
     num_kept = [0 if pair is None else int(pair[1].sum()) for pair in corrections]
     weights, aux_weights = both_weights(documents, settings, num_kept)
-    pg, kl, entropy = [], [], []
+    pg, kl, entropy, penalty = [], [], [], []
     gradients, token_losses, factors = [], [], []
     for document, tokens, pair, w, v in zip(documents, trained, corrections, weights, aux_weights, strict=True):
         if tokens is None:
@@ -644,12 +655,16 @@ def step(documents: Sequence[Document], settings: Settings) -> Result:
         pg.extend(w * factor * loss)
         kl.extend(v * kl_value)
         entropy.extend(v * tokens.entropy)
+        of_penalty = np.zeros(len(loss)) if tokens.penalised is None else w * tokens.penalised
+        penalty.extend(of_penalty * np.abs(tokens.log_ratio))
         share = sequence_share(w * factor) if settings.objective in ONE_LOSS_PER_DOCUMENT else w * factor
         coefficient = share * g + settings.kl_coef * v * kl_g
+        coefficient = coefficient + settings.penalty_coef * of_penalty * np.sign(tokens.log_ratio)
         rows = logit_gradient(tokens, coefficient, settings.entropy_coef * v, settings.temperature)
         gradients.append(spread(document, rows / settings.grad_divisor))
         token_losses.append(spread(document, loss))
         factors.append(spread(document, factor))
     pg_loss, kl_loss, entropy_loss = math.fsum(pg), math.fsum(kl), math.fsum(entropy)
-    loss = pg_loss + settings.kl_coef * kl_loss - settings.entropy_coef * entropy_loss
-    return Result(loss, pg_loss, kl_loss, entropy_loss, gradients, weights, aux_weights, token_losses, factors)
+    further = math.fsum(penalty)
+    loss = pg_loss + settings.kl_coef * kl_loss - settings.entropy_coef * entropy_loss + settings.penalty_coef * further
+    return Result(loss, pg_loss, kl_loss, entropy_loss, gradients, weights, aux_weights, token_losses, factors, further)

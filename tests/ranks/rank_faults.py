@@ -14,7 +14,8 @@ from samples import make_sample
 from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import pack
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.corrections import PENALTY
+from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
@@ -22,7 +23,7 @@ from megatron_pg.rollouts.support import support_of
 from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.mtp import DepthLoss
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.settings import LossSettings, metrics_of
 
 
 def on_rank_1() -> bool:
@@ -53,6 +54,14 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(wide,)))
     if fault == "norollout":
         return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
+    if fault == "huge":
+        return dataclasses.replace(loss, correction=Correction(name="clip_cov", low=1.0, high=5.0, fraction=0.1))
+    if fault == "klcov":  # no fault: tokens that are chosen from the whole step
+        penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation=AS_POLICY, estimator="abs")
+        terms = dataclasses.replace(loss.terms, objective=objective_of("reinforce_is"), streams=(penalty,))
+        correction = Correction(name=PENALTY, fraction=0.25, coef=0.5)
+        metrics = metrics_of("with_entropy", terms, correction)
+        return dataclasses.replace(loss, correction=correction, terms=terms, metrics=metrics)
     if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
         gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
         return dataclasses.replace(
@@ -271,6 +280,7 @@ DATA_FAULTS = {
     "nanadvantage": lambda parts: poison("advantages", parts),
     "buildold": lambda parts: rebuilt(parts, old_logprobs=lambda values: [float("nan")] * len(values)),
     "buildadvantage": lambda parts: rebuilt(parts, advantage=lambda value: float("inf")),
+    "huge": lambda parts: rebuilt(parts, advantage=lambda value: 1e200),
     "positive": lambda parts: rebuilt(parts, old_logprobs=lambda values: [0.7] * len(values)),
     "masklength": lambda parts: rebuilt(parts, loss_mask=lambda values: [*values, 1]),
     "oldlength": lambda parts: rebuilt(parts, old_logprobs=lambda values: [*values, -1.0]),
@@ -330,6 +340,8 @@ OWN = {
     "pg_correction": ("none", "tis"),
     "pg_correction_low": (None, 0.5),
     "pg_correction_high": (None, 2.0),
+    "pg_correction_fraction": (None, 0.1),
+    "pg_correction_coef": (None, 2.0),
     "pg_denominator": ("scheduled", "live"),
     "pg_kl_coef": (0.0, 0.1),
     "pg_kl_estimator": (None, "k3"),
@@ -420,6 +432,7 @@ MEGATRON_VALUES = {
     "pipeline_model_parallel_size": (1, 2),
     "rampup_batch_size": (None, [8, 8, 100]),
     "recompute_granularity": (None, "selective"),
+    "seed": (1234, 4321),
     "sft": (False, True),
     "tensor_model_parallel_size": (1, 2),
     "train_samples": (None, 100),

@@ -77,6 +77,12 @@ def taught(folder, full):
 
 
 @launches.launch
+def of_sharp_tokens(folder, full):
+    """A run that trains the fifth of the tokens where its policy was least sure."""
+    return launch(folder, "--pg-correction", "top_entropy", "--train-iters", "3", "--warm-up-iters", "1")
+
+
+@launches.launch
 def mixed(folder, full):
     """Runs of the same rollouts, alone and with right answers beside them, which fill micro-batches of their own."""
     steps = ["--micro-batch-size", "16", "--train-iters", "2"]
@@ -153,6 +159,20 @@ def test_a_student_that_begins_as_its_teacher_leaves_it_by_the_objective(taught)
     assert "teacher       + 0.5 Σ v·(KL(π‖π_teacher)) by k3_weighted" in (taught / "printed").read_text(
         encoding="utf-8"
     )
+
+
+def test_a_run_trains_the_tokens_of_the_highest_entropy(of_sharp_tokens):
+    steps = {step["iteration"]: step for step in records(of_sharp_tokens / "metrics.jsonl")}
+    assert list(steps) == [1, 2, 3]
+    assert all(0.7 < step["selected_fraction"] <= 0.8 for step in steps.values())
+    rollouts = read_rollouts(of_sharp_tokens / "rollouts.jsonl")
+    for number in sorted({sample.step for sample in rollouts}):
+        step = steps[number + 1]
+        entropies = torch.cat([sample.old_entropies for sample in rollouts if sample.step == number])
+        assert len(entropies) == step["num_tokens"]
+        below = int((entropies < step["selection_threshold"]).sum())
+        assert below == round(step["selected_fraction"] * len(entropies))
+    assert "correction" in (of_sharp_tokens / "printed").read_text(encoding="utf-8")
 
 
 def test_a_dry_run_says_what_is_in_force_and_builds_nothing(dry):

@@ -346,7 +346,7 @@ def test_values_that_are_equal_and_refused_meet_their_own_rule(faulty):
 
 def test_every_word_of_a_case_is_known():
     """An option that no model knows would leave the case without it, and the case would pass."""
-    known = {*OPTIONS, "docs", "gspo", "uneven", "evaluate", "plain", "unevenplain", "oracle"}
+    known = {*OPTIONS, "docs", "gspo", "klcov", "uneven", "evaluate", "plain", "unevenplain", "oracle"}
     cases = [*FAST, *FULL, *FULL_4, *MTP, *MTP_FULL, *MTP_REFERENCES, *MTP_ORACLES, *MTP_PLAIN, *in_pieces(PIECES)]
     cases += [*BALANCED, *BALANCED_FULL, *REPLAYED, *REPLAYED_FULL, *DOCUMENTS, *DOCUMENTS_4, *EVALUATIONS, *REFERENCES]
     assert {word for case in [*cases, *hybrid(FAST)] for word in case.split("-")[2:]} <= known

@@ -15,6 +15,7 @@ from simulation import Layout
 import megatron_pg.kernels.api
 import megatron_pg.kernels.logprobs
 import megatron_pg.step.exchange
+import megatron_pg.step.microbatches
 import megatron_pg.step.plan
 import megatron_pg.step.table
 from megatron_pg.batch import TokenFields
@@ -290,7 +291,7 @@ def last_microbatch_dropped():
 
 @mutant
 def samples_counted_instead_of_rollouts():
-    original = simulation.local_table_of
+    original = megatron_pg.step.microbatches.local_table_of
 
     def mutated(batches, rule, group, kept):
         table = original(batches, rule, group, kept)
@@ -298,7 +299,7 @@ def samples_counted_instead_of_rollouts():
         rows[:, 1] = torch.arange(len(rows)) + (torch.distributed.get_rank(group) << 32)
         return dataclasses.replace(table, rows=rows, has_rollout_ids=True)
 
-    with mock.patch.object(simulation, "local_table_of", mutated):
+    with mock.patch.object(megatron_pg.step.microbatches, "local_table_of", mutated):
         yield
 
 
@@ -465,8 +466,10 @@ def corrections_sliced_contiguously():
 
 @objective_mutant("reinforce_is")
 def rejected_tokens_counted_under_kept():
-    original = simulation.local_table_of
-    with mock.patch.object(simulation, "local_table_of", lambda *arguments: original(*arguments[:-1])):
+    original = megatron_pg.step.microbatches.local_table_of
+    with mock.patch.object(
+        megatron_pg.step.microbatches, "local_table_of", lambda *arguments: original(*arguments[:-1])
+    ):
         yield
 
 

@@ -30,6 +30,7 @@ FAST = [
     *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
     "tp2s-prompt_mean-fused-streams",
     *("tp2s-constant-fused-support", "cp2t-sample_mean-support", "tp2-token_mean-recompute-support"),
+    *("dp2-constant-klcov", "cp2t-token_mean-klcov", "tp2s-sample_mean-fused-klcov", "pp2v-prompt_mean-klcov"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
@@ -112,8 +113,10 @@ FULL_4 += [
     for mode in MODES
     for option in ("", "-dist-overlap")
 ]
-REFERENCES = [f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-streams")]
-ALIKE = REFERENCES[::5]  # every mode and every option once
+REFERENCES = [
+    f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-streams", "-klcov")
+]
+ALIKE = REFERENCES[::7]  # every mode and every option once
 # mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in one
 # process for each, which is compared with loops over the samples.
 MTP = [
@@ -240,6 +243,7 @@ DOCUMENTS = [
     *("pp2-sample_mean-docs", "pp2t-token_mean-docs", "pp2v-constant-docs", "pp2tv-token_mean-docs"),
     *("cp2t-prompt_mean-docs", "cp2-constant-docs", "cp2t-token_mean-docs"),
     *("dp2t-token_mean-mtp-docs", "cp2t-constant-mtp2-fused-docs", "dp2t-constant-docs-streams"),
+    "dp2t-constant-docs-klcov",
     *("dp2t-constant-fused-docs", "pp2tv-token_mean-fused-docs", "cp2t-sample_mean-gspo-recompute-docs"),
     "pp2tv-sample_mean-hybrid-docs",
 ]
@@ -256,6 +260,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     "pg_no_mismatch_advice",
     *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
     *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
+    *("pg_correction_fraction", "pg_correction_coef", "seed"),
     *("pg_dro_beta", "pg_ipo_delta_low", "pg_ipo_delta_high", "pg_ipo_tau", "pg_gmpo_eps_low", "pg_gmpo_eps_high"),
     *("pg_vespo_k_pos", "pg_vespo_lambda_pos", "pg_vespo_k_neg", "pg_vespo_lambda_neg"),
     *(
@@ -345,6 +350,7 @@ FAULTS = {
     "tp2-constant-supportother": "ContractError: step plan differs between ranks 0 and 1",
     "dp2-constant-supporttaught": "has a support, over which the objective's log-probabilities are, and --pg-stream teacher:ce reads those",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
+    "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
     "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
     "tp2t-constant-docs-breaks": "RuntimeError: the sampler broke",
@@ -362,7 +368,20 @@ def reference_of(case: str) -> str:
     words = case.split("-")
     options = [
         name
-        for name in ("tied", "gspo", "experts", "replay", "rope", "mtp", "mtp2", "own", "apart", "streams", "support")
+        for name in (
+            "tied",
+            "gspo",
+            "experts",
+            "replay",
+            "rope",
+            "mtp",
+            "mtp2",
+            "own",
+            "apart",
+            "streams",
+            "klcov",
+            "support",
+        )
         if name in words[2:]
     ]
     predicts = {"mtp", "mtp2"}.intersection(options)

@@ -8,7 +8,7 @@ gradients (a factor, a sum) is applied by formula.
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import cpu_megatron
@@ -25,10 +25,11 @@ from megatron_pg.objectives.corrections import NONE, Correction
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.contract import Contract
 from megatron_pg.step.loss import microbatch_loss
+from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.selection import select
 from megatron_pg.step.settings import LossSettings, metrics_of
-from megatron_pg.step.table import local_table_of
-from megatron_pg.step.weights import token_factors, token_weights
+from megatron_pg.step.weights import token_weights
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 
@@ -138,10 +139,9 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     d, c, t = layout.coordinates(rank)
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
-    factors = [token_factors(batch, loss) for batch in batches]
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, loss.policy)]
-    table = local_table_of(batches, loss.plan_rule, data_group, kept)
-    plan = plan_from_table(table, loss.plan_rule, error=None, group=data_group)
+    table, factors = select(batches, count(batches, loss, data_group), loss, data_group)
+    rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
+    plan = plan_from_table(table, rule, error=None, group=data_group)
     locals_, leaves, first = [], [], 0
     for batch, own, cell in zip(batches, factors, cells[d], strict=True):
         local = slice_batch(

@@ -480,6 +480,8 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_correction": "none",
         "pg_correction_low": None,
         "pg_correction_high": None,
+        "pg_correction_fraction": None,
+        "pg_correction_coef": None,
         "pg_denominator": "scheduled",
         "pg_kl_coef": 0.0,
         "pg_kl_estimator": None,

@@ -40,6 +40,40 @@ BROKEN = [
     row("E42", "bounds turned round", correction("icepop", low=3, high=2), "--pg-correction-low 3 is not below"),
     row("E42", "default low", correction("seq_mask_tis", high=0.9), "--pg-correction-low 0.999 is not below"),
     row("E42", "ratio below 0", correction("tis", low=-1.0), "--pg-correction-low -1 bounds a ratio"),
+    row(
+        "E40",
+        "fraction of m2po",
+        correction("m2po", correction_fraction=0.1),
+        "--pg-correction-fraction has no effect with",
+    ),
+    row(
+        "E40", "penalty of clip_cov", correction("clip_cov", correction_coef=2.0), "--pg-correction-coef has no effect"
+    ),
+    row(
+        "E40",
+        "bound of kl_cov",
+        correction("kl_cov", high=2.0),
+        "--pg-correction-high has no effect with --pg-correction kl",
+    ),
+    row("E40", "fraction of none", {"pg_correction_fraction": 0.1}, "--pg-correction-fraction has no effect with"),
+    row(
+        "E42",
+        "covariances",
+        correction("clip_cov", low=5.0),
+        "--pg-correction-low 5 is not below --pg-correction-high 5",
+    ),
+    row(
+        "E42",
+        "second moment",
+        correction("m2po", high=0.0),
+        "--pg-correction-high 0 bounds a mean of squares, so every",
+    ),
+    row(
+        "E43",
+        "kept, penalty",
+        correction("kl_cov", denominator="kept"),
+        "--pg-correction kl_cov, which rejects no token",
+    ),
     row("E42", "nothing left", correction("tis", low=-2.0 + 2, high=0.0), "is not below --pg-correction-high 0"),
     row(
         "E43", "kept, nothing rejects", {"pg_denominator": "kept"}, "with --pg-correction none, which rejects no token"
@@ -68,6 +102,10 @@ NEAR_MISSES = [
     row("E40", "gspo", pg("gspo", clip_eps_low=3e-4, clip_eps_high=4e-4)),
     row("E40", "sapo", pg("sapo", sapo_tau_pos=1.0)),
     row("E41", "pull", pg("dro", dro_beta=0.1)),
+    row("E40", "m2po", correction("m2po", high=0.1, denominator="kept")),
+    row("E40", "clip_cov", correction("clip_cov", low=-2.0, high=-1.0, correction_fraction=0.5, denominator="kept")),
+    row("E40", "kl_cov", correction("kl_cov", correction_fraction=0.5, correction_coef=2.0, objective="reinforce_is")),
+    row("E40", "top_entropy", correction("top_entropy", correction_fraction=0.99, denominator="kept")),
     row("E40", "ipo", pg("ipo", ipo_delta_low=0.1, ipo_delta_high=0.3, ipo_tau=0.0)),
     row("E40", "vespo", pg("vespo", vespo_k_pos=1.0, vespo_lambda_neg=0.5)),
     row("E40", "gmpo", pg("gmpo", gmpo_eps_low=0.2, gmpo_eps_high=0.3)),

@@ -96,6 +96,14 @@ BROKEN = [
         "--pg-stream t:opd,on=sft: there is no such stream; choose one of rl",
     ),
     row("E72", "on a borrower", streams("t:opd,on=rl", "h:entropy,on=t"), "on=t: t has no tokens of its own"),
+    row("E71", "a correction's kind", streams("x:kl_cov,on=rl"), "has the kind 'kl_cov', and x can be ce, opd, kl"),
+    row("E71", "a correction's name", streams("kl_cov:ce"), "has a name that belongs to --pg-correction kl_cov"),
+    row(
+        "E73",
+        "a choice of nothing",
+        streams("rl:rl,weight=0", "sft:ce", pg_correction="top_entropy"),
+        "--pg-correction top_entropy chooses among the tokens of the objective, which",
+    ),
     row("E72", "on itself", streams("t:opd,on=t"), "on=t: t has no tokens of its own"),
     row(
         "E73",

@@ -71,6 +71,7 @@ def test_two_flags_of_one_loss_that_differ_are_refused():
 
 def test_every_violation_is_in_one_error():
     given = {"pg_objektive": "grpo", "pg_dry_run": True, "docs_per_step": 3, "pg_temperature": -1.0}
+    given |= {"pg_correction": "top_entropy"}
     with pytest.raises(ArgumentError) as refused:
         check("host", given, megatron={}, refused=["their flag cannot go with this loss; remove it"])
     text = str(refused.value)
@@ -79,6 +80,7 @@ def test_every_violation_is_in_one_error():
         "their flag cannot",
         "--pg-dry-run ends",
         "--docs-per-step 3 cuts steps",
+        "--pg-correction top_entropy reads old_entropies, which the host",
         "--pg-temperature",
     ):
         assert part in text

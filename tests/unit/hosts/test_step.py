@@ -91,6 +91,46 @@ def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_that_of_the_first_
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-12) for a, b in zip(first, second, strict=True))
 
 
+CHOICES = {
+    "m2po": {"pg_correction_high": 0.01},
+    "clip_cov": {"pg_correction_low": 0.0, "pg_correction_fraction": 0.2},
+    "kl_cov": {"pg_correction_fraction": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_are_chosen_over_the_ranks_of_a_host(name):
+    loss, samples = settings(pg_objective="reinforce_is", pg_correction=name, **CHOICES[name]), hosts.samples()
+    whole = simulation.run_step(
+        samples, [each.detach() for each in logits_of(samples)], Layout(), loss, random.Random(1)
+    )
+
+    def work(rank: int):
+        mine = [i for i in range(len(samples)) if i % 2 == rank]
+        logits = logits_of([samples[i] for i in mine])
+        step = HostStep.planned(loss, lambda: [samples[i] for i in mine], data=torch.distributed.group.WORLD)
+        local = step.slice(range(len(mine)), [len(samples[i].tokens) for i in mine])
+        step.loss(local, row(logits, range(len(mine))), None, 1.0).backward()
+        return step.finish(reports=True).metrics, [each.grad for each in logits]
+
+    (metrics, first), (_, second) = threads.run(2, work)
+    assert 0 < metrics["selected_fraction"] == whole.metrics["selected_fraction"] < 1
+    for k, expected in enumerate(whole.gradients):
+        assert torch.allclose((first, second)[k % 2][k // 2], expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_nothing_can_be_chosen_by_log_probabilities_that_are_not_made(name):
+    """Every rank hears of it."""
+    loss, samples = settings(pg_objective="reinforce_is", pg_correction=name), hosts.samples()[:4]
+    with pytest.raises(
+        StepPlanError, match=f"--pg-correction {name} chooses tokens by old_logprobs before the forward"
+    ):
+        threads.run(
+            2, lambda rank: HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD, on_policy=True)
+        )
+
+
 def _with_old(sample, logprobs):
     length = sample.response_length
     old = logprobs[-length - 1 : -1].gather(1, sample.tokens[-length:, None])[:, 0]

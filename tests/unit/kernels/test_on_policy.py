@@ -8,6 +8,7 @@ from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.fields import StreamFields
+from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
@@ -57,6 +58,20 @@ def test_the_gradient_is_that_of_old_log_probabilities_that_are_the_models_own(n
     (on_policy, first), (given, second) = found
     assert torch.equal(on_policy.log_ratios, torch.zeros(ROWS))
     torch.testing.assert_close(on_policy.loss, given.loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(first, second, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_penalty_from_the_anchor_is_0_where_the_model_is_the_anchor(impl):
+    penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation="policy", estimator="abs")
+    table, terms, found = torch.randn(ROWS, COLUMNS), LossTerms(objective=objective_of("reinforce_is")), []
+    for streams in ((), (penalty,)):
+        logits, loss = (table * 1.0).requires_grad_(), PolicyLoss(replace(terms, streams=streams), fields(None))
+        result = policy_gradient_loss(logits * 1.0, loss, Vocabulary.of(COLUMNS), impl=impl)
+        result.loss.backward()
+        found.append((result.loss.detach(), logits.grad))
+    (without, first), (with_penalty, second) = found
+    assert torch.equal(without, with_penalty)
     torch.testing.assert_close(first, second, rtol=2e-5, atol=2e-6)
 
 

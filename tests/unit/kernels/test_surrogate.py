@@ -10,7 +10,9 @@ from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.fields import StreamFields
+from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss, segments
 from megatron_pg.kernels.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
 
@@ -21,7 +23,7 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
-PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs", "kl.weights", "entropy.weights")
+PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs")
 COUNT = 2 * BLOCK + 17
 LIMIT = 5e-6  # float32, of 1 + |what is expected|
 
@@ -81,7 +83,8 @@ def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) ->
     """As kernels get it: float32, NaN in all fields of tokens that are not trained, whose log-probability and entropy are 0."""
     mask = loss.fields.mask
     known = loss.fields.per_token()
-    fields = {name: known[name].float().masked_fill(~mask, math.nan).to(DEVICE) for name in PER_TOKEN}
+    names = (*PER_TOKEN, *(name for name in known if name.endswith(".weights")))
+    fields = {name: known[name].float().masked_fill(~mask, math.nan).to(DEVICE) for name in names}
     fields |= {"mask": mask.to(DEVICE), "targets": known["targets"].to(DEVICE)}
     values = (v.float().masked_fill(~mask, 0).to(DEVICE).requires_grad_() for v in (logprobs, entropy))
     sequences = loss.fields.sequences
@@ -135,6 +138,30 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, mo
             assert torch.equal(slopes[1], gradients[1])
     evidence(cases=len(errors), worst=max(errors))
     assert max(errors) <= LIMIT
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["reinforce_is", "grpo", "gspo_token"])
+def test_the_penalty_of_chosen_tokens_is_a_divergence_from_the_anchor(name, bonus):
+    """It has weights that are 0 off the chosen tokens, and no tokens of its own: the kernels take it."""
+    loss, logprobs, entropy = drawn(name, 5, entropy_coef=bonus)
+    penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.7, on="rl", aggregation=AS_POLICY, estimator="abs")
+    chosen = torch.arange(COUNT) % 3 == 0
+    own = {PENALTY: StreamFields(weights=loss.fields.weights * chosen)}
+    fields = replace(loss.fields, streams={**loss.fields.streams, **own})
+    loss = PolicyLoss(replace(loss.terms, streams=(penalty, *loss.terms.streams)), fields)
+    assert loss.row is not None
+    expected, by_logprob, _ = evaluated(loss, logprobs, entropy)
+    as_kernels, *leaves = poisoned(loss, logprobs, entropy)
+    found, (slope, _) = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
+    assert max(worst(slope, by_logprob), worst(found.stream_losses, expected.stream_losses)) <= LIMIT
+    _, without, _ = evaluated(
+        PolicyLoss(replace(loss.terms, streams=loss.terms.streams[1:]), fields), logprobs, entropy
+    )
+    apart, trained = logprobs - fields.old_logprobs, chosen & fields.mask
+    by_penalty = torch.where(trained, 0.7 * fields.weights * apart.sign(), 0)
+    torch.testing.assert_close(by_logprob - without, by_penalty, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(expected.stream_losses[0], torch.where(fields.mask, apart.abs(), 0))
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -82,10 +82,12 @@ def test_hand_worked_factors(name, low, high, expected, kept):
 
 
 @pytest.mark.parametrize("bound", ["low", "high"])
-@pytest.mark.parametrize("name", [name for name, declared in CORRECTIONS.items() if declared.rejects == "data"])
+@pytest.mark.parametrize(
+    "name", [name for name, declared in CORRECTIONS.items() if declared.factors and declared.rejects == "data"]
+)
 def test_a_bound_is_inclusive(name, bound):
     """Equal policies, whose ratios are exactly 1 and whose divergences are exactly 0, are on a bound there and inside."""
-    value = 1.0 if CORRECTIONS[name].bounds_a_ratio else 0.0
+    value = 1.0 if CORRECTIONS[name].bounds else 0.0
     bounds = {"low": value - 0.5, "high": value + 0.5}
     assert factors(name, *(bounds | {bound: value}).values(), sample([0.0, 0.0])) == ([1.0, 1.0], [True, True])
     beyond = {"low": value + 1e-9, "high": value - 1e-9}[bound]
@@ -133,12 +135,11 @@ def test_an_extreme_mismatch_stays_finite():
 
 def test_what_data_decide_and_what_the_model_decides():
     by_data = {name for name, declared in CORRECTIONS.items() if declared.load() is not None}
+    by_step = {name for name, declared in CORRECTIONS.items() if declared.selection}
     by_model = {name for name, declared in CORRECTIONS.items() if declared.anchor}
-    assert set(CORRECTIONS) == {"none", *by_data, *by_model}
-    assert {name for name, declared in CORRECTIONS.items() if declared.rejects == "data"} == by_data - {
-        "tis",
-        "seq_tis",
-    }
+    assert sorted(CORRECTIONS) == sorted(["none", *by_data, *by_step, *by_model])
+    weigh = {"tis", "seq_tis", "kl_cov"}
+    assert {name for name, declared in CORRECTIONS.items() if declared.rejects == "data"} == (by_data | by_step) - weigh
     assert {name for name, declared in CORRECTIONS.items() if declared.rejects == "model"} == by_model
 
 

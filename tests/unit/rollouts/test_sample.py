@@ -499,7 +499,9 @@ def test_a_sample_of_another_stream_needs_only_what_that_reads(file, tmp_path):
     assert torch.equal(again[1].masks["tool"], found[1].masks["tool"])
 
 
-@pytest.mark.parametrize("fields", [{"stream": "sft"}, {"masks": {}}, {"teacher_logprobs": [-1, -2]}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"stream": "sft"}, {"masks": {}}, {"teacher_logprobs": [-1, -2]}, {"old_entropies": [1, 2]}], ids=str
+)
 def test_version_1_has_no_streams(file, tmp_path, fields):
     with pytest.raises(RolloutFileError, match=r":2: field '\w+' is of version 2 and the header says 1"):
         read_rollouts(file(HEADER, RECORD | fields))
@@ -527,6 +529,14 @@ def test_version_1_has_no_streams(file, tmp_path, fields):
         ({"old_logprobs": None}, "has no old_logprobs, without which the objective has no loss"),
         ({"advantage": None}, "has no advantages, without which the objective has no loss"),
         ({"teacher_logprobs": [-1.0, 2.0], "loss_mask": [1, 1]}, "teacher_logprobs of sample .* reach 2"),
+        (
+            {"old_entropies": [0.5, -0.7], "loss_mask": [1, 1]},
+            "old_entropies of sample .* go down to -0.7, entropies are",
+        ),
+        (
+            {"old_entropies": [0.5], "loss_mask": [1, 1]},
+            "old_entropies of sample .* has 1 entries for 2 response tokens",
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,286 @@
+"""Corrections that choose tokens of the whole step: one set, bit for bit, however the step is cut, and its gradient.
+
+The set is compared with an oracle that loops over the whole step, the gradient with closed forms in float64.
+"""
+
+import dataclasses
+import random
+
+import numpy as np
+import objective_cases
+import pytest
+import selection_cases
+import selection_oracle
+import simulation
+import threads
+import torch
+from head_simulation import through_the_fused_head  # noqa: F401, a fixture
+from samples import random_step
+from selection_cases import NAMES, Case
+from selection_oracle import Rule
+from simulation import Layout
+
+from megatron_pg.batch import ContextRanks, pack
+from megatron_pg.declarations.corrections import PENALTY
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.microbatches import count
+from megatron_pg.step.plan import plan_from_table
+from megatron_pg.step.selection import select
+from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.table import SelectionFacts
+
+LAYOUTS = [
+    Layout(microbatches=3, qkv_format="bshd"),
+    Layout(data=2, microbatches=2),
+    Layout(data=2, context=2, microbatches=2),
+    Layout(context=2, qkv_format="bshd"),
+    Layout(data=3, microbatches=2, qkv_format="bshd"),
+    Layout(data=2, context=2, tensor=2, microbatches=2),
+]
+OBJECTIVES = ("reinforce_is", "grpo", "gspo", "gspo_token", "dro")
+RANKS = (1, 2, 3, 4)
+LIMIT = 1e-12
+
+
+def random_case(rng: random.Random, name: str, objective: str) -> Case:
+    """A case of an objective without another correction; nothing but what the choice leaves is counted in some."""
+    made = objective_cases.random_case(rng, objective)
+    samples = selection_cases.with_keys(made.samples, rng)
+    logits = [*made.logits, *(made.logits[_index(made.samples, s)] for s in samples[len(made.samples) :])]
+    rule = selection_cases.random_rule(rng, name)
+    expected = dataclasses.replace(
+        made.expected, correction="none", penalty_coef=selection_cases.BETA * (name == PENALTY), denominator="scheduled"
+    )
+    case = Case(samples, logits, expected, rule)
+    keeps = sum(s.num_trained for s in samples) > sum(int(each.sum()) for each in case.selected)
+    if name == PENALTY or not keeps:
+        return case
+    denominators = ["scheduled", "kept", *(["live"] if expected.aggregation != "token_mean" else [])]
+    return Case(samples, logits, dataclasses.replace(expected, denominator=rng.choice(denominators)), rule)
+
+
+def _index(samples, twin) -> int:
+    return next(i for i, s in enumerate(samples) if s.tokens is twin.tokens)
+
+
+@pytest.mark.proof("Corrections of the whole step over layouts, float64: loss and gradient within 1e-12 of the oracle")
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient_equal_the_oracle_in_every_layout(name, full, evidence):
+    number, worst = 30 if full else 3, 0.0
+    for layout in LAYOUTS:
+        rng = random.Random(f"{name}{layout}")
+        found = [random_case(rng, name, OBJECTIVES[i % len(OBJECTIVES)]) for i in range(number)]
+        outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
+        errors = [case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)]
+        bad = {
+            f"{layout} case {i}: {found[i].rule}, {found[i].expected}": e
+            for i, e in enumerate(errors)
+            if not e <= LIMIT
+        }
+        assert not bad, bad
+        worst = max(worst, *errors)
+    evidence(cases=number * len(LAYOUTS), worst=worst)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("through_the_fused_head")
+def test_the_fused_head_equals_the_oracle(name):
+    rng, layout = random.Random(f"{name} fused"), Layout(data=2, context=2, microbatches=2)
+    found = [random_case(rng, name, objective) for objective in OBJECTIVES[:3]]
+    outcomes = simulation.run_steps([case.step(layout, rng) for case in found], layout)
+    assert max(case.error(outcome) for case, outcome in zip(found, outcomes, strict=True)) <= LIMIT
+
+
+# --- sets ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Samples by [rank][micro-batch]; a micro-batch that is cut over ranks of its own stands under each of them."""
+
+    cells: list[list[list[int]]]
+    runs: list[list[ContextRanks | None]]
+
+
+def random_cut(rng: random.Random, count_of_samples: int, ranks: int) -> Cut:
+    """Some micro-batches and ranks stay empty; in half of the cuts pairs of ranks share micro-batches (dynamic CP)."""
+    layout = Layout(data=ranks, microbatches=rng.randint(1, 4))
+    cells = simulation.scatter_samples(range(count_of_samples), layout, rng)
+    runs = [[None] * layout.microbatches for _ in range(ranks)]
+    if rng.random() < 0.5:
+        for k in range(layout.microbatches):
+            for first in range(0, ranks - 1, 2):
+                if rng.random() < 0.5:
+                    whole = cells[first][k] + cells[first + 1][k]
+                    for rank in (first, first + 1):
+                        cells[rank][k], runs[rank][k] = whole, ContextRanks(first, 2)
+    return Cut(cells, runs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A step, and what the oracle chooses of it."""
+
+    samples: list[Sample]
+    loss: LossSettings
+    wanted: list[np.ndarray]
+
+
+def random_selection(rng: random.Random, name: str) -> Selection:
+    """Under `kept` where something is left."""
+    samples = selection_cases.with_keys(random_step(rng, vocabulary=3, most_tokens=24), rng)
+    rule = selection_cases.random_rule(rng, name)
+    wanted = selection_oracle.select(selection_cases.rows_of(samples), rule)
+    keeps = sum(s.num_trained for s in samples) > sum(int(each.sum()) for each in wanted)
+    denominator = "kept" if keeps and name != PENALTY else "scheduled"
+    loss = simulation.settings("sample_mean", per_token=False, denominator=denominator)
+    return Selection(samples, selection_cases.settings_of(loss, rule), wanted)
+
+
+def chosen_in(
+    cut: Cut, step: Selection, rank: int, group
+) -> tuple[SelectionFacts, list[tuple[int, torch.Tensor, float]]]:
+    """Of each sample here its number, the bits of its factors and its denominator."""
+    batches = [
+        pack([step.samples[i] for i in cell], qkv_format="thd", **({} if run is None else {"cp_ranks": run}))
+        for cell, run in zip(cut.cells[rank], cut.runs[rank], strict=True)
+    ]
+    table, factors = select(batches, count(batches, step.loss, group), step.loss, group)
+    rule = dataclasses.replace(step.loss.plan_rule, numbers_may_repeat=False)
+    plan = plan_from_table(table, rule, error=None, group=group)
+    numbers = [i for cell in cut.cells[rank] for i in cell]
+    whole = [own.corrections if own.penalised is None else own.penalised for own in factors]
+    lengths = [step.samples[i].response_length for i in numbers]
+    # a rank's plan has the denominators of what it holds
+    return plan.selection, list(zip(numbers, torch.cat(whole).split(lengths), plan.denominators.tolist(), strict=True))
+
+
+def check_choice(name: str, step: Selection, of_ranks: list) -> None:
+    facts, num_chosen = of_ranks[0][0], sum(int(each.sum()) for each in step.wanted)
+    assert {each for each, _ in of_ranks} == {facts}
+    assert (facts.num_selected, facts.num_tokens) == (num_chosen, sum(s.num_trained for s in step.samples))
+    found = [each for _, samples in of_ranks for each in samples]
+    assert {i for i, *_ in found} == set(range(len(step.samples)))
+    denominators: dict[int, float] = {}
+    for i, part, denominator in found:
+        chosen = torch.from_numpy(step.wanted[i])
+        assert torch.equal(part, chosen if name == PENALTY else torch.where(chosen, 0.0, 1.0).double())
+        assert denominators.setdefault(i, denominator) == denominator
+
+
+@pytest.mark.proof("Corrections of the whole step in random cuts over 1 to 4 ranks: the oracle's tokens, bit for bit")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_chosen_tokens_are_the_same_in_every_cut(name, full, evidence):
+    number = 50 if full else 7  # of steps, 5 cuts each
+    for ranks in RANKS:
+        rng = random.Random(f"{name}{ranks}")
+        steps = [random_selection(rng, name) for _ in range(number)]
+        cuts = [(step, random_cut(rng, len(step.samples), ranks)) for step in steps for _ in range(5)]
+
+        def on_rank(rank: int, cuts=cuts, ranks=ranks) -> list:
+            group = threads.subgroup(lambda r: 0, ranks, rank)
+            return [chosen_in(cut, step, rank, group) for step, cut in cuts]
+
+        for (step, _), *of_ranks in zip(cuts, *threads.run(ranks, on_rank), strict=True):
+            check_choice(name, step, of_ranks)
+    evidence(cases=len(RANKS) * number * 5)
+
+
+@pytest.mark.proof("Corrections of the whole step, one step in random cuts over 3 ranks: one set, bit for bit")
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("m2po", high=1 / 64),
+        Rule("clip_cov", 0.0, 1.5, "0.1", 7),
+        Rule("kl_cov", fraction="0.1"),
+        Rule("top_entropy", fraction="0.2"),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_one_step_has_one_set(rule, full, evidence):
+    name, number = rule.name, 500 if full else 25
+    rng = random.Random(name)
+    samples = [s for _ in range(6) for s in selection_cases.with_keys(random_step(rng, vocabulary=3), rng)][:40]
+    loss = selection_cases.settings_of(simulation.settings("token_mean", per_token=True), rule)
+    step = Selection(samples, loss, selection_oracle.select(selection_cases.rows_of(samples), rule))
+    assert 0 < sum(int(each.sum()) for each in step.wanted) < sum(s.num_trained for s in samples)
+    cuts = [random_cut(rng, len(samples), 3) for _ in range(number)]
+
+    def on_rank(rank: int) -> list:
+        group = threads.subgroup(lambda r: 0, 3, rank)
+        return [chosen_in(cut, step, rank, group) for cut in cuts]
+
+    for of_ranks in zip(*threads.run(3, on_rank), strict=True):
+        check_choice(name, step, list(of_ranks))
+    evidence(cases=number)
+
+
+NOTHING = {
+    "m2po": Rule("m2po", high=100.0),
+    "clip_cov": Rule("clip_cov", 1e6, 1e7, "0.5"),
+    "kl_cov": Rule("kl_cov", fraction="1e-06"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("layout", LAYOUTS[2:4], ids=str)
+def test_a_choice_of_nothing_changes_no_bit(name, layout):
+    rng = random.Random(f"{name} {layout}")
+    made = objective_cases.random_case(rng, "reinforce_is")
+    expected = dataclasses.replace(made.expected, correction="none", denominator="scheduled")
+    samples = selection_cases.with_keys(made.samples, random.Random(1))[: len(made.samples)]
+    plain = objective_cases.settings_of(expected)
+    cells = simulation.scatter_samples(samples, layout, rng)
+    steps = [
+        simulation.Step(samples, made.logits, loss, cells)
+        for loss in (plain, selection_cases.settings_of(plain, NOTHING[name]))
+    ]
+    before, after = simulation.run_steps(steps, layout)
+    assert after.metrics["selected_fraction"] == 0.0
+    assert "selection_threshold" not in after.metrics
+    assert after.metrics["pg_loss"] == before.metrics["pg_loss"]
+    assert all(torch.equal(a, b) for a, b in zip(before.gradients, after.gradients, strict=True))
+
+
+def test_a_step_without_a_token_of_the_objective_trains_its_other_streams():
+    """Nothing is there to be chosen, and the supervised tokens are trained as without the correction."""
+    rng, layout = random.Random(5), Layout(data=2, microbatches=2)
+    made = objective_cases.random_case(rng, "reinforce_is")
+    samples = [dataclasses.replace(s, stream="sft", old_logprobs=None, advantages=None) for s in made.samples]
+    sft = Stream(name="sft", kind="ce", aggregation="token_mean")
+    terms = dataclasses.replace(simulation.GRPO, streams=(sft,))
+    plain = simulation.settings("token_mean", per_token=True, terms=terms, streams_of_samples=frozenset({"rl", "sft"}))
+    cells = simulation.scatter_samples(samples, layout, rng)
+    for rule in (
+        Rule("m2po", high=0.1),
+        Rule("clip_cov", 0.0, 1.0, "0.5"),
+        Rule("kl_cov", fraction="0.5"),
+        Rule("top_entropy", fraction="0.5"),
+    ):
+        losses = (plain, selection_cases.settings_of(plain, rule))
+        steps = [simulation.Step(samples, made.logits, loss, cells) for loss in losses]
+        before, after = simulation.run_steps(steps, layout)
+        assert "selected_fraction" not in after.metrics
+        assert all(torch.equal(a, b) for a, b in zip(before.gradients, after.gradients, strict=True))
+
+
+def test_the_penalised_tokens_of_one_micro_batch_are_those_of_verl():
+    """Its `topk` of cov at the moving policy, which is π_old here, of max(1, int(f·T)) tokens."""
+    rng = random.Random(3)
+    samples = [s for _ in range(4) for s in random_step(rng, vocabulary=9)]
+    samples = [selection_cases.with_fields(s, rng, is_coarse=False) for s in samples]
+    masks = torch.cat([s.loss_mask for s in samples])
+    advantages, old = (torch.cat([getattr(s, name) for s in samples])[masks] for name in ("advantages", "old_logprobs"))
+    cov = (advantages - advantages.mean()) * (old - old.mean())
+    theirs = set(cov.topk(max(1, int(len(cov) * 0.1))).indices.tolist())
+    loss = selection_cases.settings_of(
+        simulation.settings("token_mean", per_token=True), Rule("kl_cov", fraction="0.1")
+    )
+    batches = [pack(samples, qkv_format="thd")]
+    _, (factors,) = select(batches, count(batches, loss, None), loss, None)
+    assert set(factors.penalised[masks].nonzero().flatten().tolist()) == theirs
+
+
+def test_every_correction_of_the_whole_step_is_here():
+    assert set(NAMES) == {"m2po", "clip_cov", "kl_cov", "top_entropy"}
