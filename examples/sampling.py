@@ -21,6 +21,7 @@ class Completions:
 
     responses: list[list[int]]
     logprobs: list[list[float]]
+    supports: list[list[list[int]]]  # the ids that each token was drawn from
 
 
 class Policy:
@@ -59,10 +60,10 @@ class Policy:
         ]
 
     def sample(
-        self, prompts: list[list[int]], *, max_tokens: int, stop: int, generator: torch.Generator
+        self, prompts: list[list[int]], *, max_tokens: int, stop: int, generator: torch.Generator, top_p: float = 1.0
     ) -> Completions:
-        """One response per prompt, drawn token by token until `stop`."""
-        done = Completions([[] for _ in prompts], [[] for _ in prompts])
+        """One response per prompt, drawn token by token until `stop`, of the likeliest tokens that have the probability `top_p`."""
+        done = Completions(*([[] for _ in prompts] for _ in range(3)))
         shares_experts = _shares_experts(self._chunks[0])
         for _ in range(max_tokens):
             open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
@@ -72,11 +73,15 @@ class Policy:
             table = self.logprobs(self._rows([prompts[i] + done.responses[i] for i in computed]))
             ends = torch.tensor([len(prompts[i]) + len(done.responses[i]) - 1 for i in open_rows], dtype=torch.int64)
             last = table[open_rows if shares_experts else range(len(open_rows)), ends]
+            kept = _likeliest(last, top_p)
+            last = last if top_p == 1 else last.where(kept, -torch.inf).log_softmax(dim=-1)
             tokens = torch.multinomial(last.exp(), 1, generator=generator) if open_rows else last.new_zeros(0, 1).long()
-            drawn = zip(open_rows, tokens[:, 0].tolist(), last.gather(1, tokens)[:, 0].tolist(), strict=True)
-            for i, token, logprob in drawn:
+            logprobs = last.gather(1, tokens)[:, 0]
+            drawn = zip(open_rows, tokens[:, 0].tolist(), logprobs.tolist(), kept, strict=True)
+            for i, token, logprob, row in drawn:
                 done.responses[i].append(token)
                 done.logprobs[i].append(logprob)
+                done.supports[i].append(row.nonzero()[:, 0].tolist())
         return done
 
     def _rows(self, sequences: list[list[int]]) -> torch.Tensor:
@@ -117,6 +122,13 @@ class Policy:
         for rank, part in enumerate(parts):
             whole[:, zigzag_index([self._width], cp_rank=rank, cp_size=len(parts))] = part
         return whole
+
+
+def _likeliest(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[n, V] bool: the fewest tokens of each row that have the probability together; all of them for 1."""
+    probabilities, order = logprobs.exp().sort(dim=-1, descending=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    return torch.zeros_like(logprobs, dtype=torch.bool).scatter_(1, order, (before < top_p) | (top_p == 1))
 
 
 def _shares_experts(model) -> bool:

@@ -13,6 +13,8 @@ rollouts.jsonl, because the weights that sampled it are gone. Resume with the sa
 With --docs-per-step 256 a step is 256 documents, packed into rows of up to --micro-batch-size x --seq-length tokens, and
 every rank samples when it has used up its own rollouts (rollout_documents.py).
 
+With --top-p P the rollouts are drawn as engines draw them for that flag, and the samples say of which tokens (docs/support.md).
+
 With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-stream teacher:opd,on=rl (teacher.py).
 
 With --demonstrations-per-step 32 that many samples of --global-batch-size are right answers, of --pg-stream sft:ce.
@@ -64,6 +66,7 @@ from megatron_pg import (
     read_steps,
 )
 from megatron_pg.pretrain import StepLog, pretrain, step_record
+from megatron_pg.rollouts.support import Support
 from megatron_pg.step.collectives import all_gather_rows
 
 OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
@@ -76,6 +79,13 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--warm-up-iters", type=int, default=60, help="optimizer steps that imitate right answers first")
     group.add_argument("--prompts-per-rollout", type=int, default=32, help="prompts of a rollout batch, all ranks")
     group.add_argument("--group-size", type=int, default=8, help="responses per prompt")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="rollouts are drawn of the likeliest tokens that have P together",
+    )
     group.add_argument("--exact-match-prompts", type=int, default=256, help="held-out prompts, all ranks")
     group.add_argument(
         "--exact-match-interval", type=int, default=30, help="optimizer steps between evaluations on them"
@@ -335,7 +345,8 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     count = args.prompts_per_rollout // size
     prompts = [prompt for prompt in task.prompts(count, generator) for _ in range(args.group_size)]
-    done = policy.sample(prompts, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
+    limits = {"max_tokens": task.MAX_RESPONSE, "stop": task.STOP, "top_p": args.top_p}
+    done = policy.sample(prompts, **limits, generator=generator)
     rewards = [task.reward(prompt, response) for prompt, response in zip(prompts, done.responses, strict=True)]
     prompt_ids = [f"{step}-{rank * count + i // args.group_size}" for i in range(len(prompts))]
     advantages = group_advantages(rewards, prompt_ids, rule="group_mean").values
@@ -352,6 +363,7 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
                 rollout_id=f"{step}-{rank * len(prompts) + i}",
                 sample_id=f"{step}-{rank * len(prompts) + i}",
                 reward=rewards[i],
+                support=done.supports[i] if args.top_p < 1 else None,
             )
         )
     return samples
@@ -359,7 +371,7 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
 
 def _version(args) -> int:
     """Of the rollout file."""
-    return 2 if args.teacher or args.demonstrations_per_step or _reads_entropies(args) else 1
+    return 2 if args.teacher or args.demonstrations_per_step or args.top_p < 1 or _reads_entropies(args) else 1
 
 
 def _reads_entropies(args) -> bool:
@@ -456,7 +468,7 @@ def mean_over_ranks(values: list[float]) -> float:
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
     """All data-parallel ranks' samples of a step, as one table of numbers per rank, NaN for what a sample does not have."""
     width = args.seq_length
-    table = torch.full((len(samples), 7 + (2 + len(OPTIONAL)) * width), math.nan, dtype=torch.float64)
+    table = torch.full((len(samples), 7 + (3 + len(OPTIONAL)) * width), math.nan, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):
         n, r = len(sample.tokens), sample.response_length
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
@@ -465,11 +477,22 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         if sample.stream != DEMONSTRATIONS:
             row[5], row[6] = sample.reward, sample.advantages[0]
         optional = (getattr(sample, name) for name in OPTIONAL)
-        for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional)):
+        for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional, _bits(sample.support))):
             if values is not None:
                 row[7 + k * width :][: len(values)] = values
     everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
     return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
+
+
+def _bits(support: Support | None) -> torch.Tensor | None:
+    """One number per token, with a bit for each id of this small vocabulary."""
+    if support is None:
+        return None
+    return torch.zeros(len(support.counts)).double().index_add_(0, support.positions, 2.0 ** support.ids.double())
+
+
+def _ids(bits: float) -> list[int]:
+    return [j for j in range(task.VOCABULARY) if int(bits) >> j & 1]
 
 
 def _sample_of(row: list[float], step: int, width: int) -> Sample:
@@ -477,12 +500,14 @@ def _sample_of(row: list[float], step: int, width: int) -> Sample:
     reward, advantage = (None if math.isnan(value) else value for value in row[5:7])
     names = ("old_logprobs", *OPTIONAL)
     fields = {name: row[7 + k * width :][:r] for k, name in enumerate(names, start=1)}
+    kept = row[7 + (1 + len(names)) * width :][:r]
     return Sample.build(
         tokens=[int(token) for token in row[7 : 7 + n]],
         response_length=r,
         loss_mask=[1] * r,
         stream=DEMONSTRATIONS if advantage is None else "rl",
         advantage=advantage,
+        support=None if math.isnan(kept[0]) else list(map(_ids, kept)),
         **{name: values for name, values in fields.items() if not math.isnan(values[0])},
         prompt_id=f"{batch}-{prompt}",
         rollout_id=f"{batch}-{number}",
@@ -510,6 +535,11 @@ def check_example(args) -> None:
         raise ValueError(
             f"--teacher {args.teacher} scores what is sampled in steps; with --rollouts the file holds teacher_logprobs, and --docs-per-step "
             "samples elsewhere. Leave one of them out."
+        )
+    if not 0 < args.top_p <= 1 or (args.top_p < 1 and (args.rollouts or args.docs_per_step)):
+        raise ValueError(
+            f"--top-p {args.top_p} is no probability of rollouts that are sampled in steps: it is above 0 and at most 1, with --rollouts the "
+            "file holds supports, and --docs-per-step samples elsewhere. Leave one of them out."
         )
     if args.demonstrations_per_step and (args.rollouts or args.docs_per_step):
         raise ValueError(

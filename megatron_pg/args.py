@@ -28,6 +28,7 @@ from megatron_pg.flags.head import add_head_arguments, head_violations, head_war
 from megatron_pg.flags.loss_terms import add_objective_arguments, objective_violations, objective_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.streams import add_stream_arguments, stream_violations
+from megatron_pg.flags.support import add_support_arguments, support_violations
 from megatron_pg.flags.values import choice, number
 
 __all__ = [
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add_objective_arguments(group)
     add_stream_arguments(group)
+    add_support_arguments(group)
     add_head_arguments(group)
     add_documents_arguments(parser.add_argument_group("documents per step (megatron_pg)"))
     return parser
@@ -145,6 +147,7 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
         _common_rules,
         objective_violations,
         stream_violations,
+        support_violations,
         head_violations,
         documents_violations,
         compatibility_violations,

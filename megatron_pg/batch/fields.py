@@ -30,6 +30,42 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSupport:
+    """What the rollout engine could have sampled in the place of each token: row t's is ids[starts[t] : starts[t] + counts[t]]."""
+
+    starts: Tensor  # [T] int64
+    counts: Tensor  # [T] int64; 0: the whole vocabulary
+    ids: Tensor  # [n] int32, global ids, of all rows and maybe others
+    longest: int  # ids of a row, at most
+
+    @classmethod
+    def of(cls, ids: Tensor, offsets: Tensor) -> "TokenSupport":
+        """Of T rows, from `Support`'s form: ids [n] int32 and offsets [T + 1] int64; the host waits for their device.
+
+        Raises:
+            ValueError: the offsets do not rise from 0 to n.
+        """
+        counts = offsets.diff()
+        if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, len(ids)] or (counts < 0).any():
+            raise ValueError(
+                f"offsets do not rise from 0 to {len(ids)}, the number of ids, so rows would have others' ids. Give one for the begin of each "
+                "row and one for the end."
+            )
+        longest = int(counts.max()) if len(counts) else 0
+        return cls(starts=offsets[:-1], counts=counts, ids=ids, longest=longest)
+
+    def at(self, rows: Tensor | slice) -> "TokenSupport":
+        """That of some of the rows."""
+        return replace(self, starts=self.starts[rows], counts=self.counts[rows])
+
+    def table(self) -> Tensor:
+        """[T, longest] int32, -1 where a row has fewer ids."""
+        k = torch.arange(self.longest, device=self.ids.device)
+        here = k < self.counts[:, None]
+        return torch.where(here, self.ids[torch.where(here, self.starts[:, None] + k, 0)], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenFields:
     """What is known of this rank's T tokens beside the model's output: [T] each, in the order of the logits' rows.
 
@@ -51,6 +87,7 @@ class TokenFields:
     rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
     teacher_topk: TopK | None = None
+    support: TokenSupport | None = None  # of the objective's tokens, whose policies are all over it
     streams: Mapping[str, StreamFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own
@@ -73,7 +110,7 @@ class TokenFields:
         return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
+        """The fields that are known but the support, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.teacher_topk is not None:
             found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
@@ -97,4 +134,5 @@ class TokenFields:
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""
-        return TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)
+        found = TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)
+        return found if self.support is None else replace(found, support=self.support.at(rows))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.context_ranks import ContextRanks
-from megatron_pg.batch.fields import TopK
+from megatron_pg.batch.fields import TokenSupport, TopK
 from megatron_pg.batch.zigzag import padded_length
 from megatron_pg.rollouts.fields import OPTIONAL, POLICY
 from megatron_pg.rollouts.sample import Sample
@@ -39,6 +39,7 @@ class PackedBatch:
     response_positions: Tensor  # [sum of R] int64 into the flattened rows
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
+    num_missing: int = 0  # trained tokens that were masked, because their samples' supports do not hold them
 
     @property
     def digest(self) -> bytes:
@@ -53,6 +54,7 @@ class PackedBatch:
             *(self.optional_values(name) for name in OPTIONAL),
             *(sample.routed_experts for sample in self.samples),
             *(values for s in self.samples if (t := s.teacher_topk) is not None for values in (t.ids, t.logprobs)),
+            *(values for s in self.samples if s.support is not None for values in (s.support.ids, s.support.offsets)),
             *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
         ):
             content.update(b"" if values is None else values.numpy().tobytes())
@@ -116,6 +118,16 @@ class PackedBatch:
                 logprobs[:, : sets.ids.shape[1]] = sets.logprobs
                 tails.copy_(sets.tails)
         return found
+
+    def support(self) -> TokenSupport | None:
+        """What could have been sampled in the place of the response tokens, [sum of R] instead of [T] each; None: nothing is known."""
+        known = [sample.support for sample in self.samples]
+        if all(each is None for each in known):
+            return None
+        lengths = [torch.zeros(s.response_length, dtype=torch.int64) for s in self.samples]
+        counts = torch.cat([n if each is None else each.counts for each, n in zip(known, lengths, strict=True)])
+        ids = torch.cat([each.ids for each in known if each is not None])
+        return TokenSupport.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
     @property
     def loss_mask(self) -> Tensor:

@@ -1,13 +1,13 @@
 """This rank's slice of a micro-batch: one index takes tokens, masks, advantages and weights alike, so they cannot come apart."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.fields import TokenFields
+from megatron_pg.batch.fields import TokenFields, TokenSupport
 from megatron_pg.batch.pack import PackedBatch
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
@@ -105,16 +105,19 @@ def slice_batch(
     }
     rows = {name: batch.spread(values) for name, values in known.items() if values is not None}
     rows |= {"targets": batch.labels, "slots": batch.sample_index}
+    if (support := batch.support()) is not None:
+        rows |= {"starts": batch.spread(support.starts), "counts": batch.spread(support.counts)}
     flat = {name: values[:, index].transpose(0, 1).flatten(0, 1) for name, values in rows.items()}
     inputs = {name: getattr(batch, name)[:, index] for name in ("tokens", "labels", "position_ids")}
     inputs["loss_mask"] = flat["mask"].view(-1, len(batch.tokens)).t().float()
     if batch.qkv_format == "thd":
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
     slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
+    support = None if support is None else _support_here(support, flat, device)
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
         inputs=ModelInputs(**_on(device, **inputs)),
-        fields=TokenFields.of(_on(device, **flat), whole),
+        fields=replace(TokenFields.of(_on(device, **flat), whole), support=support),
         **_on(device, trained=trained),
         whole=batch,
         row_index=index,
@@ -123,6 +126,13 @@ def slice_batch(
             for depth, weights in enumerate(depth_weights, start=1)
         ),
     )
+
+
+def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.device | str) -> TokenSupport | None:
+    """Of this rank's rows, where the objective trains; None: it restricts none of them. Its own rows are taken out of `flat`."""
+    starts, counts = flat.pop("starts"), torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
+    sets = _on(device, starts=starts, counts=counts, ids=support.ids)
+    return TokenSupport(**sets, longest=support.longest) if counts.any() else None
 
 
 def _depth_fields(

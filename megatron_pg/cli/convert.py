@@ -180,6 +180,7 @@ def _check_row(row: "Row") -> None:
 def _sample(row: "Row") -> "Sample":
     """The row, through the checks of a rollout file's line."""
     from megatron_pg.rollouts.file import sample_of
+    from megatron_pg.rollouts.support import support_of
 
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
     mask = record.get("loss_mask")
@@ -189,6 +190,8 @@ def _sample(row: "Row") -> "Sample":
             # nobody reads what is masked, and some dumps hold NaN there
             record[name] = [value if bit else 0.0 for value, bit in zip(values, mask, strict=True)]
     try:
+        if "support" in record:
+            record["support"] = support_of(record["support"], "of the dump").lists()
         return sample_of(record, "of the dump")
     except ValueError as error:
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error

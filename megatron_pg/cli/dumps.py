@@ -112,10 +112,18 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "reward": _reward(_field(sample, "reward", where), where, reward_key),
         "rollout_logprobs": _plain_list(sample.get("rollout_log_probs"), where),
         "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
+        "support": _slime_support(sample, where),
         "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
     return Row(where, fields)
+
+
+def _slime_support(sample: Mapping, where: str) -> dict[str, Any] | None:
+    """What its engine kept under top-p: ids and offsets, one behind the other; None: nothing was recorded."""
+    names = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
+    found = {ours: _plain_list(sample.get(theirs), where) for ours, theirs in names.items()}
+    return None if all(values is None for values in found.values()) else found
 
 
 def _reward(reward: Any, where: str, key: str | None) -> Any:
@@ -310,6 +318,7 @@ COLUMNS = {  # field -> the columns that are taken for it where --column names n
     "ref_logprobs": ("ref_logprobs", "ref_per_token_logps"),
     "old_entropies": ("old_entropies",),
     "routed_experts": ("routed_experts",),
+    "support": ("support", "sampling_mask", "output_token_sampling_mask"),
     "reward": ("reward", "score"),
     "advantage": ("advantage", "advantages"),
 }

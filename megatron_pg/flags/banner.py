@@ -84,6 +84,10 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
     rows += [_stream_row(stream) for stream in streams_of(args) if stream.name not in SHORTHANDS]
+    if args.pg_entropy_support != "full":
+        rows.append(("entropies", "over what could be sampled, where samples say it  (--pg-entropy-support kept)"))
+    if args.pg_support_missing != "error":
+        rows.append(("support", "trained tokens that it does not hold are masked  (--pg-support-missing mask)"))
     if depths := vars(args).get("mtp_num_layers"):
         factor = f"{vars(args).get('mtp_loss_scaling_factor') or 0.1:g}"
         weights = (

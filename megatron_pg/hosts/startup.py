@@ -153,6 +153,11 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
     refused = []
     if args.docs_per_step:
         refused.append(f"--docs-per-step {args.docs_per_step} cuts steps, which the host does here; remove it")
+    if args.pg_support_missing != "error" or args.pg_entropy_support != "full":
+        refused.append(
+            "--pg-support-missing and --pg-entropy-support are of samples with a support, which the host's batches do not have, so they would "
+            "have no effect; remove them"
+        )
     if args.pg_dry_run:
         refused.append(
             "--pg-dry-run ends Megatron's pretrain() before the model is built, which the host builds here; remove it"

@@ -22,6 +22,7 @@ from megatron_pg.step.microbatches import count
 from megatron_pg.step.plan import StepPlan, plan_from_table
 from megatron_pg.step.selection import select
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.support import without_missing
 from megatron_pg.step.weights import token_weights
 
 
@@ -81,7 +82,7 @@ class HostStep:
         """
         whole, counted, error = pack([], qkv_format="thd"), None, None
         try:
-            whole = pack(samples_of(), qkv_format="thd")
+            whole = without_missing(pack(samples_of(), qkv_format="thd"), settings)
             counted = count([whole], settings, data)
             if on_policy:
                 _check_anchor(settings)

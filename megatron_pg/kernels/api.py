@@ -110,7 +110,7 @@ def policy_gradient_loss(  # noqa: D417
     if impl == "torch":
         if inplace:
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")
-        found = reference_loss(logits, policy_loss, vocabulary)
+        found = reference_loss(logits, policy_loss, vocabulary, entropy=entropy)
     else:
         check_layout(logits, inplace)
         check_for_triton(logits)

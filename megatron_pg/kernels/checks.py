@@ -29,6 +29,13 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         if is_needed and getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
     size, known = fields.targets.shape, fields.per_token()
+    if (support := fields.support) is not None:
+        known |= {"support.starts": support.starts, "support.counts": support.counts}
+        if policy_loss.topk_ids is not None:
+            raise ValueError(
+                "a loss over the teacher's likeliest tokens is over the whole vocabulary, and the log-probabilities of this micro-batch "
+                "are over what could be sampled. Leave out one of the stream and the support."
+            )
     for name, found in known.items():
         is_table = name in (f"{TOPK}ids", f"{TOPK}logprobs")
         if found.shape[:1] != size or found.dim() != 1 + is_table:

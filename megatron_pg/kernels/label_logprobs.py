@@ -5,10 +5,13 @@ from torch import Tensor
 
 from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, may_be_overwritten
 from megatron_pg.kernels.logprobs import check_logits, logprobs_of
+from megatron_pg.kernels.support import Restriction, check_restriction, support_rows_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
-def label_logprobs(logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, impl: str) -> tuple[Tensor, Tensor]:
+def label_logprobs(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, impl: str, restriction: Restriction | None = None
+) -> tuple[Tensor, Tensor]:
     """[T] log-probabilities of the targets and [T] entropies, nats, differentiable and equal on every tensor-parallel rank.
 
     Args:
@@ -16,20 +19,27 @@ def label_logprobs(logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, i
         targets: [T] int64 global token ids; one outside the vocabulary gives NaN.
         vocabulary: the columns of the logits, their padding, tau, and the tensor-parallel group, every rank of which must call.
         impl: "triton" or "torch".
+        restriction: of the rows, to what could be sampled; None: the distributions are over the whole vocabulary.
 
     Raises:
         ValueError: shapes, dtypes or options cannot be.
     """
     check_impl(impl)
     check_logits(logits, targets)
+    check_restriction(restriction, targets)
     if impl == "torch":
         logits = vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits)
+        if restriction is not None:
+            return support_rows_of(logits, targets, restriction, vocabulary)
         return logprobs_of(logits, targets, vocabulary)[:2]
-    from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy  # torch alone must not need Triton
+    from megatron_pg.kernels import support_triton, vocab_parallel  # torch alone must not need Triton
 
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)
     check_layout(logits, inplace)
     mask = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     with torch.cuda.device_of(logits):
-        return logprobs_and_entropy(logits, targets.contiguous(), mask, vocabulary, inplace=inplace)[:2]
+        rows = logits, targets.contiguous(), mask
+        if restriction is not None:
+            return support_triton.support_rows_of(*rows, restriction, vocabulary, inplace=inplace)
+        return vocab_parallel.logprobs_and_entropy(*rows, vocabulary, inplace=inplace)[:2]

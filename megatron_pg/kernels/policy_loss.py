@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.kernels.support import Restriction
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
 from megatron_pg.objectives.row import Row
@@ -30,6 +31,7 @@ class LossTerms:
     opsm_threshold: float | None = None  # nats per token
     streams: tuple[Stream, ...] = ()  # the further losses, each with a weight > 0
     grad_divisor: float = 1.0  # of the gradient, not the loss
+    entropy_support: str = "full"  # what entropies are over: the whole vocabulary, or "kept", a token's support
 
     @property
     def reads_sequences(self) -> bool:
@@ -106,6 +108,16 @@ class PolicyLoss:
             return None
         readers = [self.fields.of_stream(stream.name).mask for stream in self.terms.streams if stream.reads_topk]
         return torch.where(torch.stack(readers).any(dim=0)[:, None], self.fields.teacher_topk.ids, -1)
+
+    def restriction(self, entropy: bool) -> Restriction | None:
+        """What the log-probabilities, and the entropies, are over; None: the whole vocabulary everywhere.
+
+        `entropy`: whether it is wanted, in the loss or beside it.
+        """
+        if self.fields.support is None:
+            return None
+        is_whole = (entropy or self.terms.reads_entropy) and self.terms.entropy_support == "full"
+        return Restriction(support=self.fields.support, whole_entropy=is_whole)
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""

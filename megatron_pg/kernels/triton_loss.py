@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_pg.declarations.one_launch import Path, path_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.support_triton import support_rows_of
 from megatron_pg.kernels.surrogate import surrogate_loss
 from megatron_pg.kernels.topk import topk_logprobs
 from megatron_pg.kernels.topk_triton import topk_rows_of
@@ -25,7 +26,8 @@ def triton_loss(
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad
-    is_by_token = policy_loss.row and not policy_loss.terms.reads_sequences
+    restriction = policy_loss.restriction(entropy)
+    is_by_token = policy_loss.row and restriction is None and not policy_loss.terms.reads_sequences
     if is_by_token and trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
@@ -37,7 +39,10 @@ def triton_loss(
         )  # where ids are hidden, each its own
         logprobs, entropies, head, tail = topk_rows_of(rows, targets, mask, ids, vocabulary, inplace=inplace)
         return policy_loss(logprobs, entropies, topk_logprobs(head, tail, ids, vocabulary))
-    logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
+    if restriction is not None:
+        logprobs, entropies = support_rows_of(logits, targets, mask, restriction, vocabulary, inplace=inplace)
+    else:
+        logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
     return surrogate_loss(policy_loss, logprobs, entropies) if policy_loss.row else policy_loss(logprobs, entropies)
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.products import logits_dtype, product_into
-from megatron_pg.lm_head.readers import EagerReader, EagerTopKReader
+from megatron_pg.lm_head.readers import EagerReader, EagerSupportReader, EagerTopKReader
 
 
 class Chunks:
@@ -23,7 +24,8 @@ class Chunks:
         rows: [n] which rows of `hidden` they are; None: all.
         vocabulary: what the logits are of.
         impl: what reads them.
-        ids: [n, K] of the wanted rows, whose log-probabilities are wanted too; None: none are.
+        named: ids [n, K] of the wanted rows, whose log-probabilities are wanted too, or what those rows are restricted to; None:
+            nothing.
     """
 
     def __init__(
@@ -34,11 +36,11 @@ class Chunks:
         rows: Tensor | None,
         vocabulary: Vocabulary,
         impl: str,
-        ids: Tensor | None = None,
+        named: Tensor | Restriction | None = None,
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
-        self.reader = _reader(impl, vocabulary, targets, ids)
+        self.reader = _reader(impl, vocabulary, targets, named)
         buffers = min(vocabulary.ranks, 2)
         self.rows = products.chunk_rows(weight, buffers)
         size = min(self.rows, self._count), len(weight)
@@ -55,7 +57,7 @@ class Chunks:
         return out
 
     def with_rows(self) -> Iterator[tuple[slice, Tensor, Any]]:
-        """Each chunk, its logits, and its distributions, `Rows` or `TopKRows`; ranks exchange those of a chunk under the product of the next."""
+        """Each chunk, its logits, and its distributions, the reader's `rows`; ranks exchange those of a chunk under the product of the next."""
         waiting: deque[tuple] = deque()
         for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self.buffers))
@@ -79,11 +81,13 @@ class Chunks:
         return chunk, z, self.reader.combine(shares, chunk)
 
 
-def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, ids: Tensor | None) -> EagerReader:
-    plain: type[EagerReader] = EagerReader
-    of_ids: Any = EagerTopKReader
+def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, named: Tensor | Restriction | None) -> EagerReader:
+    kinds: tuple[Any, ...] = EagerReader, EagerTopKReader, EagerSupportReader
     if impl == "triton":  # torch alone must not need Triton
-        from megatron_pg.lm_head.triton_reader import TritonReader, TritonTopKReader
+        from megatron_pg.lm_head.triton_reader import TritonReader, TritonSupportReader, TritonTopKReader
 
-        plain, of_ids = TritonReader, TritonTopKReader
-    return plain(vocabulary, targets) if ids is None else of_ids(vocabulary, targets, ids)
+        kinds = TritonReader, TritonTopKReader, TritonSupportReader
+    plain, of_ids, of_support = kinds
+    if named is None:
+        return plain(vocabulary, targets)
+    return (of_support if isinstance(named, Restriction) else of_ids)(vocabulary, targets, named)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.checks import check_for_triton
 from megatron_pg.kernels.cross_entropy import CrossEntropy
+from megatron_pg.kernels.support import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import Chunks
@@ -84,6 +85,7 @@ def logprobs_and_entropy(  # noqa: D417
     sequence_parallel: bool = False,
     main_grad: Tensor | None = None,
     impl: str = "triton",
+    restriction: Restriction | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution from hidden states; differentiable.
 
@@ -98,6 +100,7 @@ def logprobs_and_entropy(  # noqa: D417
         temperature: as in `kernels.grpo_loss`, like `vocab_size`.
         tp_group: tensor-parallel group; every rank of it must call with the same rows.
         impl: as in `Head`.
+        restriction: of the T rows, to what could be sampled; None: the distributions are over the whole vocabulary.
 
     Returns:
         [n] log-probabilities and [n] entropies in nats, float32, equal on every tensor-parallel rank.
@@ -109,8 +112,11 @@ def logprobs_and_entropy(  # noqa: D417
     vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
     hidden = enter(hidden, tp_group, sequence_parallel).flatten(0, -2)
     check_targets(hidden, targets)
-    targets = targets if rows is None else targets.index_select(0, rows)
-    logprobs, entropy, _ = rows_of(hidden, weight, targets, rows, vocabulary, head)
+    check_restriction(restriction, targets)
+    if rows is not None:
+        targets = targets.index_select(0, rows)
+        restriction = None if restriction is None else restriction.at(rows)
+    logprobs, entropy, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, restriction)
     return logprobs, entropy
 
 
@@ -131,25 +137,26 @@ def rows_of(
     rows: Tensor | None,
     vocabulary: Vocabulary,
     head: Head,
-    ids: Tensor | None = None,
+    named: Tensor | Restriction | None = None,
 ) -> tuple[Tensor, ...]:
-    """`Rows.outputs`, with ids [n, K] `TopKRows.outputs`, differentiable, and then its `totals`, of arguments that have been checked.
+    """`outputs` of `Rows`, differentiable, and then its `totals`, of arguments that have been checked.
 
-    Hidden states are [T, H] of all rows, targets [n] of the wanted ones.
+    Hidden states are [T, H] of all rows, targets [n] of the wanted ones, as is `named`: with ids [n, K] they are of `TopKRows`, with a
+    restriction of `SupportRows`.
     """
-    return _Outputs.apply(hidden, weight, targets, ids, rows, vocabulary, head)
+    return _Outputs.apply(hidden, weight, targets, rows, vocabulary, head, named)
 
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ids, rows, vocabulary, head):
-        chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, ids)
-        found = _empty(chunks.reader.rows, hidden, targets, ids)
+    def forward(ctx, hidden, weight, targets, rows, vocabulary, head, named):
+        chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, named)
+        found = _empty(chunks.reader.rows, hidden, targets, named)
         for chunk, _, part in chunks.with_rows():
             for values, new in zip(found, part, strict=True):
                 values[chunk] = new
-        ctx.save_for_backward(hidden, weight, targets, ids, rows, *found)
-        ctx.vocabulary, ctx.head = vocabulary, head
+        ctx.save_for_backward(hidden, weight, targets, rows, *found)
+        ctx.vocabulary, ctx.head, ctx.named = vocabulary, head, named
         outputs = [values.clone() for values in (*found.outputs, found.totals)]  # what is saved must not be an output
         ctx.mark_non_differentiable(outputs[-1])
         return tuple(outputs)
@@ -157,8 +164,8 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *slopes):
-        hidden, weight, targets, ids, rows, *found = ctx.saved_tensors
-        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ids)
+        hidden, weight, targets, rows, *found = ctx.saved_tensors
+        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ctx.named)
         gradients = Gradients(hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad)
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
@@ -169,11 +176,11 @@ class _Outputs(torch.autograd.Function):
         return *gradients.finish(), None, None, None, None, None
 
 
-def _empty(kind: Any, hidden: Tensor, targets: Tensor, ids: Tensor | None) -> Any:
-    """`Rows` or `TopKRows` of n rows, to be filled."""
+def _empty(kind: Any, hidden: Tensor, targets: Tensor, named: Tensor | Restriction | None) -> Any:
+    """`Rows`, `SupportRows` or `TopKRows` of n rows, to be filled."""
     count, dtype = len(targets), logits_dtype(hidden)
-    if ids is None:
+    if not isinstance(named, Tensor):
         return kind(*hidden.new_empty(len(kind._fields), count, dtype=dtype))
     dtypes = {"head": torch.float64, "tail": torch.float64, "tail_totals": torch.float64}
-    shapes = {"head": (count, ids.shape[1])}
+    shapes = {"head": (count, named.shape[1])}
     return kind(*(hidden.new_empty(shapes.get(n, (count,)), dtype=dtypes.get(n, dtype)) for n in kind._fields))

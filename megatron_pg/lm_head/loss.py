@@ -12,6 +12,7 @@ from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
+from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head.chunks import Chunks
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
@@ -111,9 +112,9 @@ def policy_gradient_head_loss(  # noqa: D417
             *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, options)
         )
     else:
-        targets, ids = policy_loss.fields.targets.index_select(0, rows), policy_loss.topk_ids
-        ids = None if ids is None else ids.index_select(0, rows)
-        *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, ids)
+        targets, named = policy_loss.fields.targets.index_select(0, rows), _named(policy_loss, entropy)
+        named = named.index_select(0, rows) if isinstance(named, Tensor) else named and named.at(rows)
+        *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, named)
         whole = [v.new_zeros(len(mask), *v.shape[1:]).index_copy(0, rows, v) for v in outputs]
         found = _loss_of(policy_loss, whole, vocabulary, head.impl)
     return found if entropy or policy_loss.terms.reads_entropy else replace(found, entropy=None)
@@ -130,13 +131,20 @@ def _loss_of(
     return surrogate_loss(policy_loss, *outputs)
 
 
+def _named(policy_loss: PolicyLoss, entropy: bool) -> Tensor | Restriction | None:
+    """What `Chunks` takes."""
+    restriction = policy_loss.restriction(entropy)
+    return policy_loss.topk_ids if restriction is None else restriction
+
+
 class _GradientInForward(torch.autograd.Function):
     """The gradient is made with the loss, for the upstream gradient `grad_scale`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, options):
         chosen = policy_loss.at(rows)
-        chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, chosen.topk_ids)
+        named = _named(chosen, options["entropy"])
+        chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, named)
         gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, ctx.needs_input_grad)
         parts = list(_losses(chosen, chunks, gradients, **options))
         ctx.gradients, ctx.grad_scale = gradients, options["grad_scale"]

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels import logprobs as eager
+from megatron_pg.kernels import support as eager_support
 from megatron_pg.kernels import topk as eager_topk
 from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.support import Restriction, SupportRows
 from megatron_pg.kernels.topk import TopKRows, topk_logprobs
 
 Slopes = tuple[
     Tensor, ...
-]  # derivatives of the loss by what the rows of a chunk bring it, `outputs` of `Rows` or `TopKRows`
+]  # derivatives of the loss by what the rows of a chunk bring it, `outputs` of `Rows`, `SupportRows` or `TopKRows`
 
 
 def loss_of(policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary) -> PolicyGradientLoss:
-    """The loss as a function of what rows bring it: [T, …] `outputs` of `Rows`, or of `TopKRows`."""
+    """The loss as a function of what rows bring it: [T, …] `outputs` of `Rows`, `SupportRows` or `TopKRows`."""
     logprobs, entropy, *named = outputs
     if not named:
         return policy_loss(logprobs, entropy)
@@ -91,3 +93,29 @@ class EagerTopKReader(EagerReader):
         z = self._vocabulary.hide_padding(z)
         where = self._targets[chunk], self._ids[chunk]
         out.copy_(eager_topk.gradient(z, *where, rows, eager_topk.Slopes(*slopes), self._vocabulary))
+
+
+class EagerSupportReader(EagerReader):
+    """`EagerReader` where the distributions are over what could be sampled."""
+
+    rows = SupportRows
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction):
+        super().__init__(vocabulary, targets)
+        self._restriction = restriction
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4] of this rank's columns, or [2 c, 4]."""
+        return eager_support.statistics(self._vocabulary.hide_padding(z), *self._of(chunk), self._vocabulary)
+
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
+        """The chunk's distributions from every rank's statistics."""
+        return eager_support.combine(shares, *self._of(chunk), self._vocabulary)
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
+        """As of `EagerReader`."""
+        z = self._vocabulary.hide_padding(z)
+        out.copy_(eager_support.gradient(z, *self._of(chunk), rows, slopes, self._vocabulary))
+
+    def _of(self, chunk: slice) -> tuple[Tensor, Restriction]:
+        return self._targets[chunk], self._restriction.at(chunk)

@@ -5,7 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, topk_triton, triton_loss, vocab_parallel
+from megatron_pg.kernels import (
+    PolicyGradientLoss,
+    PolicyLoss,
+    Vocabulary,
+    support_triton,
+    topk_triton,
+    triton_loss,
+    vocab_parallel,
+)
+from megatron_pg.kernels.support import Restriction, SupportRows
 from megatron_pg.kernels.surrogate import surrogate_and_slopes
 from megatron_pg.kernels.topk import Slopes as TopKSlopes
 from megatron_pg.kernels.topk import TopKRows
@@ -77,3 +86,30 @@ class TritonTopKReader(TritonReader):
         """By kernels."""
         where = *self._rows(chunk), self._ids[chunk]
         topk_triton.write_gradient(z, out, *where, rows, TopKSlopes(*slopes), self._vocabulary)
+
+
+class TritonSupportReader(TritonReader):
+    """`EagerSupportReader` by kernels."""
+
+    rows = SupportRows
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction):
+        super().__init__(vocabulary, targets)
+        self._restriction = restriction
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """By kernels."""
+        return support_triton.statistics(z, *self._rows(chunk), self._restriction.at(chunk), self._vocabulary)
+
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
+        """By a kernel, or two."""
+        return support_triton.combine(shares, *self._rows(chunk), self._restriction.at(chunk), self._vocabulary)
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
+        """By kernels."""
+        where = *self._rows(chunk), self._restriction.at(chunk)
+        support_triton.write_gradient(z, out, *where, rows, slopes, self._vocabulary)
+
+    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
+        """That kernel reads whole rows."""
+        return False

@@ -82,6 +82,13 @@ def _are_token_sets(value: Any) -> bool:
     return all(_holds(row, {int}) for row in value["ids"]) and all(map(_are_numbers, value["logprobs"]))
 
 
+def _is_support(value: Any) -> bool:
+    """Whether it is two lists of integers; `Sample` looks at what they say."""
+    return (
+        isinstance(value, dict) and set(value) == {"ids", "offsets"} and all(_holds(v, {int}) for v in value.values())
+    )
+
+
 def _are_experts(value: Any) -> bool:
     """Whether it is a list per token, of lists per layer, of integers; `Sample` looks at their shape and range."""
     return isinstance(value, list) and all(
@@ -108,6 +115,7 @@ FIELDS = {
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
     "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
+    "support": Field(_is_support, is_required=False, since=2),
     "rollout_topk": Field(_are_token_sets, is_required=False, since=2),
     "stream": Field(is_stream, is_required=False, since=2),
     "masks": Field(_are_masks, is_required=False, since=2),

@@ -66,7 +66,7 @@ class RolloutWriter:
     Args:
         path: the file. Ranks write files of their own: two writers of one file would mix their lines.
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
-        version: of the format: 2 for samples with a stream, further masks, a teacher or entropies. A file that is appended to keeps its own.
+        version: of the format: 2 for samples with a stream, further masks, a teacher, a support or entropies. A file that is appended to keeps its own.
 
     Raises:
         RolloutFileError: the file exists and is refused, or cannot be appended to.
@@ -204,6 +204,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
         **{name: None if (v := getattr(sample, name)) is None else _finite_sets(v) for name in TOKEN_SETS},
+        "support": None if sample.support is None else sample.support.lists(),
         "stream": None if sample.stream == POLICY else sample.stream,
         "masks": {name: mask.int().tolist() for name, mask in sample.masks.items()} or None,
     }

@@ -25,6 +25,7 @@ from megatron_pg.rollouts.fields import (
     plain,
 )
 from megatron_pg.rollouts.printable import printable, shorten
+from megatron_pg.rollouts.support import Support, check_support, support_of
 from megatron_pg.rollouts.token_sets import TOKEN_SETS, TokenSets, check_token_sets, token_sets_of
 
 Values = Sequence[Any] | np.ndarray | Tensor
@@ -56,6 +57,7 @@ class Sample:
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
     teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
+    support: Support | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
     rollout_topk: TokenSets | None = None  # the engine's likeliest, which only `megatron-pg mismatch` reads
     routed_experts: Tensor | None = (
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
@@ -129,6 +131,8 @@ class Sample:
             if (sets := getattr(self, name)) is not None:
                 trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
                 check_token_sets(name, sets, len(mask), trained, label)
+        if self.support is not None:
+            check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
         if self.routed_experts is not None:
             _check_experts(self.routed_experts, len(tokens), label)
 
@@ -154,8 +158,8 @@ class Sample:
                 does not read them.
             rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
                 `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
-                `logprobs`, each a list per response
-                token of lists, or an array [R, K].
+                `logprobs`, each a list per response token of lists, or an array [R, K]; `support` as a list of ids per response
+                token, or a dict of `ids` and `offsets`.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -187,6 +191,8 @@ class Sample:
         for name in TOKEN_SETS:
             if rest.get(name) is not None:
                 rest[name] = token_sets_of(name, rest[name], label)
+        if rest.get("support") is not None:
+            rest["support"] = support_of(rest["support"], label)
         if rest.get("routed_experts") is not None:
             rest["routed_experts"] = _experts(rest["routed_experts"], label)
         return cls(tokens=_vector("tokens", tokens, label, (int,)), loss_mask=mask, **vectors, **rest)

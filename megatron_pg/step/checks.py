@@ -18,6 +18,7 @@ from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.errors import ContractError, StepPlanError
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.support import members
 
 _WITH_STATE = {"MambaMixer", "GatedDeltaNet"}  # named, because their modules lie elsewhere in every release
 
@@ -186,6 +187,19 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
                     f"{int(bad.nonzero()[0])}, the vocabulary has {vocabulary}, so the token would have no logit. Has the teacher another "
                     "tokenizer, or padding columns?"
                 )
+
+
+def check_vocabulary_of_supports(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
+    """Refuse ids of a support that the model has no logit for, where the objective trains the token."""
+    vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
+    for sample, support, mask in members(sample for batch in batches for sample in batch.samples):
+        if settings.has_policy and (bad := mask & support.any_of(support.ids >= vocabulary)).any():
+            k = int(bad.nonzero()[0])
+            raise ContractError(
+                f"support of sample {sample.sample_id} holds token id {int(support.ids[support.positions == k].max())} at response token {k}, "
+                f"the vocabulary has {vocabulary}, so the token would have no logit. Does the engine sample padding columns, or was it given "
+                "another tokenizer?"
+            )
 
 
 def _check_recompute(batches: Sequence[PackedBatch], config: Any) -> None:

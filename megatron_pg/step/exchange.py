@@ -44,12 +44,13 @@ class Head(NamedTuple):
     has_rollout_ids: int  # 1 or 0; -1 without samples
     has_prompt_ids: int
     num_microbatches: int
+    has_support: int  # 1 or 0; -1 without samples of the objective
 
     @classmethod
     def of(cls, local: LocalTable, error: Exception | None) -> "Head":
         """This rank's."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        return cls(len(local.rows), int(error is not None), *has_ids, local.num_microbatches)
+        return cls(len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support)
 
 
 def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:
@@ -106,6 +107,7 @@ class WholeStep:
     num_trained: int
     num_positions: int
     num_response_tokens: int
+    num_missing: int
     is_balanced: bool  # ranks that share a micro-batch have the same one
     facts: SampleFacts
     divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` that lies on two ranks
@@ -123,7 +125,7 @@ def exchange(local: LocalTable, rule: PlanRule, group: ProcessGroup | None) -> W
     sums = _combined(_sums(local, rule, rank, own, owned), ReduceOp.SUM, group)
     largest = _combined(_largest(local, own, strays), ReduceOp.MAX, group)
     found = _first_strays(strays, largest[-1], group)
-    num_trained, num_positions, num_response_tokens, balance = sums[0].tolist()
+    num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
     return WholeStep(
         units={
             kind: _units(answer[units.of_held], of_sums, of_largest)
@@ -135,6 +137,7 @@ def exchange(local: LocalTable, rule: PlanRule, group: ProcessGroup | None) -> W
         num_trained=num_trained,
         num_positions=num_positions,
         num_response_tokens=num_response_tokens,
+        num_missing=num_missing,
         is_balanced=balance % MODULUS == 0,
         facts=SampleFacts(sums[2], largest[0], sums[3]),
         divided={kind: stray for kind, stray in zip(rule.undivided, found[1:], strict=True) if stray is not None},
@@ -240,7 +243,7 @@ def _sums(
     balance = sum(share.balance(rank) for share in local.shares) % MODULUS
     num_trained = int(local.rows[:, rule.union].clamp(min=0).sum())
     found = [
-        torch.tensor([num_trained, local.num_positions, local.num_response_tokens, balance]),
+        torch.tensor([num_trained, local.num_positions, local.num_response_tokens, local.num_missing, balance]),
         local.rows[:, rule.counted].clamp(min=0).sum(dim=0),
         fact_sums(local.rows[:, FACTS]),
         count_ranges(owned[-1].ranges),

@@ -32,6 +32,7 @@ from megatron_pg.step.checks import (
     check_model,
     check_packing,
     check_teachers,
+    check_vocabulary_of_supports,
     source_of,
     take,
 )
@@ -53,6 +54,7 @@ from megatron_pg.step.plan import StepPlan, check_count, plan_from_table
 from megatron_pg.step.selection import select
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.shared_documents import SharedDocumentAccumulator
+from megatron_pg.step.support import without_missing
 from megatron_pg.step.table import LocalTable, PlanRule
 
 
@@ -219,9 +221,11 @@ class PolicyGradientStep:
         counted: Counted | None = None
         if error is None:
             try:
+                batches = [without_missing(batch, self.settings) for batch in batches]
                 check_cuts(batches, self._groups)
                 check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
                 check_teachers(batches, chunks[0], self.settings)
+                check_vocabulary_of_supports(batches, chunks[0], self.settings)
                 check_packing(batches, chunks)
                 check_rows(batches, chunks[0].config)
                 check_experts(batches, chunks[0].config, self._replay)

@@ -36,6 +36,7 @@ class LossSettings:
     denominator: str = "scheduled"  # what the policy term's denominators count
     has_policy: bool = True  # whether the objective is in the loss
     streams_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
+    support_missing: str = "error"  # what a trained token outside its sample's support is
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
     impl: str  # of log-probabilities and loss
@@ -64,6 +65,7 @@ class LossSettings:
             opsm_threshold=correction.high if anchor else None,
             streams=streams_of(args),
             grad_divisor=args.pg_grad_divisor,
+            entropy_support=args.pg_entropy_support,
         )
         return cls(
             aggregation=args.loss_aggregation,
@@ -76,6 +78,7 @@ class LossSettings:
             denominator=args.pg_denominator,
             has_policy=has_policy(args),
             streams_of_samples=own_tokens(args),
+            support_missing=args.pg_support_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
             float32_logits=args.fp32_lm_head,
@@ -84,7 +87,9 @@ class LossSettings:
             impl=_available(args.pg_kernel),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
-            metrics=metrics_of(args.pg_metrics, terms, correction, depths),
+            metrics=metrics_of(
+                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
+            ),
             advises=not args.pg_no_mismatch_advice,
         )
 
@@ -130,12 +135,17 @@ class LossSettings:
         )
 
 
-def metrics_of(level: str, terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> Reduction:
+def metrics_of(
+    level: str, terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
+) -> Reduction:
     """The metrics of a loss."""
-    return Reduction(level, features_of(terms, correction, mtp_depths), terms.objective.reported, terms.streams)
+    features = features_of(terms, correction, mtp_depths, masks_missing=masks_missing)
+    return Reduction(level, features, terms.objective.reported, terms.streams)
 
 
-def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -> frozenset[str]:
+def features_of(
+    terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
+) -> frozenset[str]:
     """What the loss has, by the names under which metrics ask for it."""
     selects = CORRECTIONS[correction.name].selection is not None
     features = {
@@ -146,6 +156,7 @@ def features_of(terms: LossTerms, correction: Correction, mtp_depths: int = 0) -
         **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
         "streams": bool(terms.streams),
         "mtp": mtp_depths > 0,
+        "support_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
 

@@ -115,6 +115,8 @@ class LocalTable:
     num_response_tokens: int
     held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
     num_microbatches: int = 1
+    num_missing: int = 0  # of `PackedBatch`
+    has_support: int = -1  # of the objective's samples: 1 or 0; -1 without any, or where it is not known
     ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
     samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
     shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
@@ -190,6 +192,8 @@ def local_table_of(
         num_positions=sum(batch.num_positions for batch in brought),
         num_response_tokens=sum(samples[i].response_length for i in mine),
         num_microbatches=len(batches),
+        num_missing=sum(batch.num_missing for batch in brought),
+        has_support=_has_support(samples, rule.policy),
         samples=[samples[i] for i in mine],
         shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
     )
@@ -242,6 +246,18 @@ def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
             "counted. Give it to every sample or to none."
         )
     return None if missing or not ids else ids
+
+
+def _has_support(samples: Sequence[Sample], policy: Sequence[str]) -> int:
+    members = [sample for sample in samples if sample.stream in policy]
+    known = [sample.support is not None for sample in members]
+    if any(known) and not all(known):
+        raise ValueError(
+            f"sample {members[known.index(False)].sample_id} has no support while others of the step have one, so its log-probabilities would "
+            "be of another distribution than was sampled. Give it to every sample of the objective or to none; a token that was sampled "
+            "from the whole vocabulary has an empty one."
+        )
+    return int(known[0]) if known else -1
 
 
 def _check_aggregation(aggregation: str, divisor: float | None) -> None:

@@ -20,6 +20,7 @@ from megatron_pg.rollouts.sample import Sample, check_range
 from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.settings import LossSettings
+from megatron_pg.step.support import check_supports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +50,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """
     check_streams(batch.samples, settings)
     _check_fields(batch, settings)
+    check_supports(batch.samples, settings)
     members = [sample for sample in batch.samples if POLICY in settings.policy and sample.stream == POLICY]
     if settings.terms.objective.has_one_advantage_per_sequence:
         _check_advantages(members, settings.terms.objective.name)

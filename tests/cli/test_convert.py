@@ -279,6 +279,45 @@ def test_routed_experts_are_kept_as_tensors_or_lists(framework, save, tmp_path, 
     assert [each if each is None else each.tolist() for each in found] == [experts.tolist(), experts.tolist(), None]
 
 
+def test_what_slime_could_have_sampled_is_kept_as_tensors_or_lists(save, tmp_path, capsys):
+    ids, offsets = torch.tensor([20, 4, 21, 7], dtype=torch.int32), torch.tensor([0, 2, 4, 4], dtype=torch.int32)
+    given = ((ids, offsets), (ids.tolist(), offsets.tolist()), (None, None))
+    names = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+    path = save([one | dict(zip(names, each, strict=True)) for one, each in zip(SLIME[:3], given, strict=True)])
+    output = tmp_path / "kept.jsonl"
+    assert run(capsys, path, "--format", "slime", *CHOICES, "--output", output)[0] == 0
+    found = [sample.support for sample in read_rollouts(output)]
+    flat = {"ids": ids.tolist(), "offsets": offsets.tolist()}
+    assert [each if each is None else each.lists() for each in found] == [flat, flat, None]
+    half = save([one | {names[0]: ids} for one in SLIME[:3]], name="13.pt")
+    assert "is not the ids that could be sampled" in refused(capsys, tmp_path, half, "--format", "slime", *CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("support", {"ids": [7, 3, 8], "offsets": [0, 2, 3]}),
+        ("sampling_mask", {"token_ids": [7, 3, 8], "offsets": [0, 2, 3]}),  # vLLM's SamplingMask
+        ("sampling_mask", [[7, 3], [8]]),  # of its HTTP endpoint
+        ("output_token_sampling_mask", [[7, 3], [8]]),  # SGLang's
+        ("kept", [[7, 3], [8]]),
+    ],
+    ids=range(5),
+)
+def test_what_an_engine_could_have_sampled_is_read_in_each_of_its_forms(column, value, tmp_path, capsys):
+    row = {"prompt_id": 1, "tokens": [5, 7, 8], "response_length": 2, "loss_mask": [1, 1], "reward": 1.0, "step": 0}
+    row |= {"old_logprobs": [-0.5, 0.0], "advantage": 1.0, column: value}
+    path, output = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    words = ("--column", "support=kept") if column == "kept" else ()
+    assert run(capsys, path, "--format", "jsonl", *words, "--output", output)[0] == 0
+    (sample,) = read_rollouts(output)
+    assert sample.support.lists() == {"ids": [7, 3, 8], "offsets": [0, 2, 3]}
+    assert sample.extra == {}
+    path.write_text(json.dumps(row | {column: [[7, 3], "8"]}) + "\n")
+    assert "is not the ids that could be sampled" in refused(capsys, tmp_path, path, "--format", "jsonl", *words)
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x80", b"PK\x03\x04" + bytes(50), b"{}", b"\xff" * 1000, "truncated"],

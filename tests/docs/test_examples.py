@@ -115,9 +115,9 @@ def refusals(folder, full):
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
         "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, teacher=None, demonstrations_per_step=0, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
+        "             num_experts=None, teacher=None, demonstrations_per_step=0, top_p=1.0, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
         "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
-        "for wrong in (dict(pg_vocab_size=11), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(fp8='hybrid'), scaled):\n"
+        "for wrong in (dict(pg_vocab_size=11), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
         "    try:\n"
         "        train_grpo.check_example(types.SimpleNamespace(**sizes | wrong))\n"
         "    except ValueError as error:\n"
@@ -140,6 +140,8 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals
     assert "--demonstrations-per-step 4 are no part of --global-batch-size 4" in refusals
     assert "--demonstrations-per-step 1 are drawn beside what is sampled in steps" in refusals
+    assert "--top-p 0.0 is no probability of rollouts that are sampled in steps" in refusals
+    assert "--top-p 0.9 is no probability of rollouts that are sampled in steps" in refusals
     assert "--fp8-format hybrid has no effect on the layers of --transformer-impl local" in refusals
     assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
     assert "--hybrid-layer-pattern M-*- has M, which --transformer-impl local cannot build" in refusals

@@ -6,12 +6,12 @@ in .venv/triton-RELEASE too.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
@@ -35,6 +35,7 @@ RELEASES = sorted((Path(sys.executable).parents[1]).glob("triton-*"))
 def compile_all(chip: int, names: list[str]) -> None:
     """Prints what the assembler says of the one-launch kernel for each "columns:dtype:objective+estimator"."""
     import torch
+    from machine_code import disassembled
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -83,22 +84,6 @@ def compile_all(chip: int, names: list[str]) -> None:
         print(json.dumps(figures))
 
 
-def disassembled(cubin: bytes) -> tuple[str, str]:
-    """Resource usage and machine code, from the cuobjdump that Triton brings."""
-    import tempfile
-
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return tuple(
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "-sass")
-        )
-
-
 @pytest.mark.proof(
     "Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more), 16-byte accesses, programs fit"
 )
@@ -131,9 +116,8 @@ def test_it_compiles_for_other_chips_and_with_other_releases(full, evidence):
 
 def compiled(chip: int, names: list[str], triton: Path | None = None) -> list[dict]:
     """What `compile_all` prints, with the installed Triton or another."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    if triton is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(triton), environment.get("PYTHONPATH", "")])
+    first = () if triton is None else (triton,)
+    environment = processes.environment(*first) | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, str(chip), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

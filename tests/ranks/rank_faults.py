@@ -19,6 +19,7 @@ from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.support import support_of
 from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.mtp import DepthLoss
@@ -42,6 +43,9 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(
             loss, terms=dataclasses.replace(loss.terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
         )
+    if fault == "supporttaught":
+        teacher = Stream(name="teacher", kind="ce", aggregation="token_mean", on="rl")
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
     if fault == "noteacher":
         teacher = Stream(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
@@ -124,6 +128,7 @@ class TELayer(torch.nn.Module):
 def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list]) -> Iterator:
     """The step's micro-batches, with the fault in them; what fails to build fails inside the iterator."""
     parts = taught(parts) if fault.startswith("topk") else parts
+    parts = supported(parts) if fault.startswith("support") else parts
     change = DATA_FAULTS.get(fault)
     if change is not None and (on_rank_1() or fault in ON_EVERY_RANK):
         parts = change(parts)
@@ -237,6 +242,22 @@ def taught(parts: list[list[Sample]], token: int = 0) -> list[list[Sample]]:
     return parts
 
 
+def supported(parts: list[list[Sample]]) -> list[list[Sample]]:
+    """With the sampled token and another for each response token."""
+    for sample in (sample for part in parts for sample in part):
+        sets = [[token, (token + 1) % VOCABULARY] for token in sample.tokens[-sample.response_length :].tolist()]
+        object.__setattr__(sample, "support", support_of(sets, sample.sample_id))
+    return parts
+
+
+def support_changed(parts: list[list[Sample]], change: Callable[[int], list[int]]) -> list[list[Sample]]:
+    """At every response token of one sample: its set, from the token."""
+    sample = trained(parts)
+    sets = list(map(change, sample.tokens[-sample.response_length :].tolist()))
+    object.__setattr__(sample, "support", support_of(sets, sample.sample_id))
+    return parts
+
+
 def unknown_token(parts: list[list[Sample]]) -> list[list[Sample]]:
     parts[0][0].tokens[-1] = VOCABULARY
     return parts
@@ -270,6 +291,12 @@ DATA_FAULTS = {
     "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
     "topkabsent": lambda parts: change_one(parts, teacher_topk=None),
     "topkempty": lambda parts: taught(parts, token=-1),
+    "supportnowhere": lambda parts: change_all(parts, support=None),
+    "supportabsent": lambda parts: change_one(parts, support=None),
+    "supportoutside": lambda parts: support_changed(parts, lambda token: [(token + 1) % VOCABULARY]),
+    "supportbeyond": lambda parts: support_changed(parts, lambda token: [token, VOCABULARY]),
+    "supportother": lambda parts: support_changed(parts, lambda token: [token, (token + 2) % VOCABULARY]),
+    "supportwhole": lambda parts: support_changed(parts, lambda token: [token]),
     "topkbeyond": lambda parts: taught(parts, token=VOCABULARY),
 }
 
@@ -322,6 +349,8 @@ OWN = {
     "pg_aux_aggregation": ("default", "policy"),
     "pg_stream": (None, ["sft:ce"]),
     "pg_teacher_tail_floor": (None, 0.5),
+    "pg_support_missing": ("error", "mask"),
+    "pg_entropy_support": ("full", "kept"),
     "pg_mtp_aggregation": ("token_mean", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
     "docs_per_step": (0, 8),

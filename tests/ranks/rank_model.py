@@ -51,6 +51,7 @@ OPTIONS = (
         "apart",
         "pieces",
         "streams",
+        "support",
     ),
     *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),
 )

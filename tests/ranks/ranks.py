@@ -45,6 +45,7 @@ from megatron_pg.kernels import LossTerms
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.support import support_of
 from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.step.forward_step import PolicyGradientStep
@@ -88,6 +89,8 @@ def samples(options: frozenset[str] = frozenset()):
     step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
     if "streams" in options:
         return [mixed(sample, number) for number, sample in enumerate(step)]
+    if "support" in options:
+        return [supported(sample, rng) for sample in step]
     if "replay" not in options:
         return step
     chosen = [[[rng.sample(range(EXPERTS), 2) for _ in range(LAYERS)] for _ in each.tokens[1:]] for each in step]
@@ -117,6 +120,18 @@ def mixed(sample: Sample, number: int) -> Sample:
         return replace(sample, stream="sft", old_logprobs=None, advantages=None)
     teacher = torch.where(sample.loss_mask, 0.5 * sample.old_logprobs - 1.0, torch.nan)
     return replace(sample, teacher_logprobs=teacher, masks={"echo": ~sample.loss_mask} if number % 3 else {})
+
+
+def supported(sample: Sample, rng: random.Random) -> Sample:
+    """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is certain."""
+    sets = []
+    for token in sample.tokens[-sample.response_length :].tolist():
+        size = rng.randint(0, 6)
+        sets.append([token, *rng.sample(sorted({*range(VOCABULARY)} - {token}), size - 1)] if size else [])
+    support = support_of(sets, sample.sample_id)
+    known = {name: getattr(sample, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    certain = {n: torch.where(support.counts == 1, 0.0, values) for n, values in known.items() if values is not None}
+    return replace(sample, support=support, **certain)
 
 
 def likeliest(sample: Sample, number: int) -> TokenSets:

@@ -93,12 +93,42 @@ def mixed(folder, full):
 
 
 @launches.launch
+def kept(folder, full):
+    """Runs of rollouts that leave out what is unlikely, one update each, by logits and by the fused head in both modes, on one and two ranks."""
+    flags = ["--top-p", "0.95", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--train-iters", "3"]
+    flags += ["--pg-metrics", "with_entropy"]
+    two = ["--tensor-model-parallel-size", "2"]
+    layouts = {"logits": [], "fused": ["--pg-fused-head"], "recompute": ["--pg-fused-head", "recompute"]}
+    for name, head in layouts.items():
+        example_runs.launch(folder / f"{name}1", *SHORT, *flags, *head, ranks=1)
+        launch(folder / f"{name}2", *flags, *head, *two)
+    return folder
+
+
+@launches.launch
 def dry(folder, full):
     """Runs that stop before the model is built: asked for by the flag, by the environment, and unclearly."""
     flag = example_runs.launch(folder / "flag", *SHORT, "--pg-dry-run", "--loss-aggregation", "token_mean", ranks=2)
     environment = example_runs.launch(folder / "environment", *SHORT, ranks=1, MEGATRON_PG_DRY_RUN="1")
     unclear = example_runs.launch(folder / "unclear", *SHORT, ranks=1, check=False, MEGATRON_PG_DRY_RUN="yes")
     return folder, flag, environment, unclear
+
+
+def test_on_the_policy_that_sampled_with_top_p_the_ratio_is_1(kept):
+    found = {run.name: records(run / "metrics.jsonl") for run in kept.iterdir()}
+    assert len(found) == 6
+    for name, steps in found.items():
+        for step in steps[1:]:  # behind the warm-up each batch is trained once
+            assert step["num_tokens_masked"] == 0
+            assert abs(step["ratio_new_old"] - 1) <= 2e-5, name
+            assert step["mean_abs_log_ratio"] <= 2e-5, name
+            assert step["kl_new_old"] <= 1e-10, name
+        by_logits = found[f"logits{name[-1]}"]
+        assert [step["entropy"] for step in steps] == pytest.approx([step["entropy"] for step in by_logits], abs=1e-4)
+    rollouts = [sample for sample in read_rollouts(kept / "fused2" / "rollouts.jsonl") if sample.step > 0]
+    sizes = torch.cat([sample.support.counts for sample in rollouts])
+    assert sizes.min() >= 1
+    assert 1 < sizes.double().mean() < 12
 
 
 def test_supervised_samples_leave_the_objective_as_it_is_bit_for_bit(mixed):

@@ -238,13 +238,13 @@ def reference(logits, loss, vocabulary, *, safe: bool):
 
 @mutant
 def mask_applied_by_multiplication():
-    with reference_by(lambda *args, **rest: reference(*args, safe=True, **rest)):
+    with reference_by(lambda *args, **_: reference(*args, safe=True)):
         yield
 
 
 @mutant
 def mask_applied_after_exp_only():
-    with reference_by(lambda *args, **rest: reference(*args, safe=False, **rest)):
+    with reference_by(lambda *args, **_: reference(*args, safe=False)):
         yield
 
 

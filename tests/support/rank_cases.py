@@ -29,6 +29,7 @@ FAST = [
     *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
     *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
     "tp2s-prompt_mean-fused-streams",
+    *("tp2s-constant-fused-support", "cp2t-sample_mean-support", "tp2-token_mean-recompute-support"),
     *("dp2-constant-klcov", "cp2t-token_mean-klcov", "tp2s-sample_mean-fused-klcov", "pp2v-prompt_mean-klcov"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
@@ -69,6 +70,12 @@ GSPO = [
     for mode in MODES
     for head in ("", "-recompute")
 ]
+SUPPORTS = [
+    f"{layout}-{mode}-support{head}"
+    for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
+    for mode in MODES
+    for head in ("", "-fused", "-recompute")
+]
 STREAMS = [
     f"{layout}-{mode}-streams{head}"
     for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
@@ -89,6 +96,7 @@ REPLAYED_FULL = [
 FULL = [
     *GSPO,
     *STREAMS,
+    *SUPPORTS,
     *EXPERTS,
     *(f"cp2-{mode}-experts" for mode in MODES),
     *("-".join(parts) + option for parts in product(TWO, MODES) for option in [*OPTIONS, *HEADS]),
@@ -177,6 +185,8 @@ PIECES = [
     *("ep2-constant-experts-fused", "ep2-token_mean-experts-mtp", "ep2-sample_mean-experts-mtp-fused"),
 ]
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
+# support: samples say what could be sampled
+REFERENCES += [f"dp1-{mode}-support" for mode in MODES]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over ranks of its own; rope: with rotary embeddings, which Megatron's layers slice themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
@@ -261,6 +271,8 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_aux_aggregation",
         "pg_stream",
         "pg_teacher_tail_floor",
+        "pg_support_missing",
+        "pg_entropy_support",
         "pg_mtp_aggregation",
         "pg_grad_divisor",
     ),
@@ -329,6 +341,14 @@ FAULTS = {
     "dp2-constant-topkabsent": "rank 1: sample 1 has no teacher_topk, which --pg-stream wide:topk_forward_kl needs",
     "dp2-constant-topkempty": "rank 1: teacher_topk of sample 1 has no id at response token",
     "tp2-constant-topkbeyond": "holds token id 16 at response token",
+    "dp2-constant-supportnowhere": "data-parallel rank 0 has samples with a support and rank 1 has none",
+    "dp2-constant-supportabsent": "rank 1: sample 1 has no support while others of the step have one",
+    "dp2-constant-supportoutside": "rank 1: support of sample 1 does not hold token",
+    "pp2-token_mean-supportoutside": "rank 1: support of sample 0 does not hold token",
+    "dp2-constant-supportbeyond": "rank 1: support of sample 1 holds token id 16 at response token",
+    "dp2-constant-supportwhole": "rank 1: old_logprobs of sample 1 is -",
+    "tp2-constant-supportother": "ContractError: step plan differs between ranks 0 and 1",
+    "dp2-constant-supporttaught": "has a support, over which the objective's log-probabilities are, and --pg-stream teacher:ce reads those",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
@@ -348,7 +368,20 @@ def reference_of(case: str) -> str:
     words = case.split("-")
     options = [
         name
-        for name in ("tied", "gspo", "experts", "replay", "rope", "mtp", "mtp2", "own", "apart", "streams", "klcov")
+        for name in (
+            "tied",
+            "gspo",
+            "experts",
+            "replay",
+            "rope",
+            "mtp",
+            "mtp2",
+            "own",
+            "apart",
+            "streams",
+            "klcov",
+            "support",
+        )
         if name in words[2:]
     ]
     predicts = {"mtp", "mtp2"}.intersection(options)

@@ -1,0 +1,49 @@
+"""The flags of samples that say what could be sampled (`Sample.support`). Needs no torch."""
+
+import argparse
+
+from megatron_pg.declarations.choices import ENTROPY_SUPPORTS, SUPPORT_MISSING
+from megatron_pg.flags.errors import Violations
+from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.streams import parse
+from megatron_pg.flags.values import choice
+
+
+def add_support_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags."""
+    group.add_argument(
+        "--pg-support-missing",
+        choices=SUPPORT_MISSING,
+        default="error",
+        help="A trained token that its sample's support does not hold: error (the default) stops the step, mask leaves the token out "
+        "before anything is counted.",
+    )
+    group.add_argument(
+        "--pg-entropy-support",
+        choices=ENTROPY_SUPPORTS,
+        default="full",
+        help="What the entropy of a token with a support is over: full (the default), the whole vocabulary, or kept, its support.",
+    )
+
+
+def support_violations(facts: Facts) -> Violations:
+    """Rules E25 and E40 over them."""
+    args = facts.args
+    yield from choice("--pg-support-missing", args.pg_support_missing, SUPPORT_MISSING)
+    yield from choice("--pg-entropy-support", args.pg_entropy_support, ENTROPY_SUPPORTS)
+    if args.pg_entropy_support == "kept" and not _reads_entropy(args):
+        yield (
+            "E40",
+            "--pg-entropy-support kept has no effect without an entropy: --pg-entropy-coef, a --pg-stream of the kind entropy or --pg-metrics "
+            "with_entropy; remove it or give one",
+        )
+
+
+def _reads_entropy(args: argparse.Namespace) -> bool:
+    if args.pg_entropy_coef != 0 or args.pg_metrics == "with_entropy":
+        return True
+    try:
+        streams = [parse(text) for text in args.pg_stream or ()]
+    except (TypeError, ValueError):  # rule E71 says so
+        return True
+    return any(stream.kind == "entropy" and stream.weight for stream in streams)

@@ -1,0 +1,91 @@
+"""What the rollout engine could have sampled, looked at before a step is planned; the same on all peers, which hold the same samples."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.rollouts.fields import LOGPROBS, POLICY
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.support import Support
+from megatron_pg.step.settings import LossSettings
+
+_CERTAIN = -1e-3  # log-probability of a token that was the only one, rounded; nats
+_OF_ROLLOUT = tuple(
+    name for name in LOGPROBS if name != "teacher_logprobs"
+)  # a teacher's are over the whole vocabulary
+
+
+def members(samples: Iterable[Sample]) -> Iterator[tuple[Sample, Support, Tensor]]:
+    """The objective's samples that have a support, with it and the tokens that are trained."""
+    return ((s, s.support, s.loss_mask) for s in samples if s.stream == POLICY and s.support is not None)
+
+
+def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
+    """The micro-batch; under `--pg-support-missing mask` without the trained tokens that their samples' supports do not hold."""
+    if settings.support_missing != "mask" or not settings.has_policy:
+        return batch
+    kept = {id(s): mask & support.holds(_response(s)) for s, support, mask in members(batch.samples)}
+    samples = [replace(s, loss_mask=kept[id(s)]) if id(s) in kept else s for s in batch.samples]
+    num_missing = sum(s.num_trained for s in batch.samples) - sum(s.num_trained for s in samples)
+    return replace(batch, samples=tuple(samples), num_missing=num_missing)
+
+
+def check_supports(samples: Sequence[Sample], settings: LossSettings) -> None:
+    """Refuse trained tokens that could not have been sampled, and log-probabilities that are not of what could be.
+
+    Raises:
+        ValueError: for the first of them.
+    """
+    if not settings.has_policy:
+        return
+    for sample, support, mask in members(samples):
+        _check_holds(sample, support, mask)
+        for name in _OF_ROLLOUT:
+            _check_anchor(sample, support, mask, name)
+        for stream in settings.terms.streams:
+            _check_stream(sample, support, mask, stream)
+
+
+def _response(sample: Sample) -> Tensor:
+    return sample.tokens[-sample.response_length :]
+
+
+def _check_holds(sample: Sample, support: Support, mask: Tensor) -> None:
+    if (bad := (mask & ~support.holds(_response(sample))).nonzero()).numel():
+        k = int(bad[0])
+        raise ValueError(
+            f"support of sample {sample.sample_id} does not hold token {int(_response(sample)[k])}, its response token {k}, which is trained, so "
+            f"it could not have been sampled ({len(bad)} of the sample's tokens). Are tokens and sets of one step of the engine? "
+            "--pg-support-missing mask leaves such tokens out."
+        )
+
+
+def _check_anchor(sample: Sample, support: Support, mask: Tensor, name: str) -> None:
+    """A token that was the only one had probability 1 under every policy that is over what could be sampled."""
+    values = getattr(sample, name)
+    if values is None:
+        return
+    if (bad := (mask & (support.counts == 1) & (values < _CERTAIN)).nonzero()).numel():
+        k = int(bad[0])
+        raise ValueError(
+            f"{name} of sample {sample.sample_id} is {float(values[k]):g} at response token {k}, whose support is that token alone, which has "
+            "log-probability 0: it is over the whole vocabulary, so ratios would be wrong by the mass of the support. Compute it over the "
+            "support (docs/support.md); an engine reports processed log-probabilities."
+        )
+
+
+def _check_stream(sample: Sample, support: Support, mask: Tensor, stream: Stream) -> None:
+    """Of a token, log π is over what could be sampled or over all tokens, not both."""
+    if stream.kind in ("kl", "entropy"):  # of the rollout's distribution; and the entropy has a choice of its own
+        return
+    own = sample.mask_of(stream.tokens)
+    is_both = mask & (support.counts > 0) if own is None else mask & (support.counts > 0) & own
+    if (own is not None or KINDS[stream.kind].reads_topk) and is_both.any():
+        raise ValueError(
+            f"sample {sample.sample_id} has a support, over which the objective's log-probabilities are, and {stream.flag} reads those over the "
+            f"whole vocabulary: at response token {int(is_both.nonzero()[0])}. Give the stream tokens of its own"
+            f"{' in a run of their own' if KINDS[stream.kind].reads_topk else ''}, or leave out one of them."
+        )

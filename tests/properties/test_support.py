@@ -1,0 +1,55 @@
+"""Steps whose samples say what could be sampled: loss, terms and gradients in every layout, against logits of -inf in float64."""
+
+import random
+
+import pytest
+import simulation
+from head_simulation import through_the_fused_head  # noqa: F401, a fixture
+from simulation import Layout
+from support_cases import random_case
+
+OBJECTIVES = ("grpo", "gspo", "cispo", "dppo_kl", "reinforce", "topr", "gmpo")
+LAYOUTS = [
+    Layout(microbatches=3),
+    Layout(microbatches=2, qkv_format="bshd"),
+    Layout(data=2, microbatches=2),
+    Layout(context=2, microbatches=2),
+    Layout(context=4, qkv_format="bshd"),
+    Layout(tensor=2, microbatches=2),
+    Layout(tensor=4),
+    Layout(data=2, context=2, tensor=2, microbatches=2),
+]
+BOUND = 2e-12
+
+
+def worst(layout: Layout, count: int) -> float:
+    steps, known = [], []
+    for number in range(count):
+        rng = random.Random(f"{layout} {number}")
+        known.append(random_case(rng, OBJECTIVES[number % len(OBJECTIVES)]))
+        steps.append(known[-1].step(layout, rng))
+    outcomes = simulation.run_steps(steps, layout)
+    return max(case.error(found) for case, found in zip(known, outcomes, strict=True))
+
+
+@pytest.mark.proof(
+    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(layout, full, evidence):
+    count = 140 if full else 7
+    found = worst(layout, count)
+    assert found <= BOUND
+    evidence(cases=count, worst=found)
+
+
+@pytest.mark.proof(
+    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
+@pytest.mark.usefixtures("through_the_fused_head")
+def test_the_fused_head_too(layout, full, evidence):
+    count = 140 if full else 7
+    found = worst(layout, count)
+    assert found <= BOUND
+    evidence(cases=count, worst=found)
