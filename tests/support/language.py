@@ -1,9 +1,10 @@
-"""A small GPT, trained on the pages of this repository, and documents that it samples: distributions of a real model on a CPU.
+"""A small GPT, trained on pages of this repository, and documents that it samples: distributions of a real model on a CPU.
 
 Everything is plain torch and knows nothing of the package. A model is a function of its parameters, so that a second set of them
 (rounded, or of later steps) gives the other side's logits.
 """
 
+import lzma
 import math
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ROOT = Path(__file__).parents[2]
+PAGES = Path(__file__).with_suffix(".txt.xz")
 PROMPT, CONTEXT = 8, 160  # tokens of a prompt; of prompt and response at most
 Parameters = dict[str, Tensor]
 
@@ -28,10 +29,9 @@ class Text:
     vocabulary: int
 
 
-def read_text(vocabulary: int = 1024, pattern: str = "docs/*.md") -> Text:
-    """The repository's pages as tokens."""
-    pages = sorted(path for path in ROOT.glob(pattern) if path.name != "mismatch.md")  # which holds what comes of it
-    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+def read_text(vocabulary: int = 1024) -> Text:
+    """Pages of this repository as they were once, as tokens: an edit of a page is no other model."""
+    text = lzma.decompress(PAGES.read_bytes()).decode()
     pieces = re.findall(r" ?[A-Za-z]+|[0-9]|\n+| +|.", text)
     letters = sorted(set(text))[: vocabulary // 2]
     frequent = [piece for piece, _ in Counter(pieces).most_common(vocabulary - len(letters)) if piece not in letters]
