@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+import digit_sort
 import train_grpo
 from layout_run import fill, write_peak
 from megatron.core import parallel_state as mpu
@@ -110,7 +111,7 @@ def train_by_cross_entropy() -> None:
 
 
 if __name__ == "__main__":
-    train_grpo.Example, train_grpo.task.VOCABULARY = RandomRollouts, VOCABULARY
+    train_grpo.Example, digit_sort.VOCABULARY = RandomRollouts, VOCABULARY
     folder = Path(sys.argv[sys.argv.index("--run-dir") + 1])
     if "--cross-entropy" in sys.argv:
         sys.argv.remove("--cross-entropy")

@@ -4,15 +4,19 @@ Every model-parallel peer ends with the same samples: logits are brought to all 
 generator. The whole row is computed again for every token, which a task of 16 tokens can afford.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_pg.cp_utils import zigzag_index
 from megatron_pg.step.collectives import all_gather_rows
+
+Reader = Callable[[list[list[int]], list[int]], torch.Tensor]
 
 
 @dataclass
@@ -21,7 +25,7 @@ class Completions:
 
     responses: list[list[int]]
     logprobs: list[list[float]]
-    supports: list[list[list[int]]]  # the ids that each token was drawn from
+    supports: list[list[list[int]]]  # the ids that each token was drawn from, under a top-p
 
 
 class Policy:
@@ -64,25 +68,35 @@ class Policy:
     ) -> Completions:
         """One response per prompt, drawn token by token until `stop`, of the likeliest tokens that have the probability `top_p`."""
         done = Completions(*([[] for _ in prompts] for _ in range(3)))
-        shares_experts = _shares_experts(self._chunks[0])
+        reader = self._reader(prompts, max_tokens)
         for _ in range(max_tokens):
             open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
-            if not (_any_rank_has(open_rows) if shares_experts else open_rows):
+            if not (_any_rank_has(open_rows) if _shares_experts(self._chunks[0]) else open_rows):
                 break
-            computed = range(len(prompts)) if shares_experts else open_rows  # dispatchers want equal shapes
-            table = self.logprobs(self._rows([prompts[i] + done.responses[i] for i in computed]))
-            ends = torch.tensor([len(prompts[i]) + len(done.responses[i]) - 1 for i in open_rows], dtype=torch.int64)
-            last = table[open_rows if shares_experts else range(len(open_rows)), ends]
-            kept = _likeliest(last, top_p)
-            last = last if top_p == 1 else last.where(kept, -torch.inf).log_softmax(dim=-1)
+            last = reader(done.responses, open_rows)
+            if top_p < 1:
+                kept = _likeliest(last, top_p)
+                last = last.where(kept, -torch.inf).log_softmax(dim=-1)
+                for i, row in zip(open_rows, kept, strict=True):
+                    done.supports[i].append(row.nonzero()[:, 0].tolist())
             tokens = torch.multinomial(last.exp(), 1, generator=generator) if open_rows else last.new_zeros(0, 1).long()
-            logprobs = last.gather(1, tokens)[:, 0]
-            drawn = zip(open_rows, tokens[:, 0].tolist(), logprobs.tolist(), kept, strict=True)
-            for i, token, logprob, row in drawn:
+            drawn = zip(open_rows, tokens[:, 0].tolist(), last.gather(1, tokens)[:, 0].tolist(), strict=True)
+            for i, token, logprob in drawn:
                 done.responses[i].append(token)
                 done.logprobs[i].append(logprob)
-                done.supports[i].append(row.nonzero()[:, 0].tolist())
         return done
+
+    def _reader(self, prompts: list[list[int]], max_tokens: int) -> Reader:
+        """From all responses so far and the rows that are open to the open rows' [n, V] next log-probabilities."""
+        shares_experts = _shares_experts(self._chunks[0])
+
+        def read(responses: list[list[int]], open_rows: list[int]) -> torch.Tensor:
+            computed = range(len(prompts)) if shares_experts else open_rows  # dispatchers want equal shapes
+            table = self.logprobs(self._rows([prompts[i] + responses[i] for i in computed]))
+            ends = torch.tensor([len(prompts[i]) + len(responses[i]) - 1 for i in open_rows], dtype=torch.int64)
+            return table[open_rows if shares_experts else range(len(open_rows)), ends]
+
+        return read
 
     def _rows(self, sequences: list[list[int]]) -> torch.Tensor:
         rows = torch.zeros(len(sequences), self._width, dtype=torch.int64)
@@ -122,6 +136,32 @@ class Policy:
         for rank, part in enumerate(parts):
             whole[:, zigzag_index([self._width], cp_rank=rank, cp_size=len(parts))] = part
         return whole
+
+
+class CachedPolicy(Policy):
+    """The same on one pipeline stage without context or sequence parallelism, for prompts of one length: keys and values of what was
+    read are kept, so that a token costs one position of every row."""
+
+    def _reader(self, prompts: list[list[int]], max_tokens: int) -> Reader:
+        (model,) = self._chunks
+        context = StaticInferenceContext(len(prompts), len(prompts[0]) + max_tokens)
+        device = next(model.parameters()).device
+
+        @torch.no_grad()
+        def read(responses: list[list[int]], open_rows: list[int]) -> torch.Tensor:
+            first = context.sequence_len_offset
+            further = [response[-1:] for response in responses] if first else prompts  # what has ended goes on unread
+            tokens = torch.tensor(further, device=device)
+            positions = torch.arange(first, first + tokens.shape[1], device=device).expand(len(tokens), -1)
+            if first:
+                context.enable_decode_mode()
+            model.eval()
+            logits = model(tokens, positions, None, inference_context=context, runtime_gather_output=True)
+            model.train()
+            context.sequence_len_offset += tokens.shape[1]
+            return torch.log_softmax(logits[open_rows, -1].float().cpu() / self._temperature, dim=-1)
+
+        return read
 
 
 def _likeliest(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:

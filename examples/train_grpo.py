@@ -1,4 +1,4 @@
-"""GRPO with megatron_pg inside Megatron-LM's own pretrain(): learn to sort digits from a rule-based reward.
+"""GRPO with megatron_pg inside Megatron-LM's own pretrain(): learn to sort digits, or to run programs, from a rule-based reward.
 
     bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 8
 
@@ -22,12 +22,10 @@ With --demonstrations-per-step 32 that many samples of --global-batch-size are r
 
 import contextlib
 import itertools
-import math
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,7 +36,6 @@ if not torch.cuda.is_available():
 
     cpu_megatron.enable()
 
-import digit_sort as task
 import local_layers
 from hybrid_layers import HybridModel, hybrid_model
 from megatron.core import parallel_state as mpu
@@ -50,7 +47,8 @@ from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from rollout_documents import SampledDocuments, behind, groups_of
 from run_folder import RunFolder, say
-from sampling import Policy
+from sampling import CachedPolicy, Policy
+from task_samples import DEMONSTRATIONS, TASKS, demonstrations, gather_samples, imitation, rollout, task_of, with_values
 from teacher import load_teacher
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -61,21 +59,22 @@ from megatron_pg import (
     Sample,
     cut_microbatches,
     cut_steps,
-    group_advantages,
     read_rollouts,
     read_steps,
 )
 from megatron_pg.pretrain import StepLog, pretrain, step_record
-from megatron_pg.rollouts.support import Support
 from megatron_pg.step.collectives import all_gather_rows
-
-OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
-DEMONSTRATIONS = "sft"  # the stream that right answers are of beside the rollouts
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The example's own flags."""
     group = parser.add_argument_group("GRPO example")
+    group.add_argument("--task", choices=TASKS, default="digit_sort", help="what is learned")
+    group.add_argument(
+        "--cached-sampling",
+        action="store_true",
+        help="keep keys and values of what was sampled, instead of computing rows again",
+    )
     group.add_argument("--warm-up-iters", type=int, default=60, help="optimizer steps that imitate right answers first")
     group.add_argument("--prompts-per-rollout", type=int, default=32, help="prompts of a rollout batch, all ranks")
     group.add_argument("--group-size", type=int, default=8, help="responses per prompt")
@@ -127,7 +126,7 @@ class Example:
         config = config or core_transformer_config_from_args(args)
         local, packed = args.transformer_impl == "local", bool(args.docs_per_step)
         arguments = {
-            "vocab_size": task.VOCABULARY,  # releases differ in what NullTokenizer adds
+            "vocab_size": task_of(args).VOCABULARY,  # releases differ in what NullTokenizer adds
             "max_sequence_length": args.max_position_embeddings,
             "pre_process": pre_process,
             "post_process": post_process,
@@ -206,13 +205,14 @@ class Example:
         return Documents(begin=self.documents.begin)
 
     def _policy(self, args) -> Policy:
-        return Policy(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
+        kind = CachedPolicy if args.cached_sampling else Policy
+        return kind(self.chunks, width=args.seq_length, temperature=args.pg_temperature)
 
     def _document_batch(self, number: int, args) -> list[Sample]:
         generator = torch.Generator().manual_seed(hash((args.seed, number, mpu.get_data_parallel_rank())) % 2**63)
         if number < args.warm_up_iters:
             count = -(-args.docs_per_step // mpu.get_data_parallel_world_size())
-            samples = imitation(self.policy, number, count, generator)
+            samples = imitation(self.policy, number, count, args, generator)
         else:
             samples = rollout(self.policy, number, args, generator)
         return [_with_step(sample, args.curr_iteration) for sample in self._taught(samples, self.policy)]
@@ -263,7 +263,7 @@ class Example:
             generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
             if step < args.warm_up_iters:
                 count = _rollouts_per_step(args) // mpu.get_data_parallel_world_size()
-                batches = [self._taught(imitation(policy, step, count, generator), policy)]
+                batches = [self._taught(imitation(policy, step, count, args, generator), policy)]
                 self.task_metrics = {}
             elif step == args.iteration < _sampled_steps(args):
                 batches = open_batch(step, args)
@@ -281,7 +281,7 @@ class Example:
         if self.teacher is not None:
             found["teacher_logprobs"] = self.teacher.score
         for name, values_of in found.items():
-            samples = _with_values(samples, name, values_of)
+            samples = with_values(samples, name, values_of)
         return samples
 
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
@@ -317,58 +317,6 @@ def microbatches(samples: list[Sample], args, **ranks: int) -> list[PackedBatch]
     return cut_microbatches(samples, num_microbatches=count, qkv_format="bshd", cp_size=cp_size, **layout, **ranks)
 
 
-def imitation(policy: Policy, step: int, count: int, generator: torch.Generator) -> list[Sample]:
-    """Right answers with advantage 1: on-policy, the loss then has the gradient of cross-entropy."""
-    prompts = task.prompts(count, generator)
-    answers = [task.answer(prompt) for prompt in prompts]
-    logprobs = policy.score(prompts, answers)
-    first = mpu.get_data_parallel_rank() * len(prompts)
-    return [
-        Sample.build(
-            tokens=prompt + response,
-            response_length=len(response),
-            loss_mask=[1] * len(response),
-            old_logprobs=old,
-            advantage=1.0,
-            prompt_id=f"{step}-{first + i}",
-            rollout_id=f"{step}-{first + i}",
-            sample_id=f"warm-up {step}/{first + i}",
-            step=step,
-            reward=1.0,
-        )
-        for i, (prompt, response, old) in enumerate(zip(prompts, answers, logprobs, strict=True))
-    ]
-
-
-def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list[Sample]:
-    """Groups of responses to this rank's prompts; the advantage is the reward minus the group's mean."""
-    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    count = args.prompts_per_rollout // size
-    prompts = [prompt for prompt in task.prompts(count, generator) for _ in range(args.group_size)]
-    limits = {"max_tokens": task.MAX_RESPONSE, "stop": task.STOP, "top_p": args.top_p}
-    done = policy.sample(prompts, **limits, generator=generator)
-    rewards = [task.reward(prompt, response) for prompt, response in zip(prompts, done.responses, strict=True)]
-    prompt_ids = [f"{step}-{rank * count + i // args.group_size}" for i in range(len(prompts))]
-    advantages = group_advantages(rewards, prompt_ids, rule="group_mean").values
-    samples = []
-    for i, (prompt, response, logprobs) in enumerate(zip(prompts, done.responses, done.logprobs, strict=True)):
-        samples.append(
-            Sample.build(
-                tokens=prompt + response,
-                response_length=len(response),
-                loss_mask=[1] * len(response),
-                old_logprobs=logprobs,
-                advantage=advantages[i],
-                prompt_id=prompt_ids[i],
-                rollout_id=f"{step}-{rank * len(prompts) + i}",
-                sample_id=f"{step}-{rank * len(prompts) + i}",
-                reward=rewards[i],
-                support=done.supports[i] if args.top_p < 1 else None,
-            )
-        )
-    return samples
-
-
 def _version(args) -> int:
     """Of the rollout file."""
     return 2 if args.teacher or args.demonstrations_per_step or args.top_p < 1 or _reads_entropies(args) else 1
@@ -377,38 +325,6 @@ def _version(args) -> int:
 def _reads_entropies(args) -> bool:
     """Whether a correction chooses tokens by the entropy of the policy that sampled them."""
     return args.pg_correction == "top_entropy"
-
-
-def _with_values(samples: list[Sample], name: str, values_of: Callable[..., list[list[float]]]) -> list[Sample]:
-    """The samples with a field that a policy gives for prompts and responses."""
-    cuts = [len(sample.tokens) - sample.response_length for sample in samples]
-    whole = [sample.tokens.tolist() for sample in samples]
-    values = values_of(
-        [row[:n] for row, n in zip(whole, cuts, strict=True)], [row[n:] for row, n in zip(whole, cuts, strict=True)]
-    )
-    return [
-        replace(sample, **{name: torch.tensor(each, dtype=torch.float64)})
-        for sample, each in zip(samples, values, strict=True)
-    ]
-
-
-def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
-    """This rank's right answers of a step, which the stream of demonstrations trains."""
-    count = args.demonstrations_per_step // mpu.get_data_parallel_world_size()
-    first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # behind the rollouts
-    prompts = task.prompts(count, generator)
-    return [
-        Sample.build(
-            tokens=prompt + task.answer(prompt),
-            response_length=len(task.answer(prompt)),
-            loss_mask=[1] * len(task.answer(prompt)),
-            stream=DEMONSTRATIONS,
-            prompt_id=f"{step}-{first + i}",
-            rollout_id=f"{step}-{first + i}",
-            sample_id=f"demonstration {step}-{first + i}",
-        )
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 def _group_field(args) -> str:
@@ -453,6 +369,7 @@ def exact_match(policy: Policy, args) -> float:
     """Share of held-out prompts that a sampled response answers right; the same prompts and draws every time."""
     count = args.exact_match_prompts // mpu.get_data_parallel_world_size()
     generator = torch.Generator().manual_seed(10_000 + mpu.get_data_parallel_rank())
+    task = task_of(args)
     held_out = task.prompts(count, generator)
     done = policy.sample(held_out, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
     return mean_over_ranks([task.exact(p, r) for p, r in zip(held_out, done.responses, strict=True)])
@@ -465,67 +382,17 @@ def mean_over_ranks(values: list[float]) -> float:
     return total / count
 
 
-def gather_samples(samples: list[Sample], args) -> list[Sample]:
-    """All data-parallel ranks' samples of a step, as one table of numbers per rank, NaN for what a sample does not have."""
-    width = args.seq_length
-    table = torch.full((len(samples), 7 + (3 + len(OPTIONAL)) * width), math.nan, dtype=torch.float64)
-    for row, sample in zip(table, samples, strict=True):
-        n, r = len(sample.tokens), sample.response_length
-        prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
-        rollout_number = int(sample.rollout_id.split("-")[1])
-        row[:5] = torch.tensor([*prompt_numbers, rollout_number, n, r])
-        if sample.stream != DEMONSTRATIONS:
-            row[5], row[6] = sample.reward, sample.advantages[0]
-        optional = (getattr(sample, name) for name in OPTIONAL)
-        for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional, _bits(sample.support))):
-            if values is not None:
-                row[7 + k * width :][: len(values)] = values
-    everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
-    return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
-
-
-def _bits(support: Support | None) -> torch.Tensor | None:
-    """One number per token, with a bit for each id of this small vocabulary."""
-    if support is None:
-        return None
-    return torch.zeros(len(support.counts)).double().index_add_(0, support.positions, 2.0 ** support.ids.double())
-
-
-def _ids(bits: float) -> list[int]:
-    return [j for j in range(task.VOCABULARY) if int(bits) >> j & 1]
-
-
-def _sample_of(row: list[float], step: int, width: int) -> Sample:
-    batch, prompt, number, n, r = (int(value) for value in row[:5])
-    reward, advantage = (None if math.isnan(value) else value for value in row[5:7])
-    names = ("old_logprobs", *OPTIONAL)
-    fields = {name: row[7 + k * width :][:r] for k, name in enumerate(names, start=1)}
-    kept = row[7 + (1 + len(names)) * width :][:r]
-    return Sample.build(
-        tokens=[int(token) for token in row[7 : 7 + n]],
-        response_length=r,
-        loss_mask=[1] * r,
-        stream=DEMONSTRATIONS if advantage is None else "rl",
-        advantage=advantage,
-        support=None if math.isnan(kept[0]) else list(map(_ids, kept)),
-        **{name: values for name, values in fields.items() if not math.isnan(values[0])},
-        prompt_id=f"{batch}-{prompt}",
-        rollout_id=f"{batch}-{number}",
-        step=step,
-        reward=reward,
-    )
-
-
 def _with_step(sample: Sample, step: int) -> Sample:
     object.__setattr__(sample, "step", step)
     return sample
 
 
 def _check_fits(sample: Sample, args) -> None:
-    if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= task.VOCABULARY:
+    vocabulary = task_of(args).VOCABULARY
+    if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= vocabulary:
         raise ValueError(
             f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model takes "
-            f"{args.seq_length} tokens (--seq-length) of a vocabulary of {task.VOCABULARY}, so it cannot be trained."
+            f"{args.seq_length} tokens (--seq-length) of a vocabulary of {vocabulary}, so it cannot be trained."
         )
 
 
@@ -583,11 +450,36 @@ def check_example(args) -> None:
             f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "
             "--run-dir."
         )
-    if args.pg_vocab_size is not None and args.pg_vocab_size < task.VOCABULARY:
+    if args.cached_sampling and (reason := _cannot_cache(args)):
         raise ValueError(
-            f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {task.VOCABULARY}, so right answers would "
+            f"--cached-sampling does not go with {reason}: the keys and values of a row are kept by one rank, for prompts of one length. "
+            "Leave it out."
+        )
+    vocabulary, longest = task_of(args).VOCABULARY, task_of(args).MAX_LENGTH
+    if not args.rollouts and args.seq_length < longest:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is shorter than a prompt and its longest response of --task {args.task}, so samples would not fit. "
+            f"Give {longest} or more, and so --max-position-embeddings."
+        )
+    if args.pg_vocab_size is not None and args.pg_vocab_size < vocabulary:
+        raise ValueError(
+            f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {vocabulary}, so right answers would "
             "have no probability. Leave it out."
         )
+
+
+def _cannot_cache(args) -> str | None:
+    """What of the flags the cached sampler does not take."""
+    refused = {
+        f"--task {args.task}": args.task == "digit_sort",
+        "a pipeline of several stages": args.pipeline_model_parallel_size > 1,
+        "context parallelism": args.context_parallel_size > 1,
+        "--sequence-parallel": args.sequence_parallel,
+        "--num-experts": bool(args.num_experts),
+        "--hybrid-layer-pattern": bool(vars(args).get("hybrid_layer_pattern")),
+        "a head of --pg-fused-head or --fp32-lm-head": bool(args.pg_fused_head or args.fp32_lm_head),
+    }
+    return next((name for name, applies in refused.items() if applies), None)
 
 
 @contextlib.contextmanager

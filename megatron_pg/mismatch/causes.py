@@ -40,12 +40,12 @@ CAUSES = {
     ),
     "truncation": Cause(
         "truncated sampling (top-p, top-k, min-p) that the trainer does not replay",
-        "Sample without top-p, top-k and min-p, or compute old_logprobs over the tokens that the engine kept.",
+        "Sample without top-p, top-k and min-p, or have the samples say what was kept (Sample.support, docs/support.md).",
     ),
     "sampling": Cause(
         "the engine draws otherwise than it reports",
         "Have the engine report log-probabilities after temperature and truncation (vLLM: logprobs_mode processed_logprobs), and compute "
-        "old_logprobs at that temperature, over the tokens that were kept (Sample.support).",
+        "old_logprobs at that temperature, over the tokens that were kept (docs/support.md).",
     ),
     "padding": Cause(
         "columns that are no token take probability",

@@ -82,7 +82,7 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
     else:
         rest = [cause for cause in CAUSES if cause not in {test.cause for test in course.tests}]
         course.give_up("the sides are unrelated, so there is nothing else to see", *rest)
-    tests = course.tests if settings is None else against(settings, course.tests)
+    tests = course.tests if settings is None else against(settings, course.tests, has_support=gap.has_support)
     return Diagnosis(tests, summarise(gap))
 
 

@@ -28,6 +28,7 @@ class Gap:
         None  # [T, K] log q of the engine's likeliest tokens, descending, -inf where there is none
     )
     rank: Integers | None = None  # [T] of the sampled token among them, K: it is none of them, -1: they are not known
+    has_support: bool = False  # whether the trainer's are over what the engine could have sampled
     groups: dict[str, list[Any]] = field(
         default_factory=dict
     )  # by what divides documents: [D] labels, None where not known
@@ -73,7 +74,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     columns: dict[str, list] = {name: [] for name in ("engine", "trainer", "ids", "position", "document")}
     likeliest: list[tuple | None] = []
     groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
-    step, version = [], []
+    step, version, has_support = [], [], False
     for number, sample in enumerate(samples):
         if sample.rollout_logprobs is None:
             raise ValueError(
@@ -88,6 +89,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         columns["position"].append(kept)
         columns["document"].append(np.full(len(kept), number))
         likeliest.append(_likeliest(sample, kept, drawn))
+        has_support |= sample.support is not None
         step.append(sample.step or 0)
         version.append(np.nan if sample.weight_version is None else sample.weight_version)
         groups["worker"].append(sample.worker)
@@ -101,7 +103,13 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         raise ValueError(f"no sample has the field {absent[0]}, so nothing can be compared by it. Is it misspelt?")
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     joined |= _side_by_side(likeliest, [len(each) for each in columns["engine"]])
-    return Gap(**joined, step=np.array(step), weight_version=np.array(version, dtype=float), groups=groups)
+    return Gap(
+        **joined,
+        has_support=has_support,
+        step=np.array(step),
+        weight_version=np.array(version, dtype=float),
+        groups=groups,
+    )
 
 
 def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:

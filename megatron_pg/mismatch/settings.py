@@ -59,10 +59,16 @@ class Settings:
         return self.trainer_temperature / self.temperature
 
 
-def against(settings: Settings, tests: list[Answer]) -> list[Answer]:
-    """The tests, with what the settings say of them: a setting of which the log-probabilities show nothing is found as `sampling`."""
+def against(settings: Settings, tests: list[Answer], *, has_support: bool = False) -> list[Answer]:
+    """The tests, with what the settings say of them: a setting of which the log-probabilities show nothing is found as `sampling`.
+
+    `has_support`: both sides are over what could be sampled, so that a truncation shows nothing.
+    """
     by_cause = {test.cause: test for test in tests}
-    unseen = [*_unseen_temperature(settings, by_cause), *_unseen_truncation(settings, by_cause)]
+    unseen = [
+        *_unseen_temperature(settings, by_cause),
+        *([] if has_support else _unseen_truncation(settings, by_cause)),
+    ]
     changed = dict(by_cause)
     if (ratio := settings.ratio) is not None and by_cause["temperature"].outcome == "found":
         estimate = by_cause["temperature"].estimate["trainer_over_engine"]

@@ -318,6 +318,26 @@ def test_what_an_engine_could_have_sampled_is_read_in_each_of_its_forms(column, 
     assert "is not the ids that could be sampled" in refused(capsys, tmp_path, path, "--format", "jsonl", *words)
 
 
+def test_a_teacher_comes_along(save, tmp_path, capsys):
+    taught = [{**one, "teacher_log_probs": [-0.1, -0.2, -0.3]} for one in SLIME]
+    output = tmp_path / "taught.jsonl"
+    assert run(capsys, save(taught), "--format", "slime", *CHOICES, "--output", output)[0] == 0
+    for sample in read_rollouts(output):
+        wanted = [value * trained for value, trained in zip([-0.1, -0.2, -0.3], sample.loss_mask.tolist(), strict=True)]
+        assert sample.teacher_logprobs.tolist() == wanted
+
+
+def test_likeliest_tokens_come_along(tmp_path, capsys):
+    row = {"prompt_id": 1, "tokens": [5, 7, 8], "response_length": 2, "loss_mask": [1, 1], "reward": 1.0, "step": 0}
+    topk = {"ids": [[7, 3], [8, 9]], "logprobs": [[-0.5, -1.5], [-0.25, -2.0]]}
+    row |= {"old_logprobs": [-0.5, 0.0], "advantage": 1.0, "teacher_topk": topk, "rollout_topk": topk}
+    path, output = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert run(capsys, path, "--format", "jsonl", "--output", output)[0] == 0
+    (sample,) = read_rollouts(output)
+    assert sample.teacher_topk.lists() == sample.rollout_topk.lists() == topk
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x80", b"PK\x03\x04" + bytes(50), b"{}", b"\xff" * 1000, "truncated"],

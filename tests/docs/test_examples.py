@@ -107,7 +107,7 @@ def refusals(folder, full):
     code = (
         "import train_grpo, types\n"
         "from megatron_pg import Sample\n"
-        "args = types.SimpleNamespace(seq_length=4, padded_vocab_size=12)\n"
+        "args = types.SimpleNamespace(seq_length=4, padded_vocab_size=12, task='digit_sort')\n"
         "sample = Sample.build(tokens=[1, 2, 13], response_length=1, loss_mask=[1], old_logprobs=[-1.0], advantage=1.0)\n"
         "try:\n"
         "    train_grpo._check_fits(sample, args)\n"
@@ -115,9 +115,9 @@ def refusals(folder, full):
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
         "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, teacher=None, demonstrations_per_step=0, top_p=1.0, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
+        "             num_experts=None, teacher=None, task='digit_sort', seq_length=12, cached_sampling=False, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False, pg_fused_head=None, fp32_lm_head=False, demonstrations_per_step=0, top_p=1.0, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
         "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
-        "for wrong in (dict(pg_vocab_size=11), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
+        "for wrong in (dict(pg_vocab_size=11), dict(task='list_programs'), dict(cached_sampling=True), dict(cached_sampling=True, task='list_programs', seq_length=72, context_parallel_size=2), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
         "    try:\n"
         "        train_grpo.check_example(types.SimpleNamespace(**sizes | wrong))\n"
         "    except ValueError as error:\n"
@@ -138,6 +138,9 @@ def refusals(folder, full):
 def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
     assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals
+    assert "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs" in refusals
+    assert "--cached-sampling does not go with --task digit_sort" in refusals
+    assert "--cached-sampling does not go with context parallelism" in refusals
     assert "--demonstrations-per-step 4 are no part of --global-batch-size 4" in refusals
     assert "--demonstrations-per-step 1 are drawn beside what is sampled in steps" in refusals
     assert "--top-p 0.0 is no probability of rollouts that are sampled in steps" in refusals

@@ -171,6 +171,12 @@ def test_settings_are_held_against_the_numbers(engine, trainer, outcomes, cause,
     assert re.search(says, found[cause].evidence)
 
 
+def test_a_truncation_that_the_trainer_replays_needs_no_trace():
+    settings = Settings.parse("top_p=0.9")
+    found = {test.cause: test for test in against(settings, answers(), has_support=True)}
+    assert found["sampling"].outcome == "not found"
+
+
 @pytest.mark.parametrize(
     ("engine", "trainer", "message"),
     [
