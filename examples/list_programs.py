@@ -1,6 +1,6 @@
 """A task with reasoning of free length: run a program on a list of digits, step by step or at once.
 
-    prompt    5 0 3 9 1  . . sort double =        response    0 1 3 5 9 ; 0 2 6 0 8 ; # 0 2 6 0 8 !
+    prompt    5 0 3 9  . sort double =        response    0 3 5 9 ; 0 6 0 8 ; # 0 6 0 8 !
 
 Tokens 0-9 are digits, then come the operations. A response may write lists, each ended by THEN, as many as it likes; what counts is
 the list between ANSWER and STOP. Right answers without steps are hard for a small model, and those with steps are longer.
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-DIGITS, MOST_OPERATIONS = 5, 4
+DIGITS, MOST_OPERATIONS = 4, 3
 SORT, REVERSE, ROTATE, DOUBLE, INCREMENT, NOTHING, EQUALS, THEN, ANSWER, STOP = range(10, 20)
 VOCABULARY = 20
 PROMPT = DIGITS + MOST_OPERATIONS + 1
-MAX_RESPONSE = 62  # room for every step twice, and a little
+MAX_RESPONSE = 40  # room for every step twice, and a little
 MAX_LENGTH = PROMPT + MAX_RESPONSE
 OPERATIONS: dict[int, Callable[[list[int]], list[int]]] = {
     SORT: sorted,
@@ -27,7 +27,7 @@ OPERATIONS: dict[int, Callable[[list[int]], list[int]]] = {
 
 
 def prompts(count: int, generator: torch.Generator) -> list[list[int]]:
-    """Random prompts, all of one length: programs of 1 to 4 operations, with nothing before shorter ones."""
+    """Random prompts, all of one length: programs of 1 to 3 operations, with nothing before shorter ones."""
     found = []
     for _ in range(count):
         digits = torch.randint(0, 10, (DIGITS,), generator=generator).tolist()

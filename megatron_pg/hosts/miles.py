@@ -21,6 +21,8 @@ _REFUSED = {
 
 
 def _refused(args: argparse.Namespace) -> Iterator[str]:
+    if args.rollout_top_p != 1.0:
+        yield f"--rollout-top-p {args.rollout_top_p}: the batches do not say which tokens were kept, and the loss reads all logits; use 1.0"
     for name, reason in _REFUSED.items():
         if vars(args).get(name):
             yield f"--{name.replace('_', '-')} {reason}, so it cannot go with this loss; remove it"

@@ -19,6 +19,7 @@ _PARTS = {
     "rollout_logprobs": "rollout_log_probs",
     "teacher_logprobs": "teacher_log_probs",
 }
+_SUPPORT = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class Rollout:
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 stream=self._stream(i),
+                support=self._support(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
             for i, (tokens, response, mask, index) in enumerate(
@@ -73,6 +75,12 @@ class Rollout:
     def _stream(self, number: int) -> str:
         source = POLICY if self.sources is None else self.sources[number]
         return source if source in self.streams else POLICY
+
+    def _support(self, number: int) -> dict[str, Any] | None:
+        """What its engine kept under top-p, where it says."""
+        if self.data.get(_SUPPORT["ids"]) is None:
+            return None
+        return {ours: self.data[theirs][number] for ours, theirs in _SUPPORT.items()}
 
     @property
     def is_on_policy(self) -> bool:

@@ -79,8 +79,6 @@ def refused(args: argparse.Namespace, more: Mapping[str, str] = {}) -> Iterator[
             f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-stream …:opd into the loss, so it would count "
             "twice; give --opd-kl-coef 0"
         )
-    if args.rollout_top_p != 1.0:
-        yield f"--rollout-top-p {args.rollout_top_p} makes log-probabilities of cut-off logits, and the loss reads whole ones; use 1.0"
     has_head = ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")
     if has_head and args.enable_mtp_training:
         yield "--enable-mtp-training calls the output layer for its own losses, which the float32 head would take for the policy's; remove one"

@@ -54,6 +54,7 @@ STREAMS = {  # for hosts whose batches have a teacher's log-probabilities and th
         {"kl_coef": 0.3, "kl_estimator": "k3_weighted", "aux_aggregation": "policy"},
     ),
     "sft": ({**_CLIP, "pg_stream": [f"sft:ce,weight={SFT_WEIGHT}"]}, {}),
+    "top_p": (_CLIP, {}),  # whose samples say what could be sampled
 }
 
 
@@ -250,6 +251,12 @@ def expected(found: Sequence[Sample], case: Case, *, on_policy: bool = False) ->
     return _expected(found, case, case.settings, on_policy=on_policy)
 
 
+def kept_of(sample: Sample) -> list[list[int]]:
+    """The ids that a response token could be sampled from."""
+    tokens = sample.tokens[-sample.response_length :].tolist()
+    return [sorted({token, (token + 1) % VOCABULARY, (3 * token + k) % VOCABULARY}) for k, token in enumerate(tokens)]
+
+
 def source_of(sample: Sample) -> str:
     """What a user of the host calls the sample's origin."""
     return "sft" if int(sample.sample_id) % 3 == 1 else "unknown"
@@ -270,6 +277,11 @@ def _expected(
         before, targets = tokens[-length - 1 : -1], tokens[-length:]
         inputs.append(before)
         logits = embedding[before] @ head.T
+        if case.objective == "top_p":
+            kept = np.zeros(logits.shape, bool)
+            for row, ids in zip(kept, kept_of(sample), strict=True):
+                row[ids] = True
+            logits = np.where(kept, logits, -np.inf)
         own = logits[range(length), targets] - np.log(np.exp(logits).sum(axis=1))
         documents.append(
             oracle.Document(

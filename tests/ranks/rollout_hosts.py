@@ -59,6 +59,8 @@ STREAM_CASES = [
     Case(objective="opd", head="recompute", aggregation="constant", per_token=True),
     Case(objective="sft", aggregation="token_mean"),  # in slime, whose samples have origins
     Case(objective="sft", head="forward", rollouts_per_step=6, fan_out=True),
+    Case(objective="top_p", rollouts_per_step=6, aggregation="constant"),
+    Case(objective="top_p", aggregation="token_mean", head="recompute"),
 ]
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
@@ -76,6 +78,7 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
         "eps_clip_high": 0.28,
         "use_kl_loss": "pg_kl_coef" in case.flags,
         "use_opd": False,
+        "rollout_top_p": 0.9 if case.objective == "top_p" else 1.0,
         "kl_loss_coef": case.flags.get("pg_kl_coef", 0.0),
         "kl_loss_type": "k3",
         "custom_megatron_init_path": f"megatron_pg.{host}.init",

@@ -151,6 +151,7 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
         "sample_indices": [sample.rollout_id for sample in mine],
         "local_raw_reward": [sample.reward for sample in mine],
         "truncated": [0 for _ in mine],
+        **(_kept(mine) if case.objective == "top_p" else {}),
         "source_names": [hosts.source_of(sample) for sample in mine],
         **{
             key: [getattr(sample, name).float()[index] for sample, index in zip(mine, local, strict=True)]
@@ -160,6 +161,17 @@ def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, A
         "num_microbatches": counts,
         "global_batch_sizes": rollouts,
         "num_rollouts": rollouts,
+    }
+
+
+def _kept(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
+    """As slime ships what its engine could have sampled: whole, on every context-parallel rank."""
+    found = [hosts.kept_of(sample) for sample in samples]
+    return {
+        "rollout_top_p_token_ids": [
+            torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in found
+        ],
+        "rollout_top_p_token_offsets": [torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32) for rows in found],
     }
 
 

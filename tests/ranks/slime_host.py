@@ -6,6 +6,7 @@ reference log-probabilities, which give those of the samples.
 """
 
 import importlib
+import itertools
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -72,6 +73,10 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
     for mine, sample in zip(theirs, found, strict=True):
         mine.rollout_log_probs = sample.rollout_logprobs.tolist()
         mine.index = sample.rollout_id  # what a rollout's samples share
+        if args.rollout_top_p != 1.0:
+            kept = hosts.kept_of(sample)
+            mine.rollout_top_p_token_ids = [i for row in kept for i in row]
+            mine.rollout_top_p_token_offsets = [0, *itertools.accumulate(map(len, kept))]
         if "pg_stream" in vars(args):
             mine.teacher_log_probs = sample.teacher_logprobs.float()
             mine.metadata = {"source_name": hosts.source_of(sample)}

@@ -18,7 +18,6 @@ REFUSED = {
     "use_critic": True,
     "allgather_cp": True,
     "loss_type": "sft_loss",
-    "rollout_top_p": 0.9,
 }
 
 
@@ -35,6 +34,12 @@ def rows(**more) -> dict[str, str]:
 def test_what_the_loss_does_not_do_is_refused_by_name(host, name):
     with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')}"):
         host.checked(arguments(**{name: REFUSED[name]}))
+
+
+def test_a_top_p_needs_a_host_that_says_what_was_kept():
+    assert slime.HOST.checked(arguments(rollout_top_p=0.9)).args.pg_temperature == 1.0
+    with pytest.raises(ArgumentError, match=r"--rollout-top-p 0\.9: the batches do not say which tokens were kept"):
+        miles.HOST.checked(arguments(rollout_top_p=0.9))
 
 
 @pytest.mark.parametrize("name", miles._REFUSED)
