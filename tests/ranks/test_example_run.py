@@ -106,6 +106,16 @@ def kept(folder, full):
 
 
 @launches.launch
+def programs(folder, full):
+    """The second task, whose sampler keeps keys and values; two ranks hold parts of every layer."""
+    task = ["--task", "list_programs", "--seq-length", "48", "--max-position-embeddings", "48", "--vocab-size", "20"]
+    sharded = ["--tensor-model-parallel-size", "2", "--cached-sampling", "--global-batch-size", "64"]
+    return launch(
+        folder, *task, *sharded, "--prompts-per-rollout", "8", "--exact-match-prompts", "8", "--train-iters", "2"
+    )
+
+
+@launches.launch
 def dry(folder, full):
     """Runs that stop before the model is built: asked for by the flag, by the environment, and unclearly."""
     flag = example_runs.launch(folder / "flag", *SHORT, "--pg-dry-run", "--loss-aggregation", "token_mean", ranks=2)
@@ -143,6 +153,15 @@ def test_supervised_samples_leave_the_objective_as_it_is_bit_for_bit(mixed):
     assert both["grad_norm"] != alone["grad_norm"]
     written = read_rollouts(mixed / "mixed" / "rollouts.jsonl")
     assert [sample.stream for sample in written[:160]] == (["rl"] * 64 + ["sft"] * 16) * 2
+
+
+def test_what_a_cached_sampler_draws_has_the_probabilities_that_training_gives_it(programs):
+    _, first = records(programs / "metrics.jsonl")
+    assert first["ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
+    assert first["kl_new_old"] < 1e-11
+    assert first["mean_abs_log_ratio"] < 2e-6
+    lengths = {sample.response_length for sample in read_rollouts(programs / "rollouts.jsonl")}
+    assert len(lengths) > 5
 
 
 def test_a_student_that_begins_as_its_teacher_leaves_it_by_the_objective(taught):
