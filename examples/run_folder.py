@@ -146,7 +146,8 @@ def draw(path: Path) -> None:
     for axis in axes[1]:
         axis.set_xlabel("optimizer step")
     arguments = json.loads((path / "arguments.json").read_text(encoding="utf-8"))
-    figure.suptitle(f"GRPO on digit sorting, --loss-aggregation {arguments['loss_aggregation']}", fontsize=12)
+    title = f"GRPO, --task {arguments.get('task', 'digit_sort')}, --loss-aggregation {arguments['loss_aggregation']}"
+    figure.suptitle(title, fontsize=12)
     figure.tight_layout()
     figure.savefig(path / "curves.png", dpi=110)
     plt.close(figure)
