@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, *, page, **_: object) -> str:
     """Links between docs/ and the root, which are one folder here; fences in the form that mkdocs reads."""
     if "/" not in page.file.src_uri:
         markdown = markdown.replace("](../", "](").replace("](docs/", "](")
-    return markdown.replace("```python excerpt\n", "```python\n")
+    return re.sub(r"^```(\w+) excerpt$", r"```\1", markdown, flags=re.MULTILINE)
 
 
 class Comments(griffe.Extension):
