@@ -7,7 +7,7 @@ ours. Nothing of a host is imported before `init` or `main`.
 import argparse
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +36,7 @@ class Declaration:
     version: str  # with which the adapter was run
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that it relies on, by `module:name`
     log: str  # `module:function` of (args, metrics, step_key)
+    carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields that its batches can have
     names_streams: bool = False  # samples say which stream they are of
     hooks: Mapping[str, str] = field(default_factory=dict)  # further arguments that are paths: functions of our module
     refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about its own flags
@@ -65,7 +66,7 @@ class RolloutHost:
             megatron=vars(args),
             taken_over=rollout_flags.taken_over(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
-            carried=("old_logprobs", "ref_logprobs", "teacher_logprobs"),
+            carried=self.declaration.carried,
             names_streams=self.declaration.names_streams,
         )
 

@@ -13,6 +13,7 @@ HOST = RolloutHost(
         name="slime",
         version="slime 624b824a",
         log="slime.observability.logging_utils:log",
+        carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "support"),
         names_streams=True,
         hooks={_DATA: "plan"},
         signatures={

@@ -80,7 +80,7 @@ def check(
         megatron: Megatron's arguments or configuration, as far as the host has them.
         taken_over: the host's flags that stand for ours where ours are not given.
         refused: messages about flags of the host that cannot go with this loss.
-        carried: fields of the samples that a stream may read.
+        carried: fields of the samples that its batches can have, of those that our flags read.
         names_streams: whether a sample can be of a stream other than the objective's.
 
     Raises:
@@ -89,7 +89,7 @@ def check(
     known = defaults()
     ours, rows, violations = _merged(host, given, known, taken_over)
     args = argparse.Namespace(**ours)
-    violations += [("E70", message) for message in (*refused, *_refused_of_ours(args))]
+    violations += [("E70", message) for message in (*refused, *_refused_of_ours(args, carried))]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _OF_THE_LOOP}
     per_token = bool(facts.pop(_PER_TOKEN, False))
     if ours["loss_aggregation"] is None:
@@ -148,12 +148,12 @@ def _merged(
     return ours, [("taken over", "; ".join(rows))] if rows else [], violations
 
 
-def _refused_of_ours(args: argparse.Namespace) -> list[str]:
-    """What of ours belongs to Megatron's own loop."""
+def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list[str]:
+    """What of ours belongs to Megatron's own loop, or reads what the host's batches do not carry."""
     refused = []
     if args.docs_per_step:
         refused.append(f"--docs-per-step {args.docs_per_step} cuts steps, which the host does here; remove it")
-    if args.pg_support_missing != "error" or args.pg_entropy_support != "full":
+    if "support" not in carried and (args.pg_support_missing != "error" or args.pg_entropy_support != "full"):
         refused.append(
             "--pg-support-missing and --pg-entropy-support are of samples with a support, which the host's batches do not have, so they would "
             "have no effect; remove them"
@@ -162,7 +162,7 @@ def _refused_of_ours(args: argparse.Namespace) -> list[str]:
         refused.append(
             "--pg-dry-run ends Megatron's pretrain() before the model is built, which the host builds here; remove it"
         )
-    if args.pg_correction == "top_entropy":
+    if "old_entropies" not in carried and args.pg_correction == "top_entropy":
         refused.append(
             "--pg-correction top_entropy reads old_entropies, which the host's batches do not carry; choose another correction"
         )

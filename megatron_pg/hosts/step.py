@@ -50,10 +50,13 @@ class HostStep:
         on_policy: bool = False,
         data_rank: int = 0,
     ):
-        self._lengths = [sample.response_length for sample in samples]
+        lengths = [sample.response_length for sample in samples]
         self._settings, self._samples, self.plan = settings, samples, plan
         self._context = context if context is not None and context.size() > 1 else None
-        self._fields = {name: values for name, values in (fields or {}).items() if values is not None}
+        known = {name: values for name, values in (fields or {}).items() if values is not None}
+        self._fields = {
+            name: [values[:0], *values.split(lengths)] for name, values in known.items()
+        }  # nothing, then by sample
         self._on_policy, self._data_rank = on_policy, data_rank
         self._found: dict[LocalBatch, Diagnostics] = {}
 
@@ -117,13 +120,9 @@ class HostStep:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
         else:
             batch = pack_row(samples, padded_lengths)
-        parts = {name: values.split(self._lengths) for name, values in self._fields.items()}
         local = slice_batch(
             batch,
-            {
-                name: torch.cat([values[:0], *(parts[name][i] for i in members)])
-                for name, values in self._fields.items()
-            },
+            {name: torch.cat([parts[0], *(parts[1 + i] for i in members)]) for name, parts in self._fields.items()},
             cp_rank=self._context.rank() if self._context else 0,
             cp_size=size,
             device=device,
