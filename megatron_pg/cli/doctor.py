@@ -129,28 +129,16 @@ def _torch(probe: Probe) -> Finding:
 
 def _kernel(triton: Probe, capability: Any) -> Finding:
     """`capability`: of the GPU, None without one."""
-    default, version = "triton" if capability else "torch", triton.facts.get("version")
-    fix = "install triton 3.2 or later, or choose --pg-kernel torch"
-    return _first(
-        "--pg-kernel",
-        (triton.error, "fail" if capability else "note", f"default {default}; triton: {triton.error}", fix),
-        (not capability, "ok", f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"),
-        *_on_gpu(capability, version),
-    )
-
-
-def _on_gpu(capability: Any, version: Any) -> list[tuple]:
-    """What `_first` takes, with the path of the kernels."""
-    if not capability or version is None:
-        return []
-    path = path_of(tuple(capability), version)
-    return [
-        (
-            True,
-            "ok" if path.is_tried else "note",
-            f"default triton ({version}), {path.text}; neither falls back to the other",
-        )
-    ]
+    name, default, version = "--pg-kernel", "triton" if capability else "torch", triton.facts.get("version")
+    if triton.error:
+        fix = "install triton 3.2 or later, or choose --pg-kernel torch"
+        return Finding(name, "fail" if capability else "note", f"default {default}; triton: {triton.error}", fix)
+    if not capability:
+        found = f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"
+        return Finding(name, "ok", found)
+    path = path_of(tuple(capability), str(version))
+    found = f"default triton ({version}), {path.text}; neither falls back to the other"
+    return Finding(name, "ok" if path.is_tried else "note", found)
 
 
 def _core(probe: Probe) -> list[Finding]:
