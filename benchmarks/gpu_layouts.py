@@ -114,7 +114,9 @@ SECONDS = 120  # of one run
 SHARE = 4  # runs on a GPU at a time
 FLAGS = shlex.split(
     f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 "
-    "--lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32"
+    "--lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32 --group-size 8 "
+    "--task digit_sort --vocab-size 12 --hidden-size 256 --num-attention-heads 8 --seq-length 12 --max-position-embeddings 12 "
+    "--micro-batch-size 32 --global-batch-size 256"
 )
 
 
@@ -136,7 +138,12 @@ def run(folder: Path, script: str, flags: list[str], environment: dict[str, str]
     """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
     shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run is taken for this one's
     environment = os.environ | environment
-    environment |= {"RUN_DIR": str(folder), "SCRIPT": str(Path(__file__).with_name(script)), "PYTHON": sys.executable}
+    environment |= {
+        "CACHED": "",
+        "RUN_DIR": str(folder),
+        "SCRIPT": str(Path(__file__).with_name(script)),
+        "PYTHON": sys.executable,
+    }
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus

@@ -23,7 +23,7 @@ from gpu_layouts import ENGINE, ROOT, folder_of, run
 STEPS = 10
 COMMON = shlex.split(
     f"--rollouts random --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 --lr-warmup-iters 0 --exact-match-interval 1000 "
-    "--micro-batch-size 2 --prompts-per-rollout 4 --swiglu --normalization RMSNorm "
+    "--micro-batch-size 2 --prompts-per-rollout 4 --task digit_sort --group-size 8 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --group-query-attention --num-query-groups 4 --position-embedding-type rope "
     "--loss-aggregation constant --loss-aggregation-divisor 4096 --pg-metrics basic"
 )

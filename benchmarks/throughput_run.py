@@ -13,8 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import digit_sort
+import task_samples
 import train_grpo
+from digit_sort import DigitSort
 from layout_run import fill, write_peak
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets import utils as dataset_utils
@@ -111,7 +112,7 @@ def train_by_cross_entropy() -> None:
 
 
 if __name__ == "__main__":
-    train_grpo.Example, digit_sort.VOCABULARY = RandomRollouts, VOCABULARY
+    train_grpo.Example, task_samples.TASKS["digit_sort"] = RandomRollouts, DigitSort(VOCABULARY)
     folder = Path(sys.argv[sys.argv.index("--run-dir") + 1])
     if "--cross-entropy" in sys.argv:
         sys.argv.remove("--cross-entropy")

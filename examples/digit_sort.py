@@ -6,39 +6,45 @@ Tokens 0-9 are the digits, EQUALS ends the prompt, STOP the answer. Answers have
 differ in length and the aggregations differ from each other.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-EQUALS, STOP, VOCABULARY = 10, 11, 12
+EQUALS, STOP = 10, 11
 MIN_DIGITS, MAX_DIGITS = 2, 5
-MAX_RESPONSE = MAX_DIGITS + 1
-MAX_LENGTH = MAX_DIGITS + 1 + MAX_RESPONSE
 
 
-def prompts(count: int, generator: torch.Generator) -> list[list[int]]:
-    """Random prompts."""
-    lengths = torch.randint(MIN_DIGITS, MAX_DIGITS + 1, (count,), generator=generator).tolist()
-    return [[*torch.randint(0, 10, (n,), generator=generator).tolist(), EQUALS] for n in lengths]
+@dataclass(frozen=True)
+class DigitSort:
+    """Numbers of 2 to 5 digits. A vocabulary that is larger has tokens that no prompt holds."""
 
+    vocabulary: int = 12
+    stop = STOP
+    prompt_length = None  # prompts differ
+    max_response = MAX_DIGITS + 1
+    max_length = MAX_DIGITS + 1 + max_response
 
-def answer(prompt: list[int]) -> list[int]:
-    """The one right response."""
-    return [*sorted(prompt[:-1]), STOP]
+    def prompts(self, count: int, generator: torch.Generator) -> list[list[int]]:
+        """Random prompts."""
+        lengths = torch.randint(MIN_DIGITS, MAX_DIGITS + 1, (count,), generator=generator).tolist()
+        return [[*torch.randint(0, 10, (n,), generator=generator).tolist(), EQUALS] for n in lengths]
 
+    def answer(self, prompt: list[int]) -> list[int]:
+        """The one right response."""
+        return [*sorted(prompt[:-1]), STOP]
 
-def demonstration(prompt: list[int], generator: torch.Generator) -> list[int]:
-    """The same, of which there is one."""
-    return answer(prompt)
+    def demonstration(self, prompt: list[int], generator: torch.Generator) -> list[int]:
+        """The same, of which there is one."""
+        return self.answer(prompt)
 
+    def exact(self, prompt: list[int], response: list[int]) -> float:
+        """1 for the right response, else 0."""
+        return float(response == self.answer(prompt))
 
-def exact(prompt: list[int], response: list[int]) -> float:
-    """1 for the right response, else 0."""
-    return float(response == answer(prompt))
-
-
-def reward(prompt: list[int], response: list[int]) -> float:
-    """Share of the answer that is right before the first mistake: 1 for the right response only."""
-    right = answer(prompt)
-    correct = next(
-        (k for k, (a, b) in enumerate(zip(right, response, strict=False)) if a != b), min(len(right), len(response))
-    )
-    return correct / len(right)
+    def reward(self, prompt: list[int], response: list[int]) -> float:
+        """Share of the answer that is right before the first mistake: 1 for the right response only."""
+        right = self.answer(prompt)
+        correct = next(
+            (k for k, (a, b) in enumerate(zip(right, response, strict=False)) if a != b), min(len(right), len(response))
+        )
+        return correct / len(right)

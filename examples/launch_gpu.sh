@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# GRPO on GPUs: the same script over NCCL, without any patch.
+# GRPO on GPUs: a GPT of 50 million parameters learns to run programs on lists, writing as many steps as it likes. Over NCCL, without any patch.
 # Usage: bash examples/launch_gpu.sh [any flag of Megatron, megatron_pg or the example]
 #   In the environment: PYTHON, SCRIPT, PROCESSES and RUN_DIR, the sizes TP, PP, CP and EP, and SP=1 for sequence parallelism.
+#   CACHED= computes rows again for every token: the sampler's cache does not go with PP, CP, EP, SP or experts.
 #   The rest of the processes is data parallel: TP=2 SP=1 bash examples/launch_gpu.sh
 #   On several nodes: NODES, NODE_RANK, MASTER_ADDR and, unless it is 29500, MASTER_PORT.
 set -euo pipefail
@@ -14,6 +15,7 @@ TP=${TP:-1}
 PP=${PP:-1}
 CP=${CP:-1}
 EP=${EP:-1}
+if ((PP == 1 && CP == 1 && EP == 1)) && [[ -z ${SP:-} ]]; then CACHED=${CACHED-1}; else CACHED=${CACHED:-}; fi
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # overlapped expert communication wants 32
 
 DISTRIBUTED_ARGS=(--nproc-per-node "$PROCESSES")
@@ -31,14 +33,14 @@ fi
 MODEL_ARGS=(
     --transformer-impl local # runs without Transformer Engine
     --num-layers 4
-    --hidden-size 256
-    --num-attention-heads 8
-    --seq-length 12
-    --max-position-embeddings 12
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 112 # a prompt and its longest response are 109
+    --max-position-embeddings 112
     --attention-dropout 0
     --hidden-dropout 0
     --tokenizer-type NullTokenizer
-    --vocab-size 12
+    --vocab-size 20
     --make-vocab-size-divisible-by 4
     --no-persist-layer-norm # needs Apex
     --no-gradient-accumulation-fusion # needs Apex
@@ -56,13 +58,15 @@ PARALLEL_ARGS=(
 )
 
 ROLLOUT_ARGS=(
-    --warm-up-iters 60
-    --prompts-per-rollout 64
-    --group-size 8
+    --task long_programs
+    ${CACHED:+--cached-sampling}
+    --warm-up-iters 600
+    --prompts-per-rollout 32
+    --group-size 16
 )
 
 GRPO_ARGS=(
-    --loss-aggregation sample_mean
+    --loss-aggregation token_mean
     --pg-clip-eps-low 0.2
     --pg-clip-eps-high 0.28 # with another --pg-objective: the numbers that it reads
     --pg-temperature 1.0
@@ -74,13 +78,13 @@ OPTIMIZER_ARGS=(
     --lr 5e-4
     --min-lr 5e-5
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-iters 50
     --weight-decay 0
     --adam-beta2 0.98
     --clip-grad 1.0
-    --micro-batch-size 32
-    --global-batch-size 256
-    --train-iters 300
+    --micro-batch-size 128
+    --global-batch-size 512
+    --train-iters 900
     --seed 1234
 )
 

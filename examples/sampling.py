@@ -1,7 +1,7 @@
 """Sampling from a Megatron model under any tensor-, sequence-, context- and pipeline-parallel layout.
 
-Every model-parallel peer ends with the same samples: logits are brought to all of them, and they draw with the same
-generator. The whole row is computed again for every token, which a task of 16 tokens can afford.
+Every model-parallel peer ends with the same samples: logits are brought to all of them, and they draw with the same random
+numbers. The whole row is computed again for every token, which a task of 16 tokens can afford.
 """
 
 from collections.abc import Callable
@@ -63,13 +63,14 @@ class Policy:
             row[len(p) - 1 : len(p) - 1 + len(r)].tolist() for row, p, r in zip(values, prompts, responses, strict=True)
         ]
 
-    def sample(
-        self, prompts: list[list[int]], *, max_tokens: int, stop: int, generator: torch.Generator, top_p: float = 1.0
-    ) -> Completions:
-        """One response per prompt, drawn token by token until `stop`, of the likeliest tokens that have the probability `top_p`."""
+    def sample(self, prompts: list[list[int]], uniforms: torch.Tensor, *, stop: int, top_p: float = 1.0) -> Completions:
+        """One response per prompt, drawn token by token until `stop`, of the likeliest tokens that have the probability `top_p`.
+
+        `uniforms`: [prompts, most tokens], the number of [0, 1) behind every draw, so that who draws a row does not matter.
+        """
         done = Completions(*([[] for _ in prompts] for _ in range(3)))
-        reader = self._reader(prompts, max_tokens)
-        for _ in range(max_tokens):
+        reader = self._reader(prompts, uniforms.shape[1])
+        for k in range(uniforms.shape[1]):
             open_rows = [i for i, r in enumerate(done.responses) if not r or r[-1] != stop]
             if not (_any_rank_has(open_rows) if _shares_experts(self._chunks[0]) else open_rows):
                 break
@@ -79,7 +80,7 @@ class Policy:
                 last = last.where(kept, -torch.inf).log_softmax(dim=-1)
                 for i, row in zip(open_rows, kept, strict=True):
                     done.supports[i].append(row.nonzero()[:, 0].tolist())
-            tokens = torch.multinomial(last.exp(), 1, generator=generator) if open_rows else last.new_zeros(0, 1).long()
+            tokens = _drawn(last, uniforms[open_rows, k])
             drawn = zip(open_rows, tokens[:, 0].tolist(), last.gather(1, tokens)[:, 0].tolist(), strict=True)
             for i, token, logprob in drawn:
                 done.responses[i].append(token)
@@ -162,6 +163,12 @@ class CachedPolicy(Policy):
             return torch.log_softmax(logits[open_rows, -1].float().cpu() / self._temperature, dim=-1)
 
         return read
+
+
+def _drawn(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[n, 1] tokens of [n, V] log-probabilities: the first one whose cumulated probability exceeds the row's number."""
+    cumulated = logprobs.double().exp().cumsum(dim=-1)
+    return torch.searchsorted(cumulated, uniforms.double()[:, None] * cumulated[:, -1:], right=True)
 
 
 def _likeliest(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -1,13 +1,15 @@
-"""The example's samples: imitated, sampled and shown right answers of its task, and those of all ranks together."""
+"""The example's samples: imitated, sampled and shown right answers of its task, and those of all ranks together.
+
+Prompts and draws are those of the whole step, of which a rank takes its part: they do not depend on the number of ranks.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
-import digit_sort
-import list_programs
 import torch
+from digit_sort import DigitSort
+from list_programs import ListPrograms
 from megatron.core import parallel_state as mpu
 from sampling import Policy
 
@@ -15,23 +17,25 @@ from megatron_pg import Sample, group_advantages
 from megatron_pg.rollouts.support import Support
 from megatron_pg.step.collectives import all_gather_rows
 
-TASKS = {"digit_sort": digit_sort, "list_programs": list_programs}
+TASKS = {
+    "digit_sort": DigitSort(),
+    "list_programs": ListPrograms(digits=4, most_operations=3),
+    "long_programs": ListPrograms(digits=6, most_operations=6),
+}
 OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
 DEMONSTRATIONS = "sft"  # the stream that right answers are of beside the rollouts
 
 
-def task_of(args) -> ModuleType:
-    """The module of --task."""
+def task_of(args) -> DigitSort | ListPrograms:
+    """The one of --task."""
     return TASKS[args.task]
 
 
 def imitation(policy: Policy, step: int, count: int, args, generator: torch.Generator) -> list[Sample]:
     """Right answers with advantage 1: on-policy, the loss then has the gradient of cross-entropy."""
-    task = task_of(args)
-    prompts = task.prompts(count, generator)
-    answers = [task.demonstration(prompt, generator) for prompt in prompts]
+    prompts, answers = _shown(count, args, generator)
     logprobs = policy.score(prompts, answers)
-    first = mpu.get_data_parallel_rank() * len(prompts)
+    first = mpu.get_data_parallel_rank() * count
     return [
         Sample.build(
             tokens=prompt + response,
@@ -51,11 +55,13 @@ def imitation(policy: Policy, step: int, count: int, args, generator: torch.Gene
 
 def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list[Sample]:
     """Groups of responses to this rank's prompts; the advantage is the reward minus the group's mean."""
-    task, rank, size = task_of(args), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    count = args.prompts_per_rollout // size
-    prompts = [prompt for prompt in task.prompts(count, generator) for _ in range(args.group_size)]
-    limits = {"max_tokens": task.MAX_RESPONSE, "stop": task.STOP, "top_p": args.top_p}
-    done = policy.sample(prompts, **limits, generator=generator)
+    task, rank = task_of(args), mpu.get_data_parallel_rank()
+    count = args.prompts_per_rollout // mpu.get_data_parallel_world_size()
+    everyones = task.prompts(args.prompts_per_rollout, generator)
+    prompts = [prompt for prompt in everyones[rank * count :][:count] for _ in range(args.group_size)]
+    uniforms = torch.rand(args.prompts_per_rollout * args.group_size, task.max_response, generator=generator)
+    mine = uniforms[rank * len(prompts) :][: len(prompts)]
+    done = policy.sample(prompts, mine, stop=task.stop, top_p=args.top_p)
     rewards = [task.reward(prompt, response) for prompt, response in zip(prompts, done.responses, strict=True)]
     prompt_ids = [f"{step}-{rank * count + i // args.group_size}" for i in range(len(prompts))]
     advantages = group_advantages(rewards, prompt_ids, rule="group_mean").values
@@ -82,8 +88,7 @@ def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
     """This rank's right answers of a step, which the stream of demonstrations trains."""
     count = args.demonstrations_per_step // mpu.get_data_parallel_world_size()
     first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # behind the rollouts
-    prompts = task_of(args).prompts(count, generator)
-    answers = [task_of(args).demonstration(prompt, generator) for prompt in prompts]
+    prompts, answers = _shown(count, args, generator)
     return [
         Sample.build(
             tokens=prompt + answer,
@@ -96,6 +101,14 @@ def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
         )
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
+
+
+def _shown(count: int, args, generator: torch.Generator) -> tuple[list[list[int]], list[list[int]]]:
+    """This rank's `count` prompts and right answers."""
+    task, rank, size = task_of(args), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    prompts = task.prompts(count * size, generator)
+    answers = [task.demonstration(prompt, generator) for prompt in prompts]
+    return prompts[rank * count :][:count], answers[rank * count :][:count]
 
 
 def with_values(samples: list[Sample], name: str, values_of: Callable[..., list[list[float]]]) -> list[Sample]:

@@ -23,6 +23,7 @@ With --demonstrations-per-step 32 that many samples of --global-batch-size are r
 import contextlib
 import itertools
 import sys
+import time
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
+from other_trainers import microbatch_means, without_support
 from rollout_documents import SampledDocuments, behind, groups_of
 from run_folder import RunFolder, say
 from sampling import CachedPolicy, Policy
@@ -85,12 +87,26 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="P",
         help="rollouts are drawn of the likeliest tokens that have P together",
     )
+    group.add_argument(
+        "--top-p-logprobs",
+        choices=("support", "engine", "recomputed"),
+        default="support",
+        help="with --top-p, what training knows of it: `support` replays it; the others are other trainers' ways (other_trainers.py)",
+    )
+    group.add_argument(
+        "--microbatch-means",
+        type=int,
+        metavar="ROWS",
+        help="weigh tokens as a trainer does that takes the mean of ROWS samples' means, under token_mean (other_trainers.py)",
+    )
     group.add_argument("--exact-match-prompts", type=int, default=256, help="held-out prompts, all ranks")
     group.add_argument(
         "--exact-match-interval", type=int, default=30, help="optimizer steps between evaluations on them"
     )
     group.add_argument("--rollouts", metavar="FILE", help="train from this rollout file instead of sampling")
     group.add_argument("--teacher", metavar="DIR", help="the --save of an earlier run, whose policy scores the samples")
+    group.add_argument("--teacher-num-layers", type=int, help="of the teacher, unless they are this run's --num-layers")
+    group.add_argument("--teacher-hidden-size", type=int, help="of the teacher, unless it is this run's --hidden-size")
     group.add_argument(
         "--demonstrations-per-step", type=int, default=0, help="right answers of the stream sft, of --global-batch-size"
     )
@@ -105,7 +121,8 @@ class Example:
 
     def __init__(self):
         self.chunks: list[GPTModel | HybridModel] = []
-        self.task_metrics: dict[str, float] = {}  # of the step that is being trained
+        self.sampling_speed = 0.0  # of the latest rollout batch, this rank's response tokens per second
+        self.task_metrics: dict[str, float | None] = {}  # of the step that is being trained
         self.folder: RunFolder | None = None
         self.documents: SampledDocuments | None = None  # under --docs-per-step
         self.teacher: Policy | None = None
@@ -126,7 +143,7 @@ class Example:
         config = config or core_transformer_config_from_args(args)
         local, packed = args.transformer_impl == "local", bool(args.docs_per_step)
         arguments = {
-            "vocab_size": task_of(args).VOCABULARY,  # releases differ in what NullTokenizer adds
+            "vocab_size": task_of(args).vocabulary,  # releases differ in what NullTokenizer adds
             "max_sequence_length": args.max_position_embeddings,
             "pre_process": pre_process,
             "post_process": post_process,
@@ -260,7 +277,7 @@ class Example:
         self.teacher = load_teacher(args.teacher, self.build, args) if args.teacher else None
         step = args.iteration
         while True:
-            generator = torch.Generator().manual_seed(hash((args.seed, step, mpu.get_data_parallel_rank())) % 2**63)
+            generator = torch.Generator().manual_seed(hash((args.seed, step)) % 2**63)
             if step < args.warm_up_iters:
                 count = _rollouts_per_step(args) // mpu.get_data_parallel_world_size()
                 batches = [self._taught(imitation(policy, step, count, args, generator), policy)]
@@ -272,6 +289,7 @@ class Example:
             for samples in batches:
                 if step >= args.warm_up_iters:
                     self.task_metrics = self._task_metrics(policy, step, samples, args)
+                    samples = microbatch_means(samples, args.microbatch_means) if args.microbatch_means else samples
                 yield from microbatches(samples, args)
                 step += 1
 
@@ -285,7 +303,13 @@ class Example:
         return samples
 
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
-        samples = self._taught(rollout(policy, step, args, generator), policy)
+        started = time.perf_counter()
+        samples = rollout(policy, step, args, generator)
+        elapsed = time.perf_counter() - started
+        self.sampling_speed = sum(sample.response_length for sample in samples) / elapsed
+        if args.top_p < 1 and args.top_p_logprobs != "support":
+            samples = without_support(samples, policy, args.top_p_logprobs)
+        samples = self._taught(samples, policy)
         size = mpu.get_data_parallel_world_size()
         steps = cut_steps(samples, samples_per_step=_rollouts_per_step(args) // size)
         numbered = [
@@ -300,9 +324,15 @@ class Example:
 
     def _task_metrics(self, policy: Policy, step: int, samples: list[Sample], args) -> dict[str, float]:
         sampled = [sample for sample in samples if sample.stream != DEMONSTRATIONS]
+        lengths_if = {
+            right: [s.response_length for s in sampled if (s.reward == 1) == right] for right in (True, False)
+        }
         values = {
             "reward": mean_over_ranks([sample.reward for sample in sampled]),
             "response_length": mean_over_ranks([sample.response_length for sample in sampled]),
+            "length_of_right": mean_over_ranks(lengths_if[True]),
+            "length_of_wrong": mean_over_ranks(lengths_if[False]),
+            "sampled_tokens_per_second": self.sampling_speed,
         }
         last = step == args.train_iters - 1
         if (step - args.warm_up_iters) % args.exact_match_interval == 0 or last:
@@ -367,19 +397,20 @@ def open_batch(step: int, args) -> list[list[Sample]]:
 
 def exact_match(policy: Policy, args) -> float:
     """Share of held-out prompts that a sampled response answers right; the same prompts and draws every time."""
-    count = args.exact_match_prompts // mpu.get_data_parallel_world_size()
-    generator = torch.Generator().manual_seed(10_000 + mpu.get_data_parallel_rank())
-    task = task_of(args)
-    held_out = task.prompts(count, generator)
-    done = policy.sample(held_out, max_tokens=task.MAX_RESPONSE, stop=task.STOP, generator=generator)
+    count, rank = args.exact_match_prompts // mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    generator, task = torch.Generator().manual_seed(10_000), task_of(args)
+    everyones = task.prompts(args.exact_match_prompts, generator)
+    held_out = everyones[rank * count :][:count]
+    uniforms = torch.rand(args.exact_match_prompts, task.max_response, generator=generator)
+    done = policy.sample(held_out, uniforms[rank * count :][:count], stop=task.stop)
     return mean_over_ranks([task.exact(p, r) for p, r in zip(held_out, done.responses, strict=True)])
 
 
-def mean_over_ranks(values: list[float]) -> float:
-    """Mean over all data-parallel ranks' values."""
+def mean_over_ranks(values: list[float]) -> float | None:
+    """Mean over all data-parallel ranks' values, None where there are none."""
     mine = torch.tensor([sum(values), len(values)], dtype=torch.float64)
     total, count = all_gather_rows(mine, mpu.get_data_parallel_group()).sum(dim=0).tolist()
-    return total / count
+    return total / count if count else None
 
 
 def _with_step(sample: Sample, step: int) -> Sample:
@@ -388,7 +419,7 @@ def _with_step(sample: Sample, step: int) -> Sample:
 
 
 def _check_fits(sample: Sample, args) -> None:
-    vocabulary = task_of(args).VOCABULARY
+    vocabulary = task_of(args).vocabulary
     if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= vocabulary:
         raise ValueError(
             f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model takes "
@@ -414,6 +445,14 @@ def check_example(args) -> None:
             "have no such steps. Leave one of them out."
         )
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
+    if args.microbatch_means and (
+        args.loss_aggregation != "token_mean" or args.global_batch_size % args.microbatch_means or size > 1
+    ):
+        raise ValueError(
+            f"--microbatch-means {args.microbatch_means} reweighs token_mean of one rank in equal parts of --global-batch-size "
+            f"{args.global_batch_size}, not {args.loss_aggregation} on {size} data-parallel ranks or parts that differ. Use token_mean, one rank, "
+            "and a divisor of it."
+        )
     if not 0 <= args.demonstrations_per_step < args.global_batch_size or args.demonstrations_per_step % size:
         raise ValueError(
             f"--demonstrations-per-step {args.demonstrations_per_step} are no part of --global-batch-size {args.global_batch_size} that divides "
@@ -455,7 +494,7 @@ def check_example(args) -> None:
             f"--cached-sampling does not go with {reason}: the keys and values of a row are kept by one rank, for prompts of one length. "
             "Leave it out."
         )
-    vocabulary, longest = task_of(args).VOCABULARY, task_of(args).MAX_LENGTH
+    vocabulary, longest = task_of(args).vocabulary, task_of(args).max_length
     if not args.rollouts and args.seq_length < longest:
         raise ValueError(
             f"--seq-length {args.seq_length} is shorter than a prompt and its longest response of --task {args.task}, so samples would not fit. "
@@ -471,13 +510,12 @@ def check_example(args) -> None:
 def _cannot_cache(args) -> str | None:
     """What of the flags the cached sampler does not take."""
     refused = {
-        f"--task {args.task}": args.task == "digit_sort",
+        f"--task {args.task}": task_of(args).prompt_length is None,
         "a pipeline of several stages": args.pipeline_model_parallel_size > 1,
         "context parallelism": args.context_parallel_size > 1,
         "--sequence-parallel": args.sequence_parallel,
         "--num-experts": bool(args.num_experts),
         "--hybrid-layer-pattern": bool(vars(args).get("hybrid_layer_pattern")),
-        "a head of --pg-fused-head or --fp32-lm-head": bool(args.pg_fused_head or args.fp32_lm_head),
     }
     return next((name for name, applies in refused.items() if applies), None)
 
