@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOKEN_MEAN = "--loss-aggregation token_mean"
-FOUR_STEPS = f"{TOKEN_MEAN} --prompts-per-rollout 128"
+FOUR_STEPS = f"{TOKEN_MEAN} --prompts-per-rollout 64"
 TOP_P = f"{TOKEN_MEAN} --top-p 0.9"
 
 
@@ -37,12 +37,12 @@ class Arm:
 
 
 ARMS = {
-    "constant": Arm("--loss-aggregation constant --loss-aggregation-divisor 40"),
+    "constant": Arm("--loss-aggregation constant --loss-aggregation-divisor 24"),
     "token_mean": Arm(TOKEN_MEAN),
     "prompt_mean": Arm("--loss-aggregation prompt_mean"),
     "sample_mean": Arm("--loss-aggregation sample_mean"),
     "token_mean-32-rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 32"),
-    "token_mean-512-rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 512"),
+    "token_mean-256-rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 256"),
     "means-of-4": Arm(f"{TOKEN_MEAN} --microbatch-means 4"),
     "means-of-32": Arm(f"{TOKEN_MEAN} --microbatch-means 32"),
     "float32-head": Arm(f"{TOKEN_MEAN} --fp32-lm-head"),
@@ -60,7 +60,7 @@ ARMS = {
 }
 EXPERIMENTS = {
     "aggregation": ("constant", "token_mean", "prompt_mean", "sample_mean"),
-    "microbatches": ("token_mean", "token_mean-32-rows", "token_mean-512-rows", "means-of-32", "means-of-4"),
+    "microbatches": ("token_mean", "token_mean-32-rows", "token_mean-256-rows", "means-of-32", "means-of-4"),
     "head": ("token_mean", "float32-head"),
     "objectives": ("grpo-4-steps", "gspo-4-steps", "cispo-4-steps"),
     "top_p": ("top-p-replayed", "top-p-engine", "top-p-recomputed"),
@@ -84,16 +84,16 @@ class Scale:
 SCALES = {
     "gpu": Scale(
         launcher="launch_gpu.sh",
-        flags="--exact-match-interval 20 --exact-match-prompts 512",
-        start="--warm-up-iters 600 --train-iters 600 --lr 5e-4 --min-lr 5e-5 --lr-warmup-iters 50",
+        flags="--exact-match-interval 25 --exact-match-prompts 256",
+        start="--warm-up-iters 600 --train-iters 600 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 30",
         arms="--warm-up-iters 600 --train-iters 800 --lr 5e-5 --min-lr 5e-5 --lr-decay-style constant --lr-warmup-iters 0",
-        student="--num-layers 2 --hidden-size 256 --num-attention-heads 4",
-        teacher="--teacher-num-layers 4 --teacher-hidden-size 1024",
+        student="--num-layers 2 --hidden-size 160 --num-attention-heads 2",
+        teacher="--teacher-num-layers 4 --teacher-hidden-size 800",
     ),
     "cpu": Scale(
         launcher="launch_cpu.sh",
         flags="--task list_programs --cached-sampling --seq-length 48 --max-position-embeddings 48 --vocab-size 20 "
-        "--prompts-per-rollout 32 --global-batch-size 256 --exact-match-interval 50 --exact-match-prompts 256",
+        "--prompts-per-rollout 16 --group-size 16 --global-batch-size 256 --exact-match-interval 50 --exact-match-prompts 256",
         start="--warm-up-iters 350 --train-iters 350 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20",
         arms="--warm-up-iters 350 --train-iters 550 --lr 2e-4 --min-lr 2e-4 --lr-decay-style constant --lr-warmup-iters 0",
         student="--num-layers 2 --hidden-size 48 --num-attention-heads 2",
@@ -134,7 +134,6 @@ class Runs:
         folder.mkdir(parents=True, exist_ok=True)
         code = self._launch(folder, self._flags(name, seed, folder / "saved"))
         if code == 0:
-            (folder / "rollouts.jsonl").unlink(missing_ok=True)  # large, and read by nobody
             if name in ARMS and name not in {arm.teacher for arm in ARMS.values()}:
                 shutil.rmtree(folder / "saved")
             (folder / "done").touch()
@@ -147,7 +146,7 @@ class Runs:
             os.killpg(process.pid, signal.SIGTERM)
 
     def _flags(self, name: str, seed: int, saved: Path) -> list[str]:
-        flags = f"{self.scale.flags} --seed {seed} --save {shlex.quote(str(saved))} --ckpt-format torch_dist"
+        flags = f"{self.scale.flags} --seed {seed} --save {shlex.quote(str(saved))} --ckpt-format torch_dist --discard-rollouts"
         if name in STARTS:
             sizes = self.scale.student if name == "student" else ""
             return shlex.split(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on GPUs: a GPT of 50 million parameters learns to run programs on lists, writing as many steps as it likes. Over NCCL, without any patch.
+# GRPO on GPUs: a GPT of 31 million parameters learns to run programs on lists, writing as many steps as it likes. Over NCCL, without any patch.
 # Usage: bash examples/launch_gpu.sh [any flag of Megatron, megatron_pg or the example]
 #   In the environment: PYTHON, SCRIPT, PROCESSES and RUN_DIR, the sizes TP, PP, CP and EP, and SP=1 for sequence parallelism.
 #   CACHED= computes rows again for every token: the sampler's cache does not go with PP, CP, EP, SP or experts.
@@ -16,6 +16,7 @@ PP=${PP:-1}
 CP=${CP:-1}
 EP=${EP:-1}
 if ((PP == 1 && CP == 1 && EP == 1)) && [[ -z ${SP:-} ]]; then CACHED=${CACHED-1}; else CACHED=${CACHED:-}; fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # overlapped expert communication wants 32
 
 DISTRIBUTED_ARGS=(--nproc-per-node "$PROCESSES")
@@ -33,10 +34,10 @@ fi
 MODEL_ARGS=(
     --transformer-impl local # runs without Transformer Engine
     --num-layers 4
-    --hidden-size 1024
-    --num-attention-heads 16
-    --seq-length 112 # a prompt and its longest response are 109
-    --max-position-embeddings 112
+    --hidden-size 800
+    --num-attention-heads 10
+    --seq-length 84 # a prompt and its longest response are 82
+    --max-position-embeddings 84
     --attention-dropout 0
     --hidden-dropout 0
     --tokenizer-type NullTokenizer
@@ -61,7 +62,7 @@ ROLLOUT_ARGS=(
     --task long_programs
     ${CACHED:+--cached-sampling}
     --warm-up-iters 600
-    --prompts-per-rollout 32
+    --prompts-per-rollout 16
     --group-size 16
 )
 
@@ -83,7 +84,7 @@ OPTIMIZER_ARGS=(
     --adam-beta2 0.98
     --clip-grad 1.0
     --micro-batch-size 128
-    --global-batch-size 512
+    --global-batch-size 256
     --train-iters 900
     --seed 1234
 )

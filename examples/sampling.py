@@ -49,10 +49,10 @@ class Policy:
 
     def score(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
         """Log-probability of every token of given responses."""
-        table = self.logprobs(self._rows([p + r for p, r in zip(prompts, responses, strict=True)]))
+        rows = self._rows([p + r for p, r in zip(prompts, responses, strict=True)])
+        values = self.logprobs(rows)[:, :-1].gather(2, rows[:, 1:, None])[..., 0]  # of the next token in every place
         return [
-            [float(row[len(p) - 1 + k, token]) for k, token in enumerate(r)]
-            for row, p, r in zip(table, prompts, responses, strict=True)
+            row[len(p) - 1 : len(p) - 1 + len(r)].tolist() for row, p, r in zip(values, prompts, responses, strict=True)
         ]
 
     def entropies(self, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:

@@ -20,7 +20,7 @@ from megatron_pg.step.collectives import all_gather_rows
 TASKS = {
     "digit_sort": DigitSort(),
     "list_programs": ListPrograms(digits=4, most_operations=3),
-    "long_programs": ListPrograms(digits=6, most_operations=6),
+    "long_programs": ListPrograms(digits=5, most_operations=5),
 }
 OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
 DEMONSTRATIONS = "sft"  # the stream that right answers are of beside the rollouts

@@ -111,6 +111,11 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--demonstrations-per-step", type=int, default=0, help="right answers of the stream sft, of --global-batch-size"
     )
     group.add_argument("--run-dir", default="runs/grpo", help="folder for metrics, rollouts, arguments and curves")
+    group.add_argument(
+        "--discard-rollouts",
+        action="store_true",
+        help="write no rollouts.jsonl: the run can then be resumed between rollout batches only",
+    )
     group.add_argument("--megatron-log", metavar="FILE", help="Megatron's own output goes here instead of the terminal")
     group.add_argument("--progress-interval", type=int, default=10, help="optimizer steps between progress lines")
     return parser
@@ -171,7 +176,7 @@ class Example:
         """The training data: an endless iterator of this rank's micro-batches, or its documents."""
         args = get_args()
         if self.folder is None and torch.distributed.get_rank() == 0:
-            sampled = None if args.docs_per_step else _sampled_steps(args)
+            sampled = None if args.docs_per_step or args.discard_rollouts else _sampled_steps(args)
             self.folder = RunFolder(args.run_dir, train_iters=args.train_iters, sampled=sampled, version=_version(args))
             self.folder.write_arguments(args)
         torch.distributed.barrier()  # the other ranks may read rollouts.jsonl now
@@ -316,7 +321,7 @@ class Example:
             [_with_step(s, step + k) for s in (*chunk, *demonstrations(step + k, args, generator))]
             for k, chunk in enumerate(steps)
         ]
-        for chunk in numbered:
+        for chunk in numbered if not args.discard_rollouts else ():
             everyone = gather_samples(chunk, args)
             if self.folder is not None:
                 self.folder.rollouts.write(everyone)
