@@ -3,7 +3,7 @@
     python examples/evidence.py run aggregation microbatches     # trains what is missing of these experiments
     python examples/evidence.py show --json docs/evidence        # tables, and a picture and a JSON file of each
 
-A run is examples/train_grpo.py from its seed's warm start, with the flags of its arm. `run` can be stopped and started again: a run that
+A run is examples/train_grpo.py from its seed's warm start, whose weights it takes, with the flags of its arm. `run` can be stopped and started again: a run that
 has ended is kept, one that was cut goes on from its last checkpoint. An arm that stands in two experiments is trained once.
 """
 
@@ -94,8 +94,8 @@ SCALES = {
         launcher="launch_cpu.sh",
         flags="--task list_programs --cached-sampling --seq-length 48 --max-position-embeddings 48 --vocab-size 20 "
         "--prompts-per-rollout 16 --group-size 16 --global-batch-size 256 --exact-match-interval 50 --exact-match-prompts 256",
-        start="--warm-up-iters 350 --train-iters 350 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20",
-        arms="--warm-up-iters 350 --train-iters 550 --lr 2e-4 --min-lr 2e-4 --lr-decay-style constant --lr-warmup-iters 0",
+        start="--warm-up-iters 350 --train-iters 350 --lr 2e-3 --min-lr 4e-4 --lr-warmup-iters 20",
+        arms="--warm-up-iters 350 --train-iters 500 --lr 4e-4 --min-lr 4e-4 --lr-decay-style constant --lr-warmup-iters 0",
         student="--num-layers 2 --hidden-size 48 --num-attention-heads 2",
         teacher="--teacher-num-layers 3 --teacher-hidden-size 96",
     ),
@@ -156,7 +156,7 @@ class Runs:
         begun = (saved / "latest_checkpointed_iteration.txt").exists()
         load = saved if begun else self.of(arm.start, seed) / "saved"
         flags += f" {self.scale.arms} {arm.flags} --save-interval 100 --override-opt_param-scheduler"
-        flags += f" --load {shlex.quote(str(load))}"
+        flags += f" --load {shlex.quote(str(load))} {'' if begun else '--no-load-optim'}"
         if arm.start == "student":
             flags += f" {self.scale.student}"
         if arm.teacher is not None:

@@ -55,8 +55,10 @@ PARALLEL_ARGS=(
     --context-parallel-size "$CP"
     --expert-model-parallel-size "$EP"
     ${SP:+--sequence-parallel}
-    --use-distributed-optimizer
 )
+if ((PROCESSES * ${NODES:-1} > 1)); then # Megatron's sharded states of torch's Adam cannot be loaded: to resume, install Transformer Engine
+    PARALLEL_ARGS+=(--use-distributed-optimizer)
+fi
 
 ROLLOUT_ARGS=(
     --task long_programs
@@ -68,8 +70,6 @@ ROLLOUT_ARGS=(
 
 GRPO_ARGS=(
     --loss-aggregation token_mean
-    --pg-clip-eps-low 0.2
-    --pg-clip-eps-high 0.28 # with another --pg-objective: the numbers that it reads
     --pg-temperature 1.0
     --pg-metrics with_entropy
 )
