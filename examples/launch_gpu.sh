@@ -69,7 +69,7 @@ ROLLOUT_ARGS=(
 )
 
 GRPO_ARGS=(
-    --loss-aggregation token_mean
+    --loss-aggregation sample_mean
     --pg-temperature 1.0
     --pg-metrics with_entropy
 )

@@ -12,12 +12,13 @@ from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 
-import digit_sort
 import launches
 import pytest
 import run_folder
 import torch
 from all_gather_attention import AllGatherAttention, allowed
+from digit_sort import DigitSort
+from list_programs import ListPrograms
 from samples import make_sample
 
 from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
@@ -44,14 +45,31 @@ def test_every_launch_script_is_valid_bash_with_flags_that_validate(script):
 
 def test_the_task_is_right_about_its_own_answers():
     generator = torch.Generator().manual_seed(0)
-    for prompt in digit_sort.prompts(50, generator):
-        answer = digit_sort.answer(prompt)
-        assert answer == [*sorted(prompt[:-1]), digit_sort.STOP]
-        assert digit_sort.exact(prompt, answer) == digit_sort.reward(prompt, answer) == 1.0
-        assert len(prompt) + len(answer) <= digit_sort.MAX_LENGTH
-        assert digit_sort.exact(prompt, answer[:-1]) == 0.0
-        assert digit_sort.reward(prompt, answer[:-1]) == pytest.approx(1 - 1 / len(answer))
-        assert digit_sort.reward(prompt, [digit_sort.STOP]) == 0.0
+    task = DigitSort()
+    for prompt in task.prompts(50, generator):
+        answer = task.answer(prompt)
+        assert answer == [*sorted(prompt[:-1]), task.stop]
+        assert task.exact(prompt, answer) == task.reward(prompt, answer) == 1.0
+        assert len(prompt) + len(answer) <= task.max_length
+        assert task.exact(prompt, answer[:-1]) == 0.0
+        assert task.reward(prompt, answer[:-1]) == pytest.approx(1 - 1 / len(answer))
+        assert task.reward(prompt, [task.stop]) == 0.0
+
+
+@pytest.mark.parametrize(("digits", "most_operations"), [(4, 3), (5, 5)])
+def test_every_style_of_a_program_is_right_and_fits(digits, most_operations):
+    task, generator = ListPrograms(digits=digits, most_operations=most_operations), torch.Generator().manual_seed(0)
+    lengths = set()
+    for prompt in task.prompts(300, generator):
+        shown = task.demonstration(prompt, generator)
+        assert len(prompt) == task.prompt_length
+        assert len(shown) <= task.max_response
+        assert task.exact(prompt, shown) == 1.0
+        assert task.exact(prompt, shown[:-1]) == 0.0
+        wrong = [*shown[:-2], (shown[-2] + 1) % 10, shown[-1]]
+        assert task.exact(prompt, wrong) == 0.0
+        lengths.add(len(shown))
+    assert len(lengths) > most_operations
 
 
 def test_attention_over_gathered_keys_keeps_to_documents_and_to_the_window_of_its_layer():
@@ -115,9 +133,9 @@ def refusals(folder, full):
         "    print(error)\n"
         "train_grpo.mpu.get_data_parallel_world_size = lambda: 1\n"
         "sizes = dict(prompts_per_rollout=2, group_size=2, global_batch_size=4, exact_match_prompts=2, docs_per_step=0,\n"
-        "             num_experts=None, teacher=None, task='digit_sort', seq_length=12, cached_sampling=False, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False, pg_fused_head=None, fp32_lm_head=False, demonstrations_per_step=0, top_p=1.0, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
+        "             num_experts=None, teacher=None, task='digit_sort', seq_length=12, cached_sampling=False, pipeline_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False, pg_fused_head=None, fp32_lm_head=False, demonstrations_per_step=0, microbatch_means=None, loss_aggregation='constant', top_p=1.0, transformer_impl='local', fp8=None, use_rope_scaling=False, rollouts=None, pg_vocab_size=12)\n"
         "scaled = dict(use_rope_scaling=True, hybrid_layer_pattern='*-')\n"
-        "for wrong in (dict(pg_vocab_size=11), dict(task='list_programs'), dict(cached_sampling=True), dict(cached_sampling=True, task='list_programs', seq_length=48, context_parallel_size=2), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
+        "for wrong in (dict(pg_vocab_size=11), dict(task='list_programs'), dict(cached_sampling=True), dict(cached_sampling=True, task='list_programs', seq_length=48, context_parallel_size=2), dict(demonstrations_per_step=4), dict(demonstrations_per_step=1, rollouts='x'), dict(microbatch_means=2), dict(top_p=0.0), dict(top_p=0.9, docs_per_step=4), dict(fp8='hybrid'), scaled):\n"
         "    try:\n"
         "        train_grpo.check_example(types.SimpleNamespace(**sizes | wrong))\n"
         "    except ValueError as error:\n"
@@ -143,6 +161,10 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     assert "--cached-sampling does not go with context parallelism" in refusals
     assert "--demonstrations-per-step 4 are no part of --global-batch-size 4" in refusals
     assert "--demonstrations-per-step 1 are drawn beside what is sampled in steps" in refusals
+    assert (
+        "--microbatch-means 2 reweighs token_mean of one rank in equal parts of --global-batch-size 4, not constant"
+        in refusals
+    )
     assert "--top-p 0.0 is no probability of rollouts that are sampled in steps" in refusals
     assert "--top-p 0.9 is no probability of rollouts that are sampled in steps" in refusals
     assert "--fp8-format hybrid has no effect on the layers of --transformer-impl local" in refusals

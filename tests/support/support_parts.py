@@ -75,4 +75,4 @@ class Parts:
                 e=e,
             )
             loss += a * logprobs[t] + e * entropies[t]
-        return loss, *map(torch.from_numpy, (logprobs, entropies, table))
+        return loss, *(torch.as_tensor(each, device=logits.device) for each in (logprobs, entropies, table))

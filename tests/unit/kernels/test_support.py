@@ -20,7 +20,9 @@ LIMITS = {"torch": 1e-13, "triton": 2e-6}  # of float64 and float32
 DTYPES = {"torch": torch.float64, "triton": torch.float32}
 PADDING, TEMPERATURE = 3, 0.8
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
+pytestmark = [
+    pytest.mark.usefixtures("on_the_device"),
+    # of Triton's interpreter, which computes in NumPy
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
@@ -51,7 +53,6 @@ def run(parts: Parts, logits: torch.Tensor, policy_loss, impl: str, *, inplace: 
     return out, leaf.grad
 
 
-@pytest.mark.usefixtures("on_the_device")
 @BY_EVERY_IMPL
 @pytest.mark.parametrize("size", [9, 700])
 @pytest.mark.parametrize("entropy_support", ["full", "kept"])

@@ -17,11 +17,13 @@ from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head import Head, logprobs_and_entropy, policy_gradient_head_loss, products
 from megatron_pg.objectives import objective_of
 
-CUDA = torch.cuda.is_available()
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads, on a CPU only")
 HIDDEN, PADDING, TEMPERATURE = 16, 4, 0.7
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # as tests/unit/lm_head/test_lm_head.py
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
+pytestmark = [
+    pytest.mark.usefixtures("on_the_device"),
+    # of Triton's interpreter, which computes in NumPy
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
@@ -63,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_kept_tokens(dtype, impl, entropy_su
     assert tensor_error(weight.grad, 3 * gradient.t() @ states) <= LIMITS[dtype]
 
 
-@pytest.mark.skipif(CUDA, reason="ranks are threads, on a CPU only")
+@ON_CPU
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize("entropy_support", ["full", "kept"])
 def test_tensor_parallel_ranks_equal_one(entropy_support, mode):
@@ -89,7 +91,7 @@ def test_tensor_parallel_ranks_equal_one(entropy_support, mode):
     assert tensor_error(torch.cat([weight for *_, weight in found]), gradient.t() @ states) <= 1e-12
 
 
-@pytest.mark.parametrize(("impl", "tp"), [("torch", 1), ("torch", 2), ("triton", 1)])
+@pytest.mark.parametrize(("impl", "tp"), [("torch", 1), pytest.param("torch", 2, marks=ON_CPU), ("triton", 1)])
 def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp):
     """The sampler keeps 0.95 of the probability of float32 logits and reports what is left, in float64."""
     torch.manual_seed(8)
