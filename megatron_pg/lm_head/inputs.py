@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.kernels import PolicyLoss
 from megatron_pg.kernels.checks import check_impl
 
 
@@ -16,7 +17,8 @@ class Head:
 
     Args:
         mode: "forward": the gradient is made in the forward, 6 N V H operations; "recompute": in the backward, from logits that
-            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences.
+            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences; "odds": as "forward", from
+            bfloat16 odds against the target that the first product ends in, for losses of log-probabilities alone.
         backward: of the float32 gradient of the logits: "bf16" rounds it, as Megatron does (relative error of the weight
             gradient 2e-3); "split" is the sum of two bfloat16 parts (3e-6), at twice the products.
         impl: "triton" or "torch": what reads the logits of a chunk.
@@ -39,6 +41,11 @@ class Head:
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
         check_impl(self.impl)
+        if self.mode == "odds" and self.backward == "split":
+            raise ValueError(
+                "mode='odds' has no float32 gradient of the logits, of which backward='split' would be two parts. Use "
+                "mode='forward' or backward='bf16'."
+            )
 
 
 def check_head(hidden: Tensor, weight: Tensor) -> None:
@@ -52,6 +59,35 @@ def check_head(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
             "be what this function avoids. Upgrade torch."
+        )
+
+
+def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entropy: bool) -> None:
+    """Refuse what mode "odds" cannot do: it knows the log-probability of the target and nothing else of a row.
+
+    Raises:
+        ValueError: the loss reads more of a row, or the kernels do not take this weight on this device.
+    """
+    reads = {
+        "the entropy": entropy or policy_loss.terms.reads_entropy,
+        "the teacher's likeliest tokens": policy_loss.topk_ids is not None,
+        "what could be sampled": policy_loss.fields.support is not None,
+    }
+    for what, is_read in reads.items():
+        if is_read:
+            raise ValueError(
+                f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} is asked for, which would be as rough. Use "
+                "mode='forward'."
+            )
+    if impl == "triton" and weight.is_cuda and (weight.dtype != torch.bfloat16 or weight.shape[1] % 8):
+        raise ValueError(
+            f"mode='odds' has a kernel for bfloat16 and a width that is a multiple of 8, and the weight is {weight.dtype} "
+            f"{tuple(weight.shape)}. Use mode='forward'."
+        )
+    if impl == "triton" and weight.is_cuda and torch.cuda.get_device_capability(weight.device) != (9, 0):
+        raise ValueError(
+            "mode='odds' has a kernel for compute capability 9.0, and this device has "
+            f"{torch.cuda.get_device_capability(weight.device)}. Use mode='forward'."
         )
 
 
