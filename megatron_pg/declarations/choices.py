@@ -5,6 +5,7 @@ METRIC_LEVELS = ("none", "basic", "with_entropy")
 AUX_AGGREGATIONS = ("default", "policy")  # weights of the KL and entropy terms
 MTP_AGGREGATIONS = ("token_mean", "policy")  # weights of multi-token prediction
 HEAD_MODES = ("forward", "odds", "recompute")  # how the fused head makes its gradient
+AT_ONCE = ("forward", "odds")  # the modes that make it with the loss
 HEAD_BACKWARDS = ("bf16", "split")  # how it rounds the gradient of the logits
 SUPPORT_MISSING = ("error", "mask")  # what a trained token outside its sample's support is
 ENTROPY_SUPPORTS = ("full", "kept")  # what the entropy of a token with a support is over

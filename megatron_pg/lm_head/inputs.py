@@ -79,15 +79,22 @@ def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entrop
                 f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} is asked for, which would be as rough. Use "
                 "mode='forward'."
             )
-    if impl == "triton" and weight.is_cuda and (weight.dtype != torch.bfloat16 or weight.shape[1] % 8):
+    if impl == "triton" and weight.is_cuda:
+        check_odds_kernel(weight.dtype, weight.device)
+        if weight.shape[1] % 8:
+            raise ValueError(
+                f"mode='odds' reads rows in steps of 16 bytes, and the weight's have {weight.shape[1]} numbers of 2 bytes. Use "
+                "mode='forward'."
+            )
+
+
+def check_odds_kernel(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights and GPUs that the kernel of mode "odds" was not made for."""
+    capability = torch.cuda.get_device_capability(device)
+    if dtype != torch.bfloat16 or capability != (9, 0):
         raise ValueError(
-            f"mode='odds' has a kernel for bfloat16 and a width that is a multiple of 8, and the weight is {weight.dtype} "
-            f"{tuple(weight.shape)}. Use mode='forward'."
-        )
-    if impl == "triton" and weight.is_cuda and torch.cuda.get_device_capability(weight.device) != (9, 0):
-        raise ValueError(
-            "mode='odds' has a kernel for compute capability 9.0, and this device has "
-            f"{torch.cuda.get_device_capability(weight.device)}. Use mode='forward'."
+            f"--pg-fused-head odds (mode='odds') has a kernel for bfloat16 on compute capability (9, 0), and here is {dtype} on {capability}. "
+            "Use forward."
         )
 
 

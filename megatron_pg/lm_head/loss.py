@@ -17,7 +17,7 @@ from megatron_pg.lm_head.chunks import Chunks
 from megatron_pg.lm_head.gradients import Gradients, HeadGradients
 from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
-from megatron_pg.lm_head.odds import Odds
+from megatron_pg.lm_head.odds_gradients import Odds
 from megatron_pg.lm_head.products import logits_dtype
 from megatron_pg.lm_head.readers import loss_of
 
