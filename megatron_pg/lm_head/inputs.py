@@ -69,14 +69,14 @@ def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entrop
         ValueError: the loss reads more of a row, or the kernels do not take this weight on this device.
     """
     reads = {
-        "the entropy": entropy or policy_loss.terms.reads_entropy,
-        "the teacher's likeliest tokens": policy_loss.topk_ids is not None,
-        "what could be sampled": policy_loss.fields.support is not None,
+        "an entropy": entropy or policy_loss.terms.reads_entropy,
+        "probabilities of the teacher's likeliest tokens": policy_loss.topk_ids is not None,
+        "log-probabilities over a support": policy_loss.fields.support is not None,
     }
     for what, is_read in reads.items():
         if is_read:
             raise ValueError(
-                f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} is asked for, which would be as rough. Use "
+                f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} made of them would be as rough. Use "
                 "mode='forward'."
             )
     if impl == "triton" and weight.is_cuda:

@@ -487,7 +487,7 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
     [
         ({"mode": "sideways"}, "mode='sideways' is not one of forward, odds, recompute"),
         ({"mode": "odds", "backward": "split"}, "mode='odds' has no float32 gradient of the logits"),
-        ({"mode": "odds", "entropy": True}, "the entropy is asked for, which would be as rough. Use mode='forward'"),
+        ({"mode": "odds", "entropy": True}, "an entropy made of them would be as rough. Use mode='forward'"),
         ({"backward": "exact"}, "backward='exact' is not one of bf16, split"),
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"impl": "triton"}, "would lose float64's digits"),

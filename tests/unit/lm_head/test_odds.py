@@ -254,7 +254,7 @@ def test_formulas_of_the_log_probability_meet():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"streams": (Stream(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)}, "the entropy"),
+        ({"streams": (Stream(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)}, "an entropy"),
         ({"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}, "reads whole sequences"),
     ],
 )
