@@ -13,6 +13,7 @@ not depend on it (a clamped ratio) has no gradient, any other one is NaN, and th
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ from megatron_pg.lm_head.products import logits_dtype
 
 HEADROOM = 60.0  # E_y would be 2^-60
 LIMIT = 90.0  # largest log2 E; the sum of 2^37 such columns, and their product with weights, are still finite
+
+
+class Found(NamedTuple):
+    """What a part of the rows gave, in which a row may turn out to be unknown."""
+
+    loss: Tensor  # []
+    logprobs: Tensor  # [c], like the log-ratios
+    log_ratios: Tensor
 
 
 class EagerOdds:
@@ -55,10 +64,24 @@ class EagerOdds:
             sums[part] = e.sum(dim=1)
         return sums
 
-    def weigh(self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slope: Tensor, v: Tensor) -> None:
-        """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H]."""
+    def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[c] S and log π(y) from every rank's S [tp, c], in rank order; NaN where the target is no token of the vocabulary."""
+        sums = self._vocabulary.defined(shares.sum(dim=0), targets)
+        return sums, logprobs_of(sums)
+
+    def weigh(
+        self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slopes: Tensor, v: Tensor, found: Found
+    ) -> None:
+        """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H].
+
+        Where a row's loss depends on a log-probability that S does not tell, v and what was found of the row become NaN.
+        """
+        unknown = torch.where((sums >= 2.0**LIMIT) & (slopes != 0), torch.nan, 0.0).to(v.dtype)
+        found.loss.add_(unknown.sum())
+        found.logprobs.add_(unknown)
+        found.log_ratios.add_(unknown)
+        v.copy_((unknown - slopes) / (sums + 2.0**-HEADROOM) / self._vocabulary.temperature)
         local, owned = self._vocabulary.owned(targets)
-        v.copy_(-slope / (sums + 2.0**-HEADROOM) / self._vocabulary.temperature)
         at = local[:, None]
         odds.scatter_(1, at, torch.where(owned[:, None], -sums[:, None].to(odds.dtype), odds.gather(1, at)))
         states.copy_(v[:, None] * states)

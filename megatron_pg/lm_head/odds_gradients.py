@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import start_gather
 from megatron_pg.lm_head.gradients import HeadGradients
 from megatron_pg.lm_head.inputs import Head
-from megatron_pg.lm_head.odds import LIMIT, EagerOdds, logprobs_of
+from megatron_pg.lm_head.odds import EagerOdds, Found
 from megatron_pg.lm_head.products import logits_dtype
 
 HIDDEN_BYTES = 2**25  # of the hidden states' gradient in float32 at a time
@@ -33,7 +32,7 @@ class Odds(HeadGradients):
     def __init__(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head, needed: tuple[bool, ...]
     ):
-        super().__init__(hidden, weight, rows, head, needed)
+        super().__init__(hidden.contiguous(), weight, rows, head, needed)
         self._vocabulary, self._impl = vocabulary, head.impl
         self._steps = _steps(head.impl, weight, vocabulary)
         self._size = min(products.block_rows(weight, products.ROWS), len(rows))
@@ -49,20 +48,29 @@ class Odds(HeadGradients):
         for block in products.slices(len(targets), self._size):
             states = self._hidden.index_select(0, self._rows[block])
             odds, v = self._buffer[: len(states)], torch.empty_like(target_logits[block])
-            for part, sums in self._sums(states, odds, target_logits[block], targets[block]):
+            for part, shares in self._shares(states, odds, target_logits[block], targets[block]):
                 chosen = policy_loss.at(slice(block.start + part.start, block.start + part.stop))
-                found, slope = _loss_and_slope(chosen, sums, self._vocabulary, self._impl)
+                sums, logprobs = self._steps.logprobs(shares, targets[block][part])
+                found, slopes = _loss_and_slopes(chosen, logprobs, self._impl)
+                of_rows = Found(found.loss, found.logprobs, found.log_ratios)
+                self._steps.weigh(
+                    states[part], odds[part], targets[block][part], sums, slopes * grad_scale, v[part], of_rows
+                )
                 yield found
-                self._steps.weigh(states[part], odds[part], targets[block][part], sums, slope * grad_scale, v[part])
             self._multiply(odds, states, v, self._rows[block])
 
-    def _sums(self, states: Tensor, odds: Tensor, target_logits: Tensor, targets: Tensor) -> list[tuple[slice, Tensor]]:
-        """S of a block's rows in parts; ranks exchange those of one part under the product of the next."""
+    def _shares(
+        self, states: Tensor, odds: Tensor, target_logits: Tensor, targets: Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Every rank's S [tp, c] of a block's rows in parts; those of one part travel under the product of the next."""
         parts, waiting = min(self._vocabulary.ranks, 2), []
         for part in products.slices(len(states), -(-len(states) // parts)):
-            shares = self._steps.product(states[part], target_logits[part], targets[part], odds[part])
-            waiting.append((part, *start_gather(shares, self._vocabulary)))
-        return [(part, _summed(shares, work, targets[part], self._vocabulary)) for part, shares, work in waiting]
+            sums = self._steps.product(states[part], target_logits[part], targets[part], odds[part])
+            waiting.append((part, *start_gather(sums, self._vocabulary)))
+        for part, shares, work in waiting:
+            if work is not None:
+                work.wait()
+            yield part, shares
 
     def _multiply(self, odds: Tensor, weighed: Tensor, v: Tensor, rows: Tensor) -> None:
         if self._of_hidden is not None:
@@ -82,36 +90,19 @@ def _steps(impl: str, weight: Tensor, vocabulary: Vocabulary) -> EagerOdds:
     return TritonOdds(weight, vocabulary)
 
 
-def _summed(shares: Tensor, work: Any, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[c] of all ranks' shares [tp, c], in rank order; NaN where the target is no token of the vocabulary."""
-    if work is not None:
-        work.wait()
-    return vocabulary.defined(shares.sum(dim=0), targets)
+def _loss_and_slopes(policy_loss: PolicyLoss, logprobs: Tensor, impl: str) -> tuple[PolicyGradientLoss, Tensor]:
+    """The loss of a part of the rows, and its derivatives by their log-probabilities, in memory of its own."""
+    if impl == "torch" or not policy_loss.row:
+        return _by_torch(policy_loss, logprobs)
+    from megatron_pg.kernels.surrogate import surrogate_and_slopes  # torch alone must not need Triton
 
-
-def _loss_and_slope(
-    policy_loss: PolicyLoss, sums: Tensor, vocabulary: Vocabulary, impl: str
-) -> tuple[PolicyGradientLoss, Tensor]:
-    """The loss of a part of the rows, and its derivative by their log-probabilities; NaN where that needs what S does not tell."""
-    logprobs = logprobs_of(sums)
-    found, slope = (_by_torch if impl == "torch" or not policy_loss.row else _by_kernel)(policy_loss, logprobs)
-    unknown = torch.where((sums >= 2.0**LIMIT) & (slope != 0), torch.nan, 0.0).to(logprobs.dtype)
-    found = replace(
-        found, loss=found.loss + unknown.sum(), logprobs=found.logprobs + unknown, log_ratios=found.log_ratios + unknown
-    )
-    return found, slope + unknown
+    found, (slopes, _) = surrogate_and_slopes(policy_loss, logprobs, logprobs)  # no term reads the entropy
+    return replace(found, entropy=None), slopes
 
 
 def _by_torch(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[PolicyGradientLoss, Tensor]:
     with torch.enable_grad():
         leaf = logprobs.requires_grad_()
         found = policy_loss(leaf)
-        slope = torch.autograd.grad(found.loss, leaf, materialize_grads=True, allow_unused=True)[0]
-    return replace(found, loss=found.loss.detach()), slope
-
-
-def _by_kernel(policy_loss: PolicyLoss, logprobs: Tensor) -> tuple[PolicyGradientLoss, Tensor]:
-    from megatron_pg.kernels.surrogate import surrogate_and_slopes
-
-    found, (slope, _) = surrogate_and_slopes(policy_loss, logprobs, logprobs)  # no term reads the entropy
-    return replace(found, entropy=None), slope
+        slopes = torch.autograd.grad(found.loss, leaf, materialize_grads=True, allow_unused=True)[0]
+    return replace(found, loss=found.loss.detach(), logprobs=leaf.detach()), slopes

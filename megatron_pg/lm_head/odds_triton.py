@@ -14,9 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
-from megatron_pg.lm_head.odds import HEADROOM, LIMIT, EagerOdds
+from megatron_pg.kernels.tiles import LN2
+from megatron_pg.lm_head.odds import HEADROOM, LIMIT, EagerOdds, Found
 
-_HEADROOM, _LIMIT = tl.constexpr(HEADROOM), tl.constexpr(LIMIT)
+_HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
+ROWS = 128  # of a program that reads one number of each
 WIDTH = 1024  # of a row that one program reads at a time
 
 
@@ -82,11 +84,20 @@ class TritonOdds(EagerOdds):
         )
         return sums.sum(dim=0)
 
-    def weigh(self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slope: Tensor, v: Tensor) -> None:
+    def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """By a kernel."""
+        sums, found = torch.empty(2, shares.shape[1], dtype=torch.float32, device=shares.device)
+        grid = (triton.cdiv(len(sums), ROWS),)
+        logprob_kernel[grid](shares, targets, sums, found, len(shares), len(sums), self._vocabulary.size, BLOCK=ROWS)
+        return sums, found
+
+    def weigh(
+        self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slopes: Tensor, v: Tensor, found: Found
+    ) -> None:
         """By a kernel, a program per row."""
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = odds.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
-        weigh_kernel[(len(states),)](states, odds, targets, sums, slope, v, *where, *scalars, BLOCK=WIDTH)
+        weigh_kernel[(len(states),)](states, odds, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """By a kernel, a program per row."""
@@ -164,14 +175,53 @@ def odds_kernel(
             odds.store([i, j * N + N // 2], right.to(dtype))
 
 
+@triton.jit(do_not_specialize=["rows"])
+def logprob_kernel(shares, targets, sums, logprobs, ranks, rows, vocab_size, BLOCK: tl.constexpr):
+    """The ranks' sums of each row, in rank order, to S and log π(y)."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(ranks):
+        total += tl.load(shares + rank * rows + row, here, 0.0)
+    target = tl.load(targets + row, here, 0)
+    total = tl.where((target >= 0) & (target < vocab_size), total, float("nan"))
+    tl.store(sums + row, total, here)
+    x = tl.where(total < 1, total * 2.0**60, 1.0)
+    series = 1.0 / 9  # near 0, where the logarithm of 1 + x is exact only in absolute terms
+    for k in tl.static_range(8, 0, -1):
+        series = 1.0 / k - x * series
+    near = tl.where(x < 0.0625, x * series, tl.log(1 + x))
+    far = tl.log(total) + 60 * LN2
+    tl.store(logprobs + row, tl.where(total >= 1, -far, tl.where(total < 1, -near, total)), here)
+
+
 @triton.jit(do_not_specialize=["first"])
 def weigh_kernel(
-    states, odds, targets, sums, slopes, v, valid, first, odds_stride, width, inverse_temperature, BLOCK: tl.constexpr
+    states,
+    odds,
+    targets,
+    sums,
+    slopes,
+    v,
+    loss,
+    logprobs,
+    log_ratios,
+    valid,
+    first,
+    odds_stride,
+    width,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
 ):
-    """One row per program: v, E at the target, and v x over x."""
+    """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell."""
     row = tl.program_id(0).to(tl.int64)
-    total = tl.load(sums + row)
-    factor = -tl.load(slopes + row) / (total + 2.0**-60) * inverse_temperature
+    total, slope = tl.load(sums + row), tl.load(slopes + row)
+    factor = -slope / (total + 2.0**-60) * inverse_temperature
+    if (total >= _MOST) & (slope != 0):
+        factor = float("nan")
+        tl.store(loss, float("nan"))
+        tl.store(logprobs + row, float("nan"))
+        tl.store(log_ratios + row, float("nan"))
     tl.store(v + row, factor)
     local = tl.load(targets + row) - first
     tl.store(odds + row * odds_stride + local, (-total).to(odds.dtype.element_ty), (local >= 0) & (local < valid))
