@@ -1,6 +1,7 @@
 """Hidden states to loss and both gradients: `grpo_head_loss` beside the three bare products, naive torch and peers, in one run.
 
     python benchmarks/lm_head.py --out docs/lm_head        # one GPU: docs/lm_head.json, docs/lm_head.png, a table
+    python benchmarks/lm_head.py --widths 1024 2048 4096 8192  # the modes beside each other: a table
     torchrun --nproc-per-node 2 benchmarks/lm_head.py      # the vocabulary over the GPUs of a host
 
 Random hidden states and weights in bfloat16, logits of unit variance; nothing masked unless the row says so. A forward and a
@@ -21,6 +22,7 @@ import torch
 import triton
 
 from megatron_pg import lm_head
+from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
 from megatron_pg.kernels import grpo_loss
 
 HIDDEN, VOCABULARY = 4096, 151936
@@ -31,12 +33,12 @@ GIB = 2**30
 class Problem:
     """Hidden states, weight and the fields of a loss, on a GPU."""
 
-    def __init__(self, rows: int, columns: int = VOCABULARY, masked: float = 0.0, tp_group=None):
+    def __init__(self, rows: int, columns: int = VOCABULARY, masked: float = 0.0, tp_group=None, width: int = HIDDEN):
         torch.manual_seed(0)
-        self.hidden = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        self.hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
         self.tp_group, ranks = tp_group, 1 if tp_group is None else tp_group.size()
         torch.manual_seed(100 if tp_group is None else 100 + tp_group.rank())
-        weight = torch.randn(columns // ranks, HIDDEN, device="cuda", dtype=torch.bfloat16) * HIDDEN**-0.5
+        weight = torch.randn(columns // ranks, width, device="cuda", dtype=torch.bfloat16) * width**-0.5
         self.weight = weight.requires_grad_()
         self.main_grad = torch.zeros(weight.shape, device="cuda", dtype=torch.float32)
         torch.manual_seed(1)
@@ -175,15 +177,20 @@ def peers(problem: Problem) -> dict[str, Callable]:
 
 def median_ms(run: Callable, repetitions: int) -> float:
     """Median time by events on the device, after two runs that are not counted."""
-    events = []
+    return medians_ms([run], repetitions)[0]
+
+
+def medians_ms(runs: list[Callable], repetitions: int) -> list[float]:
+    """The same of several runs, taken by turns, because the chip's power limit makes times drift."""
+    events = [[] for _ in runs]
     for _ in range(repetitions + 2):
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        pair[0].record()
-        run()
-        pair[1].record()
-        events.append(pair)
+        for run, found in zip(runs, events, strict=True):
+            found.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            found[-1][0].record()
+            run()
+            found[-1][1].record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events[2:])
+    return [statistics.median(start.elapsed_time(end) for start, end in found[2:]) for found in events]
 
 
 def peak_bytes(run: Callable) -> int:
@@ -203,15 +210,18 @@ def accuracy(problem: Problem, rows: int = 256) -> dict:
     targets = problem.targets[:rows]
     table = torch.cat([(part.double() @ weight.double().t()).log_softmax(-1) for part in hidden.split(64)])
     exact = table.gather(1, targets[:, None])[:, 0]
+    del table
     with torch.no_grad():
-        fused = lm_head.logprobs_and_entropy(hidden, weight, targets)[0]
         rounded = (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
         sampler = (hidden.float() @ weight.float().t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    fields = (targets, problem.old_logprobs[:rows], problem.advantages[:rows], problem.weights[:rows])
+    found = {"bfloat16 logits": rounded}
+    for mode in HEAD_MODES:
+        out = lm_head.grpo_head_loss(hidden.clone().requires_grad_(), weight, *fields, **CLIP, mode=mode)
+        found[mode] = out.logprobs.detach()
     return {
-        "log-probability, fused": float((fused - exact).abs().max()),
-        "log-probability, bfloat16 logits": float((rounded - exact).abs().max()),
-        "on-policy ratio, fused": float(((fused - sampler).exp() - 1).abs().max()),
-        "on-policy ratio, bfloat16 logits": float(((rounded - sampler).exp() - 1).abs().max()),
+        **{f"log-probability, {name}": float((values - exact).abs().max()) for name, values in found.items()},
+        **{f"on-policy ratio, {name}": float(((v - sampler).exp() - 1).abs().max()) for name, v in found.items()},
     }
 
 
@@ -230,7 +240,7 @@ def gradient_errors(problem: Problem, rows: int = 512, columns: int = 8192) -> d
     grpo_loss(exact_hidden @ exact_weight.t(), *fields, **options, impl="torch").loss.backward()
     exact_part = exact_weight.grad.chunk(ranks)[0 if group is None else group.rank()]
     found = {}
-    for mode, backward in (("forward", "bf16"), ("forward", "split"), ("recompute", "bf16")):
+    for mode, backward in (("forward", "bf16"), ("odds", "bf16"), ("forward", "split"), ("recompute", "bf16")):
         total = torch.zeros(weight.shape, device="cuda")
         leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         options |= {"mode": mode, "backward": backward, "main_grad": total, "tp_group": group}
@@ -248,6 +258,8 @@ def bench(rows: int, repetitions: int, *, with_peers: bool) -> dict:
     torch.cuda.empty_cache()
     variants = {
         "ours": (ours(problem), repetitions),
+        "ours, odds": (ours(problem, mode="odds"), repetitions),
+        "ours, odds, 50 % masked": (ours(half, mode="odds"), repetitions),
         "ours, entropy": (ours(problem, entropy=True), repetitions),
         "ours, 50 % masked": (ours(half), repetitions),
         "ours, split backward": (ours(problem, backward="split"), repetitions),
@@ -275,6 +287,41 @@ def bench(rows: int, repetitions: int, *, with_peers: bool) -> dict:
         products = {name: median_ms(logits_product(problem, dtype), repetitions) for name, dtype in LOGITS.items()}
         result["logits_ms"], result["errors"] = products, accuracy(problem) | gradient_errors(problem)
     return result
+
+
+def by_width(widths: list[int], rows: int, repetitions: int) -> list[dict]:
+    """The modes at several widths: time over the bare products of the same run, peak memory and errors."""
+    results = []
+    for width in widths:
+        problem = Problem(rows, width=width)
+        unit = bare(problem)
+        result = {"width": width, "rows": rows, "bare_ms": {}, "ratio": {}, "peak_gib": {}}
+        for mode in HEAD_MODES:
+            torch.cuda.empty_cache()
+            run = ours(problem, mode=mode)
+            result["bare_ms"][mode], time = medians_ms([unit, run], repetitions)
+            result["ratio"][mode] = time / result["bare_ms"][mode]
+            result["peak_gib"][mode] = peak_bytes(run) / GIB
+        del unit
+        torch.cuda.empty_cache()
+        results.append(result | {"errors": accuracy(problem) | gradient_errors(problem)})
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def table_by_width(results: list[dict]) -> str:
+    """Markdown: a line per width and mode."""
+    columns = ("log-probability", "on-policy ratio", "hidden gradient", "weight gradient")
+    lines = [
+        f"| H | mode | time, × bare | GiB | {' | '.join(columns)} |",
+        "|---:|---|---:|---:|" + "---:|" * len(columns),
+    ]
+    for result in results:
+        for mode, ratio in result["ratio"].items():
+            names = [f"{column}, {mode}" + ", bf16" * column.endswith("gradient") for column in columns]
+            errors = " | ".join(f"{result['errors'][name]:.1e}" for name in names)
+            lines.append(f"| {result['width']} | `{mode}` | {ratio:.3f} | {result['peak_gib'][mode]:.2f} | {errors} |")
+    return "\n".join(lines)
 
 
 LOGITS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -323,16 +370,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="path without suffix: .json and .png are written")
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--widths", type=int, nargs="*", help="H: only the modes, at each of these widths")
+    parser.add_argument("--rows", type=int, default=8192, help="tokens, with --widths")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if "WORLD_SIZE" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
         problem = Problem(8192, tp_group=torch.distributed.group.WORLD)
-        times = {"bare": median_ms(bare(problem), args.repetitions), "ours": median_ms(ours(problem), args.repetitions)}
-        found = {"rank": problem.tp_group.rank(), "ratio": times["ours"] / times["bare"]} | times
-        print(json.dumps(found | gradient_errors(problem)), flush=True)
+        runs = {"bare": bare(problem)} | {mode: ours(problem, mode=mode) for mode in AT_ONCE}
+        times = dict(zip(runs, medians_ms([*runs.values()], args.repetitions), strict=True))
+        found = {"rank": problem.tp_group.rank(), "ratios": {mode: times[mode] / times["bare"] for mode in AT_ONCE}}
+        print(json.dumps(found | {"ms": times} | gradient_errors(problem)), flush=True)
         torch.distributed.destroy_process_group()
+        return
+    if args.widths:
+        results = by_width(args.widths, args.rows, args.repetitions)
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+        print(table_by_width(results))
+        if args.out:
+            args.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         return
     results = [bench(8192, args.repetitions, with_peers=True)]
     torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import (
@@ -44,7 +45,7 @@ def _scales_experts_again(facts: Facts) -> bool:
 
 _BATCHES = "E30 {flag} reads its own kind of batches and cannot be combined with megatron_pg; remove it"
 _LOGITS = "E54 {flag} %s, which --pg-fused-head never makes; remove one"
-_SCALE = "E55 {flag} brings a loss scale that is not known when --pg-fused-head forward makes the gradient; use --pg-fused-head recompute"
+_SCALE = "E55 {flag} brings a loss scale that is not known when --pg-fused-head makes the gradient; use --pg-fused-head recompute"
 _STEPS = "E62 {flag} %s, and with --docs-per-step every step has its own number of micro-batches; remove it"
 # Where the condition holds, these may not be on: Megatron's argument, and the rule and its message.
 REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
@@ -136,7 +137,7 @@ REFUSED: tuple[tuple[Callable[[Facts], bool], dict[str, str]], ...] = (
         lambda facts: facts.args.pg_fused_head is not None,
         {"use_mup": _LOGITS % "scales the logits", "cross_entropy_loss_fusion": _LOGITS % "is a loss over logits"},
     ),
-    (lambda facts: facts.args.pg_fused_head == "forward", {"fp16": _SCALE, "loss_scale": _SCALE}),
+    (lambda facts: facts.args.pg_fused_head in AT_ONCE, {"fp16": _SCALE, "loss_scale": _SCALE}),
     (
         _takes_documents,
         {

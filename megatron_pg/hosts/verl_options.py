@@ -7,6 +7,7 @@ the place of what verl has by default; two that were both set and differ are ref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.hosts.startup import Checked, TakenOver, check
 
@@ -106,8 +107,8 @@ def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]
             f"{asked[0]} needs model.use_fused_kernels=True, because verl makes logits itself without it; set that, and leave {asked[0]} "
             "out"
         )
-    if given.get("pg_fused_head") == "forward":
-        yield "pg_fused_head forward needs the loss where the head is, and verl's comes later; use recompute"
+    if given.get("pg_fused_head") in AT_ONCE:
+        yield f"pg_fused_head {given['pg_fused_head']} needs the loss where the head is, and verl's comes later; use recompute"
 
 
 def _refused_of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[str]:

@@ -61,24 +61,25 @@ class Chunks:
         waiting: deque[tuple] = deque()
         for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self.buffers))
-            waiting.append((chunk, z, *self._start_gather(self.reader.statistics(z, chunk))))
+            waiting.append((chunk, z, *start_gather(self.reader.statistics(z, chunk), self._vocabulary)))
             if len(waiting) == len(self.buffers):
                 yield self._combined(*waiting.popleft())
         while waiting:
             yield self._combined(*waiting.popleft())
 
-    def _start_gather(self, shares: Tensor) -> tuple[Tensor, Any]:
-        """[tp, c, …] that will hold every rank's shares, and what to wait for first."""
-        if self._vocabulary.ranks == 1:
-            return shares[None], None
-        gathered = shares.new_empty(self._vocabulary.ranks, *shares.shape)
-        into, group = gathered.flatten(0, 1), self._vocabulary.tp_group
-        return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=group, async_op=True)
-
     def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Any) -> tuple[slice, Tensor, Any]:
         if work is not None:
             work.wait()
         return chunk, z, self.reader.combine(shares, chunk)
+
+
+def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Any]:
+    """[tp, c, …] that will hold every rank's shares [c, …], and what to wait for first."""
+    if vocabulary.ranks == 1:
+        return shares[None], None
+    gathered = shares.new_empty(vocabulary.ranks, *shares.shape)
+    into = gathered.flatten(0, 1)
+    return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=vocabulary.tp_group, async_op=True)
 
 
 def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, named: Tensor | Restriction | None) -> EagerReader:

@@ -12,17 +12,43 @@ from megatron_pg.lm_head.products import add_product, logits_dtype, sum_of_produ
 UPSTREAM_TOLERANCE = 1e-5  # the schedule multiplies in float32
 
 
-class Gradients:
-    """Takes the gradient of the logits chunk by chunk and makes those of hidden states and weight, block by block.
+class HeadGradients:
+    """The gradients of hidden states and weight, which grow block by block.
 
     Args:
         hidden: [T, H].
         weight: [V / tp, H].
         rows: [n] the rows of `hidden` that have logits; None: all.
-        count: n.
-        chunk: rows of logits at a time.
-        head: its `backward` and `main_grad`.
+        head: its `main_grad`.
         needed: which of hidden states and weight need a gradient, as autograd has it.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: Tensor | None, head: Head, needed: tuple[bool, ...]):
+        self._hidden, self._weight, self._rows = hidden, weight, rows
+        self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
+        self._of_weight = _WeightGradient(weight, head.main_grad) if needed[1] else None
+
+    def finish(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients for autograd, times `factor` (a 0-d tensor) if it is given."""
+        if factor is not None and self._of_weight is not None and self._of_weight.is_elsewhere:
+            torch._assert_async(
+                (factor - 1).abs() < UPSTREAM_TOLERANCE,
+                "the loss of the fused head was given another upstream gradient than its grad_scale, for which the weight "
+                "gradient is already in main_grad, so the step would be wrong. Pass that scale, or use recompute",
+            )
+            factor = None
+        if factor is not None and self._of_hidden is not None:
+            self._of_hidden.mul_(factor)
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.for_autograd(factor)
+
+
+class Gradients(HeadGradients):
+    """Takes the gradient of the logits chunk by chunk and makes those of hidden states and weight.
+
+    Args:
+        hidden, weight, rows, head, needed: as in `HeadGradients`; of the head its `backward` too.
+        count: rows that have logits.
+        chunk: rows of logits at a time.
     """
 
     def __init__(
@@ -35,12 +61,11 @@ class Gradients:
         head: Head,
         needed: tuple[bool, ...],
     ):
-        self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, count
+        super().__init__(hidden, weight, rows, head, needed)
+        self._count = count
         self._split = head.backward == "split" and hidden.dtype.itemsize < 4
         size = min(products.block_rows(weight, chunk), count), len(weight)
         self._parts = [hidden.new_empty(size) for _ in range(2 if self._split else 1)]
-        self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
-        self._of_weight = _WeightGradient(weight, head.main_grad) if needed[1] else None
         self._start = 0  # of the block that is being filled
 
     def buffer(self, chunk: slice, z: Tensor) -> Tensor:
@@ -56,19 +81,6 @@ class Gradients:
         if chunk.stop - self._start == len(self._parts[0]) or chunk.stop == self._count:
             self._multiply(slice(self._start, chunk.stop))
             self._start = chunk.stop
-
-    def finish(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients for autograd, times `factor` (a 0-d tensor) if it is given."""
-        if factor is not None and self._of_weight is not None and self._of_weight.is_elsewhere:
-            torch._assert_async(
-                (factor - 1).abs() < UPSTREAM_TOLERANCE,
-                "the loss of the fused head was given another upstream gradient than its grad_scale, for which the weight "
-                "gradient is already in main_grad, so the step would be wrong. Pass that scale, or use recompute",
-            )
-            factor = None
-        if factor is not None and self._of_hidden is not None:
-            self._of_hidden.mul_(factor)
-        return self._of_hidden, None if self._of_weight is None else self._of_weight.for_autograd(factor)
 
     def _in_block(self, chunk: slice) -> slice:
         return slice(chunk.start - self._start, chunk.stop - self._start)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.declarations.choices import HEAD_BACKWARDS, HEAD_MODES
+from megatron_pg.kernels import PolicyLoss
 from megatron_pg.kernels.checks import check_impl
 
 
@@ -16,7 +17,8 @@ class Head:
 
     Args:
         mode: "forward": the gradient is made in the forward, 6 N V H operations; "recompute": in the backward, from logits that
-            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences.
+            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences; "odds": as "forward", from
+            bfloat16 odds against the target that the first product ends in, for losses of log-probabilities alone.
         backward: of the float32 gradient of the logits: "bf16" rounds it, as Megatron does (relative error of the weight
             gradient 2e-3); "split" is the sum of two bfloat16 parts (3e-6), at twice the products.
         impl: "triton" or "torch": what reads the logits of a chunk.
@@ -39,6 +41,11 @@ class Head:
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
         check_impl(self.impl)
+        if self.mode == "odds" and self.backward == "split":
+            raise ValueError(
+                "mode='odds' has no float32 gradient of the logits, of which backward='split' would be two parts. Use "
+                "mode='forward' or backward='bf16'."
+            )
 
 
 def check_head(hidden: Tensor, weight: Tensor) -> None:
@@ -52,6 +59,42 @@ def check_head(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"torch {torch.__version__} has no product of {hidden.dtype} with float32 output (2.8 has), and rounded logits would "
             "be what this function avoids. Upgrade torch."
+        )
+
+
+def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entropy: bool) -> None:
+    """Refuse what mode "odds" cannot do: it knows the log-probability of the target and nothing else of a row.
+
+    Raises:
+        ValueError: the loss reads more of a row, or the kernels do not take this weight on this device.
+    """
+    reads = {
+        "an entropy": entropy or policy_loss.terms.reads_entropy,
+        "probabilities of the teacher's likeliest tokens": policy_loss.topk_ids is not None,
+        "log-probabilities over a support": policy_loss.fields.support is not None,
+    }
+    for what, is_read in reads.items():
+        if is_read:
+            raise ValueError(
+                f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} made of them would be as rough. Use "
+                "mode='forward'."
+            )
+    if impl == "triton" and weight.is_cuda:
+        check_odds_kernel(weight.dtype, weight.device)
+        if weight.shape[1] % 8:
+            raise ValueError(
+                f"mode='odds' reads rows in steps of 16 bytes, and the weight's have {weight.shape[1]} numbers of 2 bytes. Use "
+                "mode='forward'."
+            )
+
+
+def check_odds_kernel(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights and GPUs that the kernel of mode "odds" was not made for."""
+    capability = torch.cuda.get_device_capability(device)
+    if dtype != torch.bfloat16 or capability != (9, 0):
+        raise ValueError(
+            f"--pg-fused-head odds (mode='odds') has a kernel for bfloat16 on compute capability (9, 0), and here is {dtype} on {capability}. "
+            "Use forward."
         )
 
 

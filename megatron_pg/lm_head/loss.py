@@ -14,9 +14,10 @@ from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head.chunks import Chunks
-from megatron_pg.lm_head.gradients import Gradients
+from megatron_pg.lm_head.gradients import Gradients, HeadGradients
 from megatron_pg.lm_head.heads import rows_of
-from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
+from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
+from megatron_pg.lm_head.odds_gradients import Odds
 from megatron_pg.lm_head.products import logits_dtype
 from megatron_pg.lm_head.readers import loss_of
 
@@ -86,8 +87,8 @@ def policy_gradient_head_loss(  # noqa: D417
         hidden: [..., H] as in `grpo_head_loss`, like `weight`; other arguments not named here as in `policy_gradient_loss`.
         head: how it is done.
         rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
-        grad_scale: the upstream gradient that the backward will bring. Mode "forward" adds the weight gradient, made for it,
-            to `main_grad` in the forward; another upstream gradient is then an error in the backward.
+        grad_scale: the upstream gradient that the backward will bring. The modes "forward" and "odds" add the weight gradient,
+            made for it, to `main_grad` in the forward; another upstream gradient is then an error in the backward.
 
     Raises:
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
@@ -95,18 +96,20 @@ def policy_gradient_head_loss(  # noqa: D417
     check_head(hidden, weight)
     if head.impl == "triton":
         check_for_triton(weight)
-    if head.mode == "forward" and policy_loss.terms.reads_sequences:
+    if head.mode != "recompute" and policy_loss.terms.reads_sequences:
         raise ValueError(
-            "mode='forward' makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
+            f"mode={head.mode!r} makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
             "gradient would be wrong. Use mode='recompute'."
         )
+    if head.mode == "odds":
+        check_for_odds(weight, policy_loss, head.impl, entropy=entropy)
     check_loss(hidden, policy_loss, grad_scale)
     mask = policy_loss.fields.mask
     rows = mask.nonzero()[:, 0] if rows is None else rows
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden = enter(hidden, vocabulary.tp_group, head.sequence_parallel).flatten(0, -2)
     check_targets(hidden, policy_loss.fields.targets)
-    if head.mode == "forward" and trains and len(rows):
+    if head.mode != "recompute" and trains and len(rows):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         found = PolicyGradientLoss(
             *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, options)
@@ -142,12 +145,11 @@ class _GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, options):
-        chosen = policy_loss.at(rows)
-        named = _named(chosen, options["entropy"])
-        chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, named)
-        gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, ctx.needs_input_grad)
-        parts = list(_losses(chosen, chunks, gradients, **options))
-        ctx.gradients, ctx.grad_scale = gradients, options["grad_scale"]
+        make = _by_odds if head.mode == "odds" else _by_logits
+        parts, ctx.gradients = make(
+            hidden, weight, rows, policy_loss.at(rows), vocabulary, head, ctx.needs_input_grad, **options
+        )
+        ctx.grad_scale = options["grad_scale"]
         per_token = _spread(parts, rows, len(policy_loss.fields.mask))
         ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         loss = sum((part.loss for part in parts), start=hidden.new_zeros((), dtype=logits_dtype(hidden)))
@@ -163,6 +165,41 @@ class _GradientInForward(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.finish(factor=grad_loss / ctx.grad_scale), None, None, None, None, None
+
+
+_Made = tuple[list[PolicyGradientLoss], HeadGradients]  # the loss of each part of the rows, and the gradients of all
+
+
+def _by_odds(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    head: Head,
+    needed: tuple[bool, ...],
+    *,
+    grad_scale: float,
+    entropy: bool,
+) -> _Made:
+    gradients = Odds(hidden, weight, rows, vocabulary, head, needed)
+    return list(gradients.losses(policy_loss, grad_scale)), gradients
+
+
+def _by_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    policy_loss: PolicyLoss,
+    vocabulary: Vocabulary,
+    head: Head,
+    needed: tuple[bool, ...],
+    **options: Any,
+) -> _Made:
+    named = _named(policy_loss, options["entropy"])
+    chunks = Chunks(hidden, weight, policy_loss.fields.targets, rows, vocabulary, head.impl, named)
+    gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
+    return list(_losses(policy_loss, chunks, gradients, **options)), gradients
 
 
 def _losses(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.declarations.choices import OBJECTIVE_PARAMETERS
+from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.objectives import numbers as declared_numbers
 from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.head import needs_recompute
@@ -51,8 +51,9 @@ def custom_objective_of(args: Namespace) -> Objective:
         ImportPathError: it cannot be imported or called.
     """
     objective = load_custom_objective(args.pg_custom_objective_path, **objective_numbers(args))
-    if objective.reads_sequences and args.pg_fused_head == "forward":
-        raise ArgumentError(list(needs_recompute(f"--pg-custom-objective-path {objective.name}")))
+    if objective.reads_sequences and args.pg_fused_head in AT_ONCE:
+        reader = f"--pg-custom-objective-path {objective.name}"
+        raise ArgumentError(list(needs_recompute(reader, args.pg_fused_head)))
     return objective
 
 

@@ -12,6 +12,7 @@ from megatron_pg.declarations.streams import AS_POLICY, SHORTHANDS
 from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
 from megatron_pg.flags.streams import has_policy, own_tokens, streams_of
 from megatron_pg.kernels import LossTerms
+from megatron_pg.lm_head.inputs import check_odds_kernel
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import NONE as NO_CORRECTION
@@ -84,7 +85,7 @@ class LossSettings:
             float32_logits=args.fp32_lm_head,
             head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",
-            impl=_available(args.pg_kernel),
+            impl=_impl(args),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
             metrics=metrics_of(
@@ -159,6 +160,13 @@ def features_of(
         "support_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
+
+
+def _impl(args: Namespace) -> str:
+    impl = _available(args.pg_kernel)
+    if args.pg_fused_head == "odds" and impl == "triton" and torch.cuda.is_available():
+        check_odds_kernel(vars(args).get("params_dtype", torch.bfloat16), torch.device("cuda"))
+    return impl
 
 
 def _available(asked: str | None) -> str:

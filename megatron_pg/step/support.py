@@ -42,6 +42,11 @@ def check_supports(samples: Sequence[Sample], settings: LossSettings) -> None:
     if not settings.has_policy:
         return
     for sample, support, mask in members(samples):
+        if settings.head_mode == "odds":
+            raise ValueError(
+                f"sample {sample.sample_id} has a support, and --pg-fused-head odds knows log-probabilities over the whole vocabulary only. "
+                "Use --pg-fused-head forward."
+            )
         _check_holds(sample, support, mask)
         for name in _OF_ROLLOUT:
             _check_anchor(sample, support, mask, name)

@@ -142,6 +142,9 @@ def likeliest(sample: Sample, number: int) -> TokenSets:
     return TokenSets(ids=ids.int(), logprobs=logprobs)
 
 
+HEAD_MODES = {"fused": "forward", "odds": "odds", "recompute": "recompute"}
+
+
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
     streams = STREAMS if "streams" in options else ()
     return LossSettings(
@@ -154,10 +157,13 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         temperature=1.0,
         impl="torch",
         float32_logits="fp32" in options,
-        head_mode="forward" if "fused" in options else "recompute" if "recompute" in options else None,
+        head_mode=next((mode for word, mode in HEAD_MODES.items() if word in options), None),
         mtp_depths=Layout("dp1", options).depths,
         mtp_aggregation="policy" if "own" in options else "token_mean",
-        metrics=Reduction("with_entropy", {"clip", *(["mtp"] if Layout("dp1", options).depths else [])}),
+        metrics=Reduction(
+            "basic" if "odds" in options else "with_entropy",
+            {"clip", *(["mtp"] if Layout("dp1", options).depths else [])},
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from rank_cases import (
     MTP_ORACLES,
     MTP_PLAIN,
     MTP_REFERENCES,
+    ODDS,
     PIECES,
     PIECES_4,
     REFERENCES,
@@ -69,7 +70,7 @@ def results(folder, full):
     predicted += DYNAMIC_FULL if full else DYNAMIC
     balanced, replayed = (BALANCED_FULL, REPLAYED_FULL) if full else (BALANCED, REPLAYED)
     cases = {*trained, *hybrid(trained), *predicted, *balanced, *replayed, *MTP_PLAIN, *PIECES, *in_pieces(PIECES)}
-    cases |= {*FSDP, *(FSDP_FULL if full else [])}
+    cases |= {*ODDS, *FSDP, *(FSDP_FULL if full else [])}
     cases = sorted({*cases, *DOCUMENTS, *DYNAMIC_DOCUMENTS, *EVALUATIONS}, key=lambda case: case.split("-")[0])
     references = [*REFERENCES, *hybrid(ALIKE), *MTP_REFERENCES, *MTP_ORACLES, *parts_of(balanced)]
     with processes.finished([processes.start(2, two, cases), processes.start(1, one, references)]):
@@ -123,6 +124,12 @@ def check_documents(folder, references, cases: list[str], ranks: int) -> None:
 def test_every_parameters_gradient_equals_that_of_one_process(results, cases, evidence):
     two, one = results
     evidence(cases=len(cases), worst=compare(two, one, cases))
+
+
+@pytest.mark.proof("Real ranks, fused head without logits: every parameter's gradient on 2 ranks equals one process")
+def test_the_head_without_logits_has_the_gradient_of_one_process(results, evidence):
+    two, one = results
+    evidence(cases=len(ODDS), worst=compare(two, one, ODDS))
 
 
 @pytest.mark.proof("Real ranks: every parameter's gradient on 4 ranks equals one process")
@@ -347,6 +354,17 @@ def test_values_that_are_equal_and_refused_meet_their_own_rule(faulty):
 def test_every_word_of_a_case_is_known():
     """An option that no model knows would leave the case without it, and the case would pass."""
     known = {*OPTIONS, "docs", "gspo", "klcov", "uneven", "evaluate", "plain", "unevenplain", "oracle"}
-    cases = [*FAST, *FULL, *FULL_4, *MTP, *MTP_FULL, *MTP_REFERENCES, *MTP_ORACLES, *MTP_PLAIN, *in_pieces(PIECES)]
+    cases = [
+        *FAST,
+        *ODDS,
+        *FULL,
+        *FULL_4,
+        *MTP,
+        *MTP_FULL,
+        *MTP_REFERENCES,
+        *MTP_ORACLES,
+        *MTP_PLAIN,
+        *in_pieces(PIECES),
+    ]
     cases += [*BALANCED, *BALANCED_FULL, *REPLAYED, *REPLAYED_FULL, *DOCUMENTS, *DOCUMENTS_4, *EVALUATIONS, *REFERENCES]
     assert {word for case in [*cases, *hybrid(FAST)] for word in case.split("-")[2:]} <= known

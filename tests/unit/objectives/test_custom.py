@@ -9,6 +9,7 @@ import torch
 from objective_parts import build, drawn
 
 from megatron_pg.args import ArgumentError, add_arguments
+from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives.custom import load_custom_objective
 from megatron_pg.step.settings import LossSettings
@@ -90,16 +91,17 @@ def test_a_users_objective_that_cannot_work_is_refused_at_startup(tmp_path, monk
         ("return -tokens.ratios * tokens.advantages, {'a': tokens.sequence_ratios}", True),
     ],
 )
-def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path, monkeypatch, body, reads):
+@pytest.mark.parametrize("mode", AT_ONCE)
+def test_the_fused_head_takes_a_users_objective_that_reads_no_sequences(tmp_path, monkeypatch, body, reads, mode):
     words = ["--pg-custom-objective-path", write_module(tmp_path, monkeypatch, body)]
     parser = add_arguments(argparse.ArgumentParser())
     for head in ([], ["--pg-fused-head", "recompute"]):
         settings = LossSettings.from_args(parser.parse_args([*words, *head]))
         assert settings.terms.reads_sequences == reads
         assert any(metric.name == "num_segments" for metric in settings.metrics.metrics) == reads
-    fused = parser.parse_args([*words, "--pg-fused-head"])
+    fused = parser.parse_args([*words, "--pg-fused-head", mode])
     if not reads:
-        assert LossSettings.from_args(fused).head_mode == "forward"
+        assert LossSettings.from_args(fused).head_mode == mode
         return
     with pytest.raises(
         ArgumentError, match="--pg-custom-objective-path user_objective:mine reads whole sequences"

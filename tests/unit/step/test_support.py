@@ -85,6 +85,14 @@ def test_what_could_not_have_been_sampled_is_refused_by_name(sets, changes, mess
         counted([sample(sets, **changes)])
 
 
+def test_a_head_that_knows_whole_rows_only_refuses_it():
+    """Before the step is planned, on every rank, and not where nothing reads it."""
+    settings = dataclasses.replace(SETTINGS, head_mode="odds")
+    with pytest.raises(ValueError, match=r"sample s has a support, and .* Use --pg-fused-head forward"):
+        counted([sample(GOOD)], settings)
+    counted([sample(None)], settings)
+
+
 def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():
     counted([sample(GOOD)])
     counted([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])

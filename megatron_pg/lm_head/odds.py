@@ -1,0 +1,97 @@
+"""The head whose first product brings its own statistics: mode "odds", which stores no logits, not even a chunk's.
+
+The logit of the target is known before the product, from one dot product per row. So the product can end in odds against it,
+which bfloat16 holds to the same relative precision wherever they lie, and in their sums, which are never rounded below float32:
+
+    s_j = z_j log2(e) / tau,   E_j = 2^(s_j - s_y - 60) for j != y,   S = sum_{j != y} E_j
+    log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
+    E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
+
+with slope the derivative of the loss by log π(y). 60 is where neither end is near: E keeps what has 2^-66 of the target's
+probability, and is exact up to E = 2^90, log π(y) > -103. Beyond, the log-probability is only known to be lower: a row whose loss does
+not depend on it (a clamped ratio) has no gradient, any other one is NaN, and the step stops.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_pg.kernels import Vocabulary
+from megatron_pg.lm_head import products
+from megatron_pg.lm_head.products import logits_dtype
+
+HEADROOM = 60.0  # E_y would be 2^-60
+LIMIT = 90.0  # largest log2 E; the sum of 2^37 such columns, and their product with weights, are still finite
+
+
+class Found(NamedTuple):
+    """What a part of the rows gave, in which a row may turn out to be unknown."""
+
+    loss: Tensor  # []
+    logprobs: Tensor  # [c], like the log-ratios
+    log_ratios: Tensor
+
+
+class EagerOdds:
+    """The steps in torch, of this rank's columns: the specification."""
+
+    def __init__(self, weight: Tensor, vocabulary: Vocabulary):
+        self._weight, self._vocabulary = weight, vocabulary
+        self._scale = math.log2(math.e) / vocabulary.temperature
+
+    def target_logits(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+        """[n] s_y of the `rows` of hidden states [T, H]; 0 where another rank owns the target."""
+        local, owned = self._vocabulary.owned(targets)
+        found = hidden.new_empty(len(rows), dtype=logits_dtype(hidden))
+        for part in products.slices(len(rows), products.chunk_rows(self._weight, 1)):
+            states, of_targets = hidden.index_select(0, rows[part]), self._weight.index_select(0, local[part])
+            found[part] = (states.to(found.dtype) * of_targets.to(found.dtype)).sum(dim=1) * self._scale
+        return torch.where(owned, found, 0)
+
+    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, odds: Tensor) -> Tensor:
+        """[c] S of this rank's columns. Fills `odds` [c, V / tp] with E, 0 at targets and in padding."""
+        local, owned = self._vocabulary.owned(targets)
+        sums = torch.empty_like(target_logits)
+        for part in products.slices(len(states), products.chunk_rows(self._weight, 1)):
+            z = products.product(states[part], self._weight.t(), target_logits.dtype)
+            e = (z * self._scale - (target_logits[part, None] + HEADROOM)).clamp_(max=LIMIT).exp2_()
+            e[:, self._vocabulary.valid :] = 0
+            at = local[part, None]
+            e.scatter_(1, at, torch.where(owned[part, None], 0, e.gather(1, at)))
+            odds[part] = e.to(odds.dtype)
+            sums[part] = e.sum(dim=1)
+        return sums
+
+    def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[c] S and log π(y) from every rank's S [tp, c], in rank order; NaN where the target is no token of the vocabulary."""
+        sums = self._vocabulary.defined(shares.sum(dim=0), targets)
+        return sums, logprobs_of(sums)
+
+    def weigh(
+        self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slopes: Tensor, v: Tensor, found: Found
+    ) -> None:
+        """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H].
+
+        Where a row's loss depends on a log-probability that S does not tell, v and what was found of the row become NaN.
+        """
+        unknown = torch.where((sums >= 2.0**LIMIT) & (slopes != 0), torch.nan, 0.0).to(v.dtype)
+        found.loss.add_(unknown.sum())
+        found.logprobs.add_(unknown)
+        found.log_ratios.add_(unknown)
+        v.copy_((unknown - slopes) / (sums + 2.0**-HEADROOM) / self._vocabulary.temperature)
+        local, owned = self._vocabulary.owned(targets)
+        at = local[:, None]
+        odds.scatter_(1, at, torch.where(owned[:, None], -sums[:, None].to(odds.dtype), odds.gather(1, at)))
+        states.copy_(v[:, None] * states)
+
+    def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
+        """Writes v ∘ product [c, H] into the `rows` [c] of the hidden states' gradient, rounded once."""
+        of_hidden.index_copy_(0, rows, (v[:, None] * product).to(of_hidden.dtype))
+
+
+def logprobs_of(sums: Tensor) -> Tensor:
+    """log π(y) of S, to the last bits near 0 too."""
+    far = sums.log() + HEADROOM * math.log(2)  # where 1 is no part of 1 + 2^60 S
+    return -torch.where(sums < 1, torch.log1p(sums * 2.0**HEADROOM), far)
