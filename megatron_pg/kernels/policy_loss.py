@@ -102,6 +102,12 @@ class PolicyLoss:
         return None if has_more else self.terms.objective.row
 
     @property
+    def without_topk(self) -> "PolicyLoss":
+        """The loss without the streams over the teacher's likeliest tokens."""
+        streams = tuple(stream for stream in self.terms.streams if not stream.reads_topk)
+        return PolicyLoss(replace(self.terms, streams=streams), self.fields)
+
+    @property
     def topk_ids(self) -> Tensor | None:
         """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
         if not self.terms.reads_topk:

@@ -11,7 +11,7 @@ from megatron_pg.declarations.one_launch import Path, path_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.support_triton import support_rows_of
 from megatron_pg.kernels.surrogate import surrogate_loss
-from megatron_pg.kernels.topk import topk_logprobs
+from megatron_pg.kernels.topk_loss import topk_loss
 from megatron_pg.kernels.topk_triton import topk_rows_of
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -37,8 +37,9 @@ def triton_loss(
         rows = (
             logits if logits.stride(0) >= logits.shape[1] else logits.contiguous()
         )  # where ids are hidden, each its own
-        logprobs, entropies, head, tail = topk_rows_of(rows, targets, mask, ids, vocabulary, inplace=inplace)
-        return policy_loss(logprobs, entropies, topk_logprobs(head, tail, ids, vocabulary))
+        ids = ids.contiguous()
+        outputs = topk_rows_of(rows, targets, mask, ids, vocabulary, inplace=inplace)
+        return topk_loss(policy_loss, outputs, ids, vocabulary)
     if restriction is not None:
         logprobs, entropies = support_rows_of(logits, targets, mask, restriction, vocabulary, inplace=inplace)
     else:
