@@ -1,14 +1,17 @@
 """Divergences over a teacher's likeliest tokens, from stored logits, by every implementation, against their losses in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import topk_oracle
 import torch
 from compare import scalar_error, tensor_error
+from launch_count import counted
 from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence
 
-from megatron_pg.kernels import Vocabulary, policy_gradient_loss
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.objectives import objective_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -71,6 +74,26 @@ def test_the_oracle_by_loops_is_the_definition(kind):
     found = topk_oracle.row_of(kind, z.tolist(), ids, log_p[ids].tolist(), **options)
     assert abs(found.value - float(wanted.detach())) <= 1e-15 * found.magnitude
     assert tensor_error(torch.from_numpy(found.gradient), gradient) <= 1e-14
+
+
+@pytest.mark.usefixtures("on_the_device")
+def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
+    """22, where torch on [T, K] would make 200."""
+    parts = Parts.draw(4, 32, 5, "topk_jsd")
+    objective = objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)
+    stream = replace(parts.streams[0], on="rl")
+    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, streams={})
+    policy_loss = PolicyLoss(LossTerms(objective=objective, streams=(stream,)), fields)
+    leaf = torch.randn(4, 33, device=DEVICE, requires_grad=True)
+    with counted(monkeypatch) as found:
+        rows = leaf.view_as(leaf)
+        out = policy_gradient_loss(rows, policy_loss, Vocabulary.of(33, vocab_size=32), entropy=True)
+        torch.autograd.grad(out.loss, leaf)
+    kernels = {name: n for name, n in found.items() if name.endswith("_kernel")}
+    before = {"take_and_hide_kernel": 1, "statistics_kernel": 1, "put_kernel": 2, "combine_kernel": 1}
+    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "tail_gradient_kernel": 1}
+    assert kernels == before | behind
+    assert sum(found.values()) == 22
 
 
 # ---- Laws ----
