@@ -1,7 +1,8 @@
 """The loss from `TopKRows`, each divergence in one launch, and what else there is as if the teacher were not."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +15,37 @@ from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.surrogate import surrogate_loss
 from megatron_pg.kernels.topk_rows import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Teacher:
+    """What a kernel takes of the one stream over a teacher's likeliest tokens."""
+
+    stream: Stream | None  # None: there is none, and the rest is in its place
+    ids: Tensor  # [T, K]
+    fields: tuple[Tensor, ...]  # log-probabilities [T, K], tails and weights [T]
+    coefficient: float
+    constants: dict[str, Any]
+
+
+def teacher_of(policy_loss: PolicyLoss) -> Teacher:
+    """Of a loss with at most one such stream, over the tokens of the objective."""
+    stream = next((each for each in policy_loss.terms.streams if each.reads_topk), None)
+    fields = policy_loss.fields
+    if stream is None:
+        constants = {"FORM": None, "NUMBERS": divergences.numbers_of(None), "TAIL_FLOOR": None, "NAMES": 1}
+        return Teacher(None, fields.mask, (fields.mask,) * 3, 0.0, constants)
+    teacher, weights = fields.teacher_topk, fields.of_stream(stream.name).weights
+    ids = teacher.ids.contiguous()
+    constants = constants_of(stream) | {"NAMES": triton.next_power_of_2(ids.shape[1])}
+    read = teacher.logprobs.contiguous(), teacher.tails.contiguous(), weights.contiguous()
+    return Teacher(stream, ids, read, stream.weight, constants)
+
+
+def constants_of(stream: Stream) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    form = getattr(divergences, KINDS[stream.kind].function)
+    return {"FORM": form, "NUMBERS": divergences.numbers_of(stream.mixture), "TAIL_FLOOR": stream.tail_floor}
 
 
 def topk_loss(
@@ -36,12 +68,29 @@ class _Divergences(torch.autograd.Function):
     def forward(ctx, head, tail, ids, policy_loss, vocabulary):
         streams = [stream for stream in policy_loss.terms.streams if stream.reads_topk]
         results = torch.empty(2 * len(streams) + 1, len(ids), dtype=torch.float32, device=ids.device)
+        weighted, values, mass = results.split([len(streams), len(streams), 1])
+        teacher = policy_loss.fields.teacher_topk
         by_head, by_tail = torch.empty_like(head), torch.empty_like(tail)
         for number, stream in enumerate(streams):
-            _launch(policy_loss, stream, number, head, tail, ids, results, by_head, by_tail, vocabulary)
+            own = policy_loss.fields.of_stream(stream.name)
+            read = head, tail, ids, teacher.logprobs, teacher.tails, own.mask, own.weights
+            divergence_kernel[(len(ids),)](
+                *(each.contiguous() for each in read),
+                weighted[number],
+                values[number],
+                mass[0],
+                by_head,
+                by_tail,
+                ids.shape[1],
+                vocabulary.size,
+                stream.weight,
+                1.0 / policy_loss.terms.grad_divisor,
+                **constants_of(stream),
+                FIRST=number == 0,
+                **block_of(ids),
+            )
         ctx.save_for_backward(by_head, by_tail)
         ctx.set_materialize_grads(False)
-        weighted, values, mass = results.split([len(streams), len(streams), 1])
         ctx.mark_non_differentiable(values, mass)
         return weighted.sum(), values, mass[0]
 
@@ -50,40 +99,6 @@ class _Divergences(torch.autograd.Function):
     def backward(ctx, grad, *_):
         by_head, by_tail = ctx.saved_tensors
         return by_head * grad, by_tail * grad, None, None, None
-
-
-def _launch(
-    policy_loss: PolicyLoss,
-    stream: Stream,
-    number: int,
-    head: Tensor,
-    tail: Tensor,
-    ids: Tensor,
-    results: Tensor,
-    by_head: Tensor,
-    by_tail: Tensor,
-    vocabulary: Vocabulary,
-) -> None:
-    """Fills two rows of `results` and adds to the slopes; the first stream begins them."""
-    own, teacher = policy_loss.fields.of_stream(stream.name), policy_loss.fields.teacher_topk
-    read = head, tail, ids, teacher.logprobs, teacher.tails, own.mask, own.weights
-    divergence_kernel[(len(ids),)](
-        *(values.contiguous() for values in read),
-        results[number],
-        results[len(results) // 2 + number],
-        results[-1],
-        by_head,
-        by_tail,
-        ids.shape[1],
-        vocabulary.size,
-        stream.weight,
-        1.0 / policy_loss.terms.grad_divisor,
-        FORM=getattr(divergences, KINDS[stream.kind].function),
-        NUMBERS=divergences.numbers_of(stream.mixture),
-        TAIL_FLOOR=stream.tail_floor,
-        FIRST=number == 0,
-        **block_of(ids),
-    )
 
 
 @triton.jit(do_not_specialize=["K"])

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels import vocab_parallel
-from megatron_pg.kernels.tiles import LOWEST
+from megatron_pg.kernels.tiles import FLOOR, LOWEST
 from megatron_pg.kernels.topk import Slopes, TopKRows
 from megatron_pg.kernels.topk_rows import block_of, coefficients, combine
 from megatron_pg.kernels.vocab_parallel import UNROLL, launch_of, log2_scale
@@ -49,8 +49,9 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocab
 
     The ids are left hidden in the logits; `put` brings them back.
     """
-    found = take_and_hide(logits, targets, mask, ids, vocabulary)
-    return torch.cat([vocab_parallel.statistics(logits, targets, mask, vocabulary)[:, :3], found], dim=1)
+    shares = take_and_hide(logits, targets, mask, ids, vocabulary)
+    shares[:, :3] = vocab_parallel.statistics(logits, targets, mask, vocabulary)[:, :3]
+    return shares
 
 
 def write_gradient(
@@ -87,8 +88,8 @@ def write_gradient(
 
 
 def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 1 + K] float32 logits of target and ids, 0 for those that are not here and in masked rows; the ids' become -inf."""
-    found = torch.empty(len(ids), 1 + ids.shape[1], dtype=torch.float32, device=logits.device)
+    """[T, 4 + K] float32: m, s, t of `tiles` of the ids alone, then the logits of target and ids, 0 if not here; the ids' become -inf."""
+    found = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
     take_and_hide_kernel[(len(ids),)](
         logits,
         targets,
@@ -99,6 +100,7 @@ def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vo
         vocabulary.valid,
         vocabulary.first,
         logits.stride(0),
+        log2_scale(vocabulary),
         **block_of(ids),
     )
     return found
@@ -121,8 +123,8 @@ def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vo
 
 
 @triton.jit(do_not_specialize=["K"])
-def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, stride, BLOCK: tl.constexpr):
-    """One row per program: found [rows, 1 + K] = the logits of target and ids that are here, 0 for others; -inf at the ids."""
+def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, stride, c, BLOCK: tl.constexpr):
+    """One row per program: found [rows, 4 + K] of `take_and_hide`, and -inf at the ids that are here."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.load(mask + row) != 0
     k = tl.arange(0, BLOCK)
@@ -134,8 +136,16 @@ def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, str
     of_target = tl.load(z_row + target, mask=(target >= 0) & (target < valid) & live, other=0.0).to(tl.float32)
     tl.debug_barrier()  # the target may be one of the ids
     tl.store(z_row + column, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), owned)
-    tl.store(found + row * (K + 1), of_target)
-    tl.store(found + row * (K + 1) + 1 + k, value, k < K)
+    peak = tl.max(tl.where(owned, value, float("-inf")), 0) * c
+    peak = tl.where(peak < FLOOR, FLOOR, peak)
+    shifted = tl.fma(value, c, -peak)
+    power = tl.where(owned, tl.exp2(shifted), 0.0)
+    share = found + row * (K + 4)
+    tl.store(share, peak)
+    tl.store(share + 1, tl.sum(power, 0))
+    tl.store(share + 2, tl.sum(power * tl.maximum(shifted, LOWEST), 0))
+    tl.store(share + 3, of_target)
+    tl.store(share + 4 + k, value, k < K)
 
 
 @triton.jit(do_not_specialize=["K"])

@@ -50,7 +50,9 @@ class TritonReader(EagerReader):
 
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """By a kernel."""
-        return bool(policy_loss.row) and triton_loss.fits_one_launch(z, policy_loss, self._vocabulary, entropy=entropy)
+        return policy_loss.is_by_token and triton_loss.fits_one_launch(
+            z, policy_loss, self._vocabulary, entropy=entropy
+        )
 
     def loss_and_gradient(
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool

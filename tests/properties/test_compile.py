@@ -17,6 +17,7 @@ import pytest
 REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
 FAST = [(151936, "bf16")]
 LOSSES = ("grpo", "dppo_kl+k3_weighted")  # the plain one; the longest row, a KL term and the bonus
+NAMES = 64  # ids of a row, where there is a divergence over a teacher's likeliest tokens
 SPILLS = {262144: 14}  # accesses, where part of a bfloat16 row is streamed; every other kernel has none
 ALL = [
     *FAST,
@@ -40,20 +41,23 @@ def compile_all(chip: int, names: list[str]) -> None:
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from megatron_pg.kernels import one_launch, rows
+    from megatron_pg.kernels import divergences, one_launch, rows
 
     for name in names:
         columns, dtype, loss = name.split(":")
         shape = one_launch.Shape.of_row(int(columns) * {"bf16": 2, "fp32": 4}[dtype])
         constants = shape.constants({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], entropy=True)
-        objective, _, estimator = loss.partition("+")
+        of_policy, _, form = loss.partition("|")
+        objective, _, estimator = of_policy.partition("+")
         constants |= {"ROW": getattr(rows, objective), "KL": getattr(rows, estimator, None), "BONUS": bool(estimator)}
+        constants |= {"FORM": getattr(divergences, form, None), "NUMBERS": divergences.numbers_of(0.3)}
+        constants |= {"TAIL_FLOOR": 1e-6, "RESTORED": bool(form), "NAMES": NAMES if form else 1}
         kernel = one_launch.one_launch_kernel
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1"}
         fields = ["old_logprobs", "advantages", "weights", "other_logprobs", "results"]
-        fields += ["kl_weights", "bonus_weights"]
-        types |= dict.fromkeys(fields, "*fp32")
-        types |= dict.fromkeys(["rows", "columns", "logits_stride", "gradients_stride", "zero"], "i32")
+        fields += ["kl_weights", "bonus_weights", "named_logits", "teacher_logprobs", "teacher_weights"]
+        types |= dict.fromkeys(fields, "*fp32") | {"ids": "*i32", "teacher_tails": "*fp64"}
+        types |= dict.fromkeys(["rows", "columns", "names", "logits_stride", "gradients_stride", "zero"], "i32")
         signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in kernel.arg_names}
         aligned = [
             n

@@ -3,13 +3,17 @@
 import math
 from dataclasses import replace
 
+import one_launch
 import pytest
 import topk_oracle
 import torch
 from compare import scalar_error, tensor_error
 from launch_count import counted
+from stream_terms import kl_and_entropy
 from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence
 
+from megatron_pg.batch import TokenFields
+from megatron_pg.batch.fields import StreamFields, TopK
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -94,6 +98,100 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "tail_gradient_kernel": 1}
     assert kernels == before | behind
     assert sum(found.values()) == 22
+
+
+def one_stream(kind: str, width: int, **terms) -> tuple[PolicyLoss, torch.Tensor]:
+    """A divergence over the tokens of the objective, KL and bonus beside it, and logits [20, 64], 16 of them padding.
+
+    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
+    """
+    parts = Parts.draw(20, 48, width, kind)
+    parts.fields.policy_mask[:8] = True  # those rows are trained
+    mask = parts.fields.policy_mask
+    logits = torch.randn(20, 64, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(48)[:width] for _ in range(20)]).int()
+    for row, gap in ((1, 20.0), (2, 60.0)):
+        logits[row] -= gap  # of the others: the interpreter's fma rounds twice, far from 0
+        logits[row, ids[row].long()] += gap
+    ids[3], ids[4, 1:] = -1, -1
+    targets = torch.where(mask, torch.randint(0, 48, (20,)), -100)
+    targets[[1, 2, 5]] = ids[[1, 2, 5], 0].long()
+    targets[6] = next((j for j in range(48) if j not in ids[6]), 0)
+    logprobs = torch.randn(20, width).log_softmax(dim=1) + math.log(0.9)
+    tails = torch.full((20,), 0.1, dtype=torch.float64)
+    tails[7] = 0.0
+    own = (logits[:, :48] / 0.8).log_softmax(dim=1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    logits[~mask], logits[:, 48:] = math.nan, 50.0
+    nobodys = [torch.where(mask[:, None], v, math.nan) for v in (logprobs, tails[:, None])]
+    nothing = torch.where(mask, torch.randn(20), math.nan)
+    stream = replace(parts.streams[0], on="rl")
+    others = kl_and_entropy(**terms)
+    weights = {each.name: torch.where(mask, torch.rand(20), math.nan) for each in (stream, *others)}
+    fields = TokenFields(
+        targets=targets,
+        mask=mask,
+        old_logprobs=own + 0.3 * nothing,
+        ref_logprobs=own - 0.2 * nothing,
+        advantages=nothing,
+        weights=torch.where(mask, torch.rand(20), 0),
+        teacher_topk=TopK(ids=ids, logprobs=nobodys[0], tails=nobodys[1][:, 0].double()),
+        streams={name: StreamFields(weights=each) for name, each in weights.items()},
+    )
+    objective = objective_of("reinforce_is")
+    streams = (*others[:1], stream, *others[1:])
+    return PolicyLoss(LossTerms(objective=objective, grad_divisor=8.0, streams=streams), fields), logits
+
+
+@pytest.mark.proof("One launch with a divergence over likeliest tokens, float32 per row, against float64: within 4e-6")
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("terms", [{}, {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.2}], ids=str)
+@pytest.mark.parametrize("kind", NAMES)
+def test_one_stream_goes_through_the_one_launch_kernel(kind, terms, inplace, monkeypatch, evidence):
+    """On a CPU its own work is done in torch, by its own functions of a row."""
+    if not CUDA:
+        one_launch.in_torch(monkeypatch)
+    for width in (1, 5, 33, 48):  # of 48
+        torch.manual_seed(width)
+        loss, logits = one_stream(kind, width, **terms)
+        vocabulary, found = Vocabulary.of(64, temperature=0.8, vocab_size=48), []
+        with counted(monkeypatch) as launches:
+            for impl in ("triton", "torch"):
+                leaf = (logits.float() if impl == "triton" else logits.float().double()).requires_grad_()
+                rows = leaf * 1
+                options = {"inplace": inplace and impl == "triton", "impl": impl, "grad_scale": 3.0, "entropy": True}
+                out = policy_gradient_loss(rows, loss, vocabulary, **options)
+                if impl == "triton" and not inplace:
+                    assert torch.equal(rows.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
+                (3 * out.loss).backward()
+                found.append((out, leaf.grad))
+        kernels = {name: n for name, n in launches.items() if name.endswith("_kernel")}
+        assert kernels == {"take_and_hide_kernel": 1, "one_launch_kernel": 1}
+        (out, gradient), (wanted, wanted_gradient) = found
+        assert scalar_error(float(out.loss.detach()), float(wanted.loss.detach()), 10.0) <= LIMITS["triton"]
+        for name in ("token_losses", "logprobs", "log_ratios", "entropy", "stream_losses", "student_mass"):
+            ours, theirs = getattr(out, name).double(), getattr(wanted, name)
+            assert ((ours - theirs).abs() <= LIMITS["triton"] * (1 + theirs.abs())).all(), (name, width)
+        scale = wanted_gradient.abs().amax(dim=1).clamp(min=0.1)  # below it what it is the difference of is larger
+        errors = (gradient - wanted_gradient).abs().amax(dim=1) / scale
+        assert errors.max() <= LIMITS["triton"], width
+    evidence(cases=80)
+
+
+def test_rows_that_one_launch_does_not_do_go_through_the_others(monkeypatch):
+    """A stream with tokens of its own, two of them, a set that is not trained."""
+    if not CUDA:
+        launches = one_launch.in_torch(monkeypatch)
+    (loss, logits), (other, _) = one_stream("topk_jsd", 5), one_stream("topk_forward_kl", 5)
+    own = {"topk_jsd": StreamFields(weights=loss.fields.weights, mask=loss.fields.mask)}
+    elsewhere = replace(loss.fields, streams={loss.terms.streams[0].name: own["topk_jsd"]})
+    two = replace(loss.terms, streams=(loss.terms.streams[0], replace(other.terms.streams[0], name="t1")))
+    assert loss.is_by_token
+    assert not replace(loss, fields=elsewhere).is_by_token
+    assert not replace(loss, terms=two).is_by_token
+    with torch.no_grad():
+        policy_gradient_loss(logits.float(), loss, Vocabulary.of(64, vocab_size=48), impl="triton")
+    assert CUDA or not launches
 
 
 # ---- Laws ----
