@@ -138,8 +138,8 @@ def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, str
     tl.store(z_row + column, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), owned)
     peak = tl.max(tl.where(owned, value, float("-inf")), 0) * c
     peak = tl.where(peak < FLOOR, FLOOR, peak)
-    shifted = tl.fma(value, c, -peak)
-    power = tl.where(owned, tl.exp2(shifted), 0.0)
+    shifted = tl.where(owned, tl.fma(value, c, -peak), LOWEST)
+    power = tl.exp2(shifted)
     share = found + row * (K + 4)
     tl.store(share, peak)
     tl.store(share + 1, tl.sum(power, 0))

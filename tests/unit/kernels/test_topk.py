@@ -9,11 +9,9 @@ import topk_oracle
 import torch
 from compare import scalar_error, tensor_error
 from launch_count import counted
-from stream_terms import kl_and_entropy
-from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence
+from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence, one_stream
 
-from megatron_pg.batch import TokenFields
-from megatron_pg.batch.fields import StreamFields, TopK
+from megatron_pg.batch.fields import StreamFields
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -98,48 +96,6 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "tail_gradient_kernel": 1}
     assert kernels == before | behind
     assert sum(found.values()) == 22
-
-
-def one_stream(kind: str, width: int, **terms) -> tuple[PolicyLoss, torch.Tensor]:
-    """A divergence over the tokens of the objective, KL and bonus beside it, and logits [20, 64], 16 of them padding.
-
-    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
-    """
-    parts = Parts.draw(20, 48, width, kind)
-    parts.fields.policy_mask[:8] = True  # those rows are trained
-    mask = parts.fields.policy_mask
-    logits = torch.randn(20, 64, dtype=torch.float64)
-    ids = torch.stack([torch.randperm(48)[:width] for _ in range(20)]).int()
-    for row, gap in ((1, 20.0), (2, 60.0)):
-        logits[row] -= gap  # of the others: the interpreter's fma rounds twice, far from 0
-        logits[row, ids[row].long()] += gap
-    ids[3], ids[4, 1:] = -1, -1
-    targets = torch.where(mask, torch.randint(0, 48, (20,)), -100)
-    targets[[1, 2, 5]] = ids[[1, 2, 5], 0].long()
-    targets[6] = next((j for j in range(48) if j not in ids[6]), 0)
-    logprobs = torch.randn(20, width).log_softmax(dim=1) + math.log(0.9)
-    tails = torch.full((20,), 0.1, dtype=torch.float64)
-    tails[7] = 0.0
-    own = (logits[:, :48] / 0.8).log_softmax(dim=1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    logits[~mask], logits[:, 48:] = math.nan, 50.0
-    nobodys = [torch.where(mask[:, None], v, math.nan) for v in (logprobs, tails[:, None])]
-    nothing = torch.where(mask, torch.randn(20), math.nan)
-    stream = replace(parts.streams[0], on="rl")
-    others = kl_and_entropy(**terms)
-    weights = {each.name: torch.where(mask, torch.rand(20), math.nan) for each in (stream, *others)}
-    fields = TokenFields(
-        targets=targets,
-        mask=mask,
-        old_logprobs=own + 0.3 * nothing,
-        ref_logprobs=own - 0.2 * nothing,
-        advantages=nothing,
-        weights=torch.where(mask, torch.rand(20), 0),
-        teacher_topk=TopK(ids=ids, logprobs=nobodys[0], tails=nobodys[1][:, 0].double()),
-        streams={name: StreamFields(weights=each) for name, each in weights.items()},
-    )
-    objective = objective_of("reinforce_is")
-    streams = (*others[:1], stream, *others[1:])
-    return PolicyLoss(LossTerms(objective=objective, grad_divisor=8.0, streams=streams), fields), logits
 
 
 @pytest.mark.proof("One launch with a divergence over likeliest tokens, float32 per row, against float64: within 4e-6")
