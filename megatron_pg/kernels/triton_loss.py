@@ -27,15 +27,14 @@ def triton_loss(
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad
     restriction = policy_loss.restriction(entropy)
-    ids = policy_loss.topk_ids
-    if ids is not None and logits.stride(0) < logits.shape[1]:
+    if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()  # where ids are hidden in rows, each has its own
     if policy_loss.is_by_token and trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
     fields = policy_loss.fields
     targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
-    if ids is not None:
+    if (ids := policy_loss.topk_ids) is not None:
         ids = ids.contiguous()
         outputs = topk_rows_of(logits, targets, mask, ids, vocabulary, inplace=inplace)
         return topk_loss(policy_loss, outputs, ids, vocabulary)

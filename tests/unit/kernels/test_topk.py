@@ -122,7 +122,7 @@ def test_one_stream_goes_through_the_one_launch_kernel(kind, terms, inplace, mon
                 (3 * out.loss).backward()
                 found.append((out, leaf.grad))
         kernels = {name: n for name, n in launches.items() if name.endswith("_kernel")}
-        assert kernels == {"take_and_hide_kernel": 1, "one_launch_kernel": 1}
+        assert kernels == {"take_and_hide_kernel": 1, "one_launch_kernel": 1, "rescale_kernel": 1}
         (out, gradient), (wanted, wanted_gradient) = found
         assert scalar_error(float(out.loss.detach()), float(wanted.loss.detach()), 10.0) <= LIMITS["triton"]
         for name in ("token_losses", "logprobs", "log_ratios", "entropy", "stream_losses", "student_mass"):
@@ -132,6 +132,23 @@ def test_one_stream_goes_through_the_one_launch_kernel(kind, terms, inplace, mon
         errors = (gradient - wanted_gradient).abs().amax(dim=1) / scale
         assert errors.max() <= LIMITS["triton"], width
     evidence(cases=80)
+
+
+@pytest.mark.usefixtures("on_the_device")
+def test_what_is_launched_where_one_launch_does_the_work(monkeypatch):
+    """Six, where the objective alone has four."""
+    if not CUDA:
+        one_launch.in_torch(monkeypatch)
+    taught, logits = one_stream("topk_jsd", 5)
+    totals = []
+    for loss in (taught, taught.without_topk):
+        leaf = logits.float().requires_grad_()
+        with counted(monkeypatch) as found:
+            rows = leaf.view_as(leaf)
+            out = policy_gradient_loss(rows, loss, Vocabulary.of(64), entropy=True)
+            torch.autograd.grad(out.loss, leaf)
+        totals.append(sum(found.values()))
+    assert totals == [6, 4]
 
 
 def test_rows_that_one_launch_does_not_do_go_through_the_others(monkeypatch):
