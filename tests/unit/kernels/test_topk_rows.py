@@ -7,7 +7,7 @@ import pytest
 import torch
 from topk_parts import NAMES, Parts
 
-from megatron_pg.kernels import Vocabulary, topk, topk_rows
+from megatron_pg.kernels import Vocabulary, topk, topk_rows, topk_triton
 from megatron_pg.kernels.topk import Slopes, TopKRows, topk_logprobs
 from megatron_pg.kernels.topk_loss import topk_loss
 from megatron_pg.kernels.vocab_parallel import log2_scale
@@ -131,3 +131,40 @@ def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
     gradients = [torch.autograd.grad(each.loss, by) for each, by in ((found, ours), (expected, theirs))]
     for mine, wanted in zip(*gradients, strict=True):
         assert error(mine, wanted) <= SINGLE
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("size", "width"), [(12, 12), (11, 4), (90, 33)])
+def test_the_gradient_of_every_shard_is_that_of_the_whole(ranks, size, width):
+    """Each rank's statistics and gradient by kernels from its own columns; NaN is in one row, which is NaN everywhere."""
+    torch.manual_seed(ranks + width)
+    logits, targets, mask, ids = rows_with_edges(size, width)
+    logits[6] = math.nan
+    logits, columns = logits.float(), -(-size // ranks)
+    own = vocabularies(columns, ranks, size)
+    padded = torch.nn.functional.pad(logits, (0, columns * ranks - size), value=50.0)
+    slices = [z.contiguous().to(DEVICE) for z in padded.chunk(ranks, dim=1)]
+    there = [each.to(DEVICE) for each in (targets, mask, ids)]
+    shares = torch.stack([topk_triton.statistics(z, *there, v) for z, v in zip(slices, own, strict=True)])
+    rows = topk_rows.combine(shares, *there, own[0])
+    has_tail = (ids >= 0).sum(dim=1) < size
+    slopes = Slopes(*(torch.randn(shape) for shape in (8, 8, ids.shape, 8)))  # 0 by what is not there
+    slopes = slopes._replace(by_head=slopes.by_head * (ids >= 0), by_tail=slopes.by_tail * has_tail)
+    given = Slopes(*(s.to(DEVICE) for s in slopes[:2]), *(s.double().to(DEVICE) for s in slopes[2:]))
+    gradients = [torch.full_like(z, math.nan) for z in slices]
+    for z, gradient, vocabulary in zip(slices, gradients, own, strict=True):
+        topk_triton.write_gradient(z, gradient, *there, rows, given, vocabulary)
+    found = torch.cat(gradients, dim=1).cpu()
+    assert not found[:, size:].any()
+    leaf = torch.where(mask[:, None], logits, 0).double().requires_grad_()
+    outputs = topk.topk_rows_of(leaf, targets, ids, Vocabulary.of(size, temperature=0.75))
+    head = torch.where((ids >= 0) & mask[:, None], outputs[2], 0)
+    tail = torch.where(has_tail, outputs[3], 0)
+    terms = [slopes.by_logprob * outputs[0], slopes.by_entropy * outputs[1], slopes.by_tail * tail]
+    total = torch.stack([torch.where(mask, each, 0) for each in terms]).sum()
+    total = total + (slopes.by_head * head).sum()
+    (expected,) = torch.autograd.grad(total, leaf)
+    for t in range(6 if width < size else 5):  # then the fifth has a target that is none
+        assert error(found[t, :size], expected[t]) <= 16 * SINGLE, t
+    assert not found[6].any()
+    assert found[7, :size].isnan().all()
