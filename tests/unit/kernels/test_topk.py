@@ -134,6 +134,42 @@ def test_one_stream_goes_through_the_one_launch_kernel(kind, terms, inplace, mon
     evidence(cases=80)
 
 
+@pytest.mark.skipif(not CUDA, reason="the one-launch kernel runs on a GPU only")
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [2048, 19008, 37984, 60000, 76800, 94208, 128256, 151936, 188416, 262144])
+def test_every_shape_of_the_one_launch_kernel(columns, dtype, inplace, monkeypatch):
+    """Several rows per program, masked ones among them: values, gradient, and the bits of the logits."""
+    for kind, width, terms in (("topk_jsd", 64, {}), ("topk_reverse_kl", 300, {"entropy_coef": 0.2})):
+        torch.manual_seed(columns)
+        loss, logits = one_stream(kind, width, 1500, columns - 32, 32, **terms)
+        vocabulary, found = Vocabulary.of(columns, temperature=0.8, vocab_size=columns - 32), []
+        logits = logits.to(dtype)
+        with counted(monkeypatch) as launches:
+            for impl in ("triton", "torch"):
+                for rows in range(0, 1500, 1500 if impl == "triton" else 250):  # float64 tables are large
+                    part = slice(rows, rows + (1500 if impl == "triton" else 250))
+                    leaf = logits[part].to(dtype if impl == "triton" else torch.float64).requires_grad_()
+                    table = leaf * 1
+                    options = {"inplace": inplace and impl == "triton", "impl": impl, "entropy": True}
+                    out = policy_gradient_loss(table, loss.at(part), vocabulary, **options)
+                    if impl == "triton" and not inplace:
+                        assert torch.equal(table.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
+                    out.loss.backward()
+                    found.append((out, leaf.grad.to(torch.float64 if impl == "triton" else dtype)))
+                    del table, leaf
+        assert launches["one_launch_kernel"] == 1
+        (out, gradient), *parts = found
+        for name in ("token_losses", "logprobs", "entropy", "stream_losses", "student_mass"):
+            wanted = torch.cat([getattr(part, name) for part, _ in parts], dim=-1)
+            assert ((getattr(out, name).double() - wanted).abs() <= 2e-5 * (1 + wanted.abs())).all(), (kind, name)
+        exact = torch.cat([part for _, part in parts]).double()  # rounded once, as ours
+        rounding = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}[dtype]
+        least = 2e-5 * exact.abs().amax(dim=1, keepdim=True).clamp(min=0.01)
+        assert ((gradient - exact).abs() <= rounding * exact.abs() + least).all(), kind
+
+
 @pytest.mark.usefixtures("on_the_device")
 def test_what_is_launched_where_one_launch_does_the_work(monkeypatch):
     """Six, where the objective alone has four."""
