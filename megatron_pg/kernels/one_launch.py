@@ -312,7 +312,7 @@ def _stream_gradients(
         start = ahead
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "names"])
 def one_launch_kernel(
     logits,
     gradients,
