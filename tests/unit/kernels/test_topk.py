@@ -187,6 +187,7 @@ def test_what_is_launched_where_one_launch_does_the_work(monkeypatch):
     assert totals == [6, 4]
 
 
+@pytest.mark.usefixtures("on_the_device")
 def test_rows_that_one_launch_does_not_do_go_through_the_others(monkeypatch):
     """A stream with tokens of its own, two of them, a set that is not trained."""
     if not CUDA:

@@ -63,7 +63,7 @@ def in_nats(shares: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to 1 + magnitude; both are not finite at the same places."""
-    found, expected = found.detach().cpu().double(), expected.detach().double()
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     assert torch.equal(found.isnan(), expected.isnan())
     infinite = expected.isinf()
     assert torch.equal(found[infinite], expected[infinite])
@@ -107,6 +107,7 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
     evidence(cases=8)
 
 
+@pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize(("size", "width"), [(12, 12), (11, 4), (90, 33)])
 def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
