@@ -102,6 +102,20 @@ class PolicyLoss:
         return None if has_more else self.terms.objective.row
 
     @property
+    def is_by_token(self) -> bool:
+        """Whether kernels have the whole loss of a token from its logits: it has a row, or would have without one top-k stream."""
+        rest, count = self.without_topk, sum(stream.reads_topk for stream in self.terms.streams)
+        return bool(rest.row) and count <= 1 and not self.terms.reads_sequences and self.fields.support is None
+
+    @property
+    def without_topk(self) -> "PolicyLoss":
+        """The loss without the streams over the teacher's likeliest tokens."""
+        if not self.terms.reads_topk:
+            return self
+        streams = tuple(stream for stream in self.terms.streams if not stream.reads_topk)
+        return PolicyLoss(replace(self.terms, streams=streams), self.fields)
+
+    @property
     def topk_ids(self) -> Tensor | None:
         """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
         if not self.terms.reads_topk:

@@ -97,17 +97,11 @@ def statistics(logits: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabul
     return torch.cat([moments(_with(scaled, ids, -torch.inf, vocabulary)), found], dim=1)
 
 
-def combine(
-    shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary, *, units: tuple[float, float] = (1.0, 1.0)
-) -> TopKRows:
-    """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary.
-
-    `units`: what makes nats of m and U, and z/tau of what stands for the logits of target and ids.
-    """
+def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRows:
+    """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary."""
     dtype = shares.dtype
     peaks, totals, moments_, _ = shares[..., :4].double().unbind(dim=2)
-    peaks, moments_ = peaks * units[0], moments_ * units[0]
-    found = shares[..., 3:].double().sum(dim=0) * units[1]  # a sum: a maximum would drop NaN
+    found = shares[..., 3:].double().sum(dim=0)  # a sum: a maximum would drop NaN
     target, head = found[:, 0], torch.where(ids >= 0, found[:, 1:], -torch.inf)
     tail_peak = peaks.amax(dim=0)
     offset = peaks - tail_peak

@@ -1,23 +1,16 @@
-"""`topk` by kernels: the ids are hidden in the logits while `vocab_parallel`'s kernel reads them, what is on [T, K] is torch.
+"""`topk` by kernels: the ids are hidden in the logits while `vocab_parallel`'s kernel reads them; what is on [T, K] is `topk_rows`'."""
 
-Statistics are in the log2 domain of `tiles` and come out of it before they are combined.
-"""
-
-import math
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.kernels import topk, vocab_parallel
-from megatron_pg.kernels.tiles import LOWEST
+from megatron_pg.kernels import vocab_parallel
+from megatron_pg.kernels.tiles import FLOOR, LOWEST
 from megatron_pg.kernels.topk import Slopes, TopKRows
+from megatron_pg.kernels.topk_rows import block_of, coefficients, combine
 from megatron_pg.kernels.vocab_parallel import UNROLL, launch_of, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
-
-_LN2 = math.log(2.0)
 
 
 def topk_rows_of(
@@ -25,7 +18,7 @@ def topk_rows_of(
 ) -> tuple[Tensor, ...]:
     """`TopKRows.outputs`, 0 where masked; differentiable. With `inplace` the backward writes the gradient over the logits."""
     stays_hidden = inplace and torch.is_grad_enabled() and logits.requires_grad
-    return _TopKRows.apply(logits, targets, mask, ids.contiguous(), vocabulary, inplace, stays_hidden)
+    return _TopKRows.apply(logits, targets, mask, ids, vocabulary, inplace, stays_hidden)
 
 
 class _TopKRows(torch.autograd.Function):
@@ -56,17 +49,9 @@ def statistics(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocab
 
     The ids are left hidden in the logits; `put` brings them back.
     """
-    found = take(logits, torch.cat([targets[:, None], ids], dim=1), mask, vocabulary)
-    put(logits, ids, mask, found.new_full((), -torch.inf).expand(ids.shape), vocabulary)
-    return torch.cat([vocab_parallel.statistics(logits, targets, mask, vocabulary)[:, :3], found], dim=1)
-
-
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRows:
-    """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary; 0 where masked."""
-    c = float(np.float32(log2_scale(vocabulary)))  # as kernels have it
-    rows = topk.combine(shares, targets, ids, vocabulary, units=(_LN2, c * _LN2))
-    found = (torch.where(mask[:, None] if values.dim() == 2 else mask, values, 0) for values in rows)
-    return TopKRows(*found)._replace(tail_peaks=shares[..., 0].amax(dim=0))
+    shares = take_and_hide(logits, targets, mask, ids, vocabulary)
+    shares[:, :3] = vocab_parallel.statistics(logits, targets, mask, vocabulary)[:, :3]
+    return shares
 
 
 def write_gradient(
@@ -80,8 +65,7 @@ def write_gradient(
     vocabulary: Vocabulary,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits, whether the ids are hidden in those or not."""
-    found = topk.coefficients(targets, ids, rows, slopes, vocabulary)
-    factors = torch.stack([found.outside, found.by_x * _LN2, found.at_target], dim=1).float()
+    factors, named = coefficients(targets, mask, ids, rows, slopes, vocabulary)
     block = launch_of(logits)
     blocks = triton.cdiv(logits.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
     tail_gradient_kernel[(len(logits) * blocks,)](
@@ -100,14 +84,24 @@ def write_gradient(
         log2_scale(vocabulary),
         **block,
     )
-    put(gradient, ids, mask, found.named.float(), vocabulary)
+    put(gradient, ids, mask, named, vocabulary)
 
 
-def take(logits: Tensor, ids: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, K] float32 logits of the ids that are in this rank's columns, 0 for others and masked rows."""
-    found = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-    take_kernel[(len(ids),)](
-        logits, ids, mask, found, ids.shape[1], vocabulary.valid, vocabulary.first, logits.stride(0), **_block(ids)
+def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[T, 4 + K] float32: m, s, t of `tiles` of the ids alone, then the logits of target and ids, 0 if not here; the ids' become -inf."""
+    found = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
+    take_and_hide_kernel[(len(ids),)](
+        logits,
+        targets,
+        mask,
+        ids,
+        found,
+        ids.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        logits.stride(0),
+        log2_scale(vocabulary),
+        **block_of(ids),
     )
     return found
 
@@ -124,24 +118,34 @@ def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vo
         vocabulary.first,
         table.stride(0),
         *values.stride(),
-        **_block(ids),
+        **block_of(ids),
     )
 
 
-def _block(ids: Tensor) -> dict[str, int]:
-    block = triton.next_power_of_2(ids.shape[1])
-    return {"BLOCK": block, "num_warps": max(min(block // 64, 8), 1)}
-
-
 @triton.jit(do_not_specialize=["K"])
-def take_kernel(logits, ids, mask, found, K, valid, first, stride, BLOCK: tl.constexpr):
-    """One row per program: found [rows, K] = the logits of the ids that are here, 0 for others."""
+def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, stride, c, BLOCK: tl.constexpr):
+    """One row per program: found [rows, 4 + K] of `take_and_hide`, and -inf at the ids that are here."""
     row = tl.program_id(0).to(tl.int64)
+    live = tl.load(mask + row) != 0
     k = tl.arange(0, BLOCK)
     column = tl.load(ids + row * K + k, k < K, -1) - first
-    owned = (column >= 0) & (column < valid) & (tl.load(mask + row) != 0)
-    value = tl.load(logits + row * stride + column, mask=owned, other=0.0).to(tl.float32)
-    tl.store(found + row * K + k, value, k < K)
+    owned = (column >= 0) & (column < valid) & live
+    z_row = logits + row * stride
+    value = tl.load(z_row + column, mask=owned, other=0.0).to(tl.float32)
+    target = tl.load(targets + row) - first
+    of_target = tl.load(z_row + target, mask=(target >= 0) & (target < valid) & live, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # the target may be one of the ids
+    tl.store(z_row + column, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), owned)
+    peak = tl.max(tl.where(owned, value, float("-inf")), 0) * c
+    peak = tl.where(peak < FLOOR, FLOOR, peak)
+    shifted = tl.where(owned, tl.fma(value, c, -peak), LOWEST)
+    power = tl.exp2(shifted)
+    share = found + row * (K + 4)
+    tl.store(share, peak)
+    tl.store(share + 1, tl.sum(power, 0))
+    tl.store(share + 2, tl.sum(power * tl.maximum(shifted, LOWEST), 0))
+    tl.store(share + 3, of_target)
+    tl.store(share + 4 + k, value, k < K)
 
 
 @triton.jit(do_not_specialize=["K"])

@@ -11,7 +11,7 @@ from megatron_pg.declarations.one_launch import Path, path_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.support_triton import support_rows_of
 from megatron_pg.kernels.surrogate import surrogate_loss
-from megatron_pg.kernels.topk import topk_logprobs
+from megatron_pg.kernels.topk_loss import topk_loss
 from megatron_pg.kernels.topk_triton import topk_rows_of
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -27,18 +27,17 @@ def triton_loss(
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad
     restriction = policy_loss.restriction(entropy)
-    is_by_token = policy_loss.row and restriction is None and not policy_loss.terms.reads_sequences
-    if is_by_token and trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
+    if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
+        logits = logits.contiguous()  # where ids are hidden in rows, each has its own
+    if policy_loss.is_by_token and trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
     fields = policy_loss.fields
     targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
     if (ids := policy_loss.topk_ids) is not None:
-        rows = (
-            logits if logits.stride(0) >= logits.shape[1] else logits.contiguous()
-        )  # where ids are hidden, each its own
-        logprobs, entropies, head, tail = topk_rows_of(rows, targets, mask, ids, vocabulary, inplace=inplace)
-        return policy_loss(logprobs, entropies, topk_logprobs(head, tail, ids, vocabulary))
+        ids = ids.contiguous()
+        outputs = topk_rows_of(logits, targets, mask, ids, vocabulary, inplace=inplace)
+        return topk_loss(policy_loss, outputs, ids, vocabulary)
     if restriction is not None:
         logprobs, entropies = support_rows_of(logits, targets, mask, restriction, vocabulary, inplace=inplace)
     else:
@@ -80,8 +79,9 @@ class _OneLaunch(torch.autograd.Function):
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
         ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
         per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy, found.stream_losses
-        ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
-        return found.loss, *per_token
+        known = (values for values in (*per_token, found.student_mass) if values is not None)
+        ctx.mark_non_differentiable(*known)
+        return found.loss, *per_token, None, None, None, found.student_mass
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -126,12 +126,14 @@ def policy_gradient_head_loss(  # noqa: D417
 def _loss_of(
     policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary, impl: str
 ) -> PolicyGradientLoss:
-    """`loss_of`, in one launch or two where kernels have the objective's row."""
-    if impl == "torch" or not policy_loss.row:
+    """`loss_of`, in few launches where kernels have the objective's row or a divergence over the teacher's likeliest tokens."""
+    ids = policy_loss.topk_ids
+    if impl == "torch" or not (policy_loss.row or ids is not None):
         return loss_of(policy_loss, outputs, vocabulary)
     from megatron_pg.kernels.surrogate import surrogate_loss  # torch alone must not need Triton
+    from megatron_pg.kernels.topk_loss import topk_loss
 
-    return surrogate_loss(policy_loss, *outputs)
+    return surrogate_loss(policy_loss, *outputs) if ids is None else topk_loss(policy_loss, outputs, ids, vocabulary)
 
 
 def _named(policy_loss: PolicyLoss, entropy: bool) -> Tensor | Restriction | None:

@@ -50,9 +50,12 @@ class EagerReader:
         """The loss of a chunk, and its derivatives by the outputs of its rows."""
         with torch.enable_grad():
             outputs = [values.detach().requires_grad_() for values in rows.outputs]
-            found = loss_of(policy_loss, outputs, self._vocabulary)
+            found = self._loss(policy_loss, outputs)
             slopes = torch.autograd.grad(found.loss, outputs, materialize_grads=True, allow_unused=True)
         return replace(found, loss=found.loss.detach()), slopes
+
+    def _loss(self, policy_loss: PolicyLoss, outputs: Sequence[Tensor]) -> PolicyGradientLoss:
+        return loss_of(policy_loss, outputs, self._vocabulary)
 
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
         """The gradient of the logits from those derivatives; `out` may be `z`."""

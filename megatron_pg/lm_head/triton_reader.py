@@ -1,5 +1,6 @@
 """What reads a chunk's logits by the Triton kernels. Imported where they are asked for: torch alone must not need Triton."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_pg.kernels.support import Restriction, SupportRows
 from megatron_pg.kernels.surrogate import surrogate_and_slopes
 from megatron_pg.kernels.topk import Slopes as TopKSlopes
 from megatron_pg.kernels.topk import TopKRows
+from megatron_pg.kernels.topk_loss import topk_loss
 from megatron_pg.lm_head.readers import EagerReader, Slopes
 
 
@@ -48,7 +50,9 @@ class TritonReader(EagerReader):
 
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """By a kernel."""
-        return bool(policy_loss.row) and triton_loss.fits_one_launch(z, policy_loss, self._vocabulary, entropy=entropy)
+        return policy_loss.is_by_token and triton_loss.fits_one_launch(
+            z, policy_loss, self._vocabulary, entropy=entropy
+        )
 
     def loss_and_gradient(
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
@@ -79,13 +83,16 @@ class TritonTopKReader(TritonReader):
         return topk_triton.statistics(z, *self._rows(chunk), self._ids[chunk], self._vocabulary)
 
     def combine(self, shares: Tensor, chunk: slice) -> Any:
-        """On [tp, c, 4 + K]."""
+        """By a kernel."""
         return topk_triton.combine(shares, *self._rows(chunk), self._ids[chunk], self._vocabulary)
 
     def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
         """By kernels."""
         where = *self._rows(chunk), self._ids[chunk]
         topk_triton.write_gradient(z, out, *where, rows, TopKSlopes(*slopes), self._vocabulary)
+
+    def _loss(self, policy_loss: PolicyLoss, outputs: Sequence[Tensor]) -> PolicyGradientLoss:
+        return topk_loss(policy_loss, outputs, policy_loss.topk_ids, self._vocabulary)
 
 
 class TritonSupportReader(TritonReader):

@@ -36,6 +36,10 @@ class _Language:
     abs, sqrt, sigmoid = (staticmethod(each) for each in (torch.abs, torch.sqrt, torch.sigmoid))
     maximum, minimum = staticmethod(torch.maximum), staticmethod(torch.minimum)
 
+    def fma(self, x: Tensor, y: Any, z: Any) -> Tensor:
+        """x y + z, rounded once."""
+        return (x.double() * y + z).to(self._dtype)
+
     def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
         """As torch's, which would make two numbers float32."""
         x, y = (v if isinstance(v, Tensor) else torch.tensor(v, dtype=self._dtype) for v in (x, y))

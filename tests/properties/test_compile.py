@@ -16,7 +16,9 @@ import pytest
 
 REGISTERS, SHARED_BYTES, RESERVED = 65536, 233472, 1024  # of a Hopper multiprocessor; shared memory kept per program
 FAST = [(151936, "bf16")]
-LOSSES = ("grpo", "dppo_kl+k3_weighted")  # the plain one; the longest row, a KL term and the bonus
+# the plain one; the longest row, a KL term and the bonus; with a divergence over likeliest tokens, the longest with all
+LOSSES = ("grpo", "dppo_kl+k3_weighted", "grpo|forward_kl", "dppo_kl+k3_weighted|jsd")
+NAMES = 64  # ids of a row, where there is a divergence over a teacher's likeliest tokens
 SPILLS = {262144: 14}  # accesses, where part of a bfloat16 row is streamed; every other kernel has none
 ALL = [
     *FAST,
@@ -27,6 +29,7 @@ ALL = [
 ]
 
 
+TAUGHT = 48  # once a row, between its two passes, with a divergence over likeliest tokens; none at the sizes of `FAST`
 FEW = 20  # spills with a Triton that the sizes are not tuned for, where three launches do the work
 CHIPS = (80, 90, 100, 120)  # compute capabilities, of the kernel alone; whether a program fits is asked on the chip
 RELEASES = sorted((Path(sys.executable).parents[1]).glob("triton-*"))
@@ -40,20 +43,23 @@ def compile_all(chip: int, names: list[str]) -> None:
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from megatron_pg.kernels import one_launch, rows
+    from megatron_pg.kernels import divergences, one_launch, rows
 
     for name in names:
         columns, dtype, loss = name.split(":")
         shape = one_launch.Shape.of_row(int(columns) * {"bf16": 2, "fp32": 4}[dtype])
         constants = shape.constants({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], entropy=True)
-        objective, _, estimator = loss.partition("+")
+        of_policy, _, form = loss.partition("|")
+        objective, _, estimator = of_policy.partition("+")
         constants |= {"ROW": getattr(rows, objective), "KL": getattr(rows, estimator, None), "BONUS": bool(estimator)}
+        constants |= {"FORM": getattr(divergences, form, None), "NUMBERS": divergences.numbers_of(0.3)}
+        constants |= {"TAIL_FLOOR": 1e-6, "RESTORED": bool(form), "NAMES": NAMES if form else 1}
         kernel = one_launch.one_launch_kernel
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1"}
         fields = ["old_logprobs", "advantages", "weights", "other_logprobs", "results"]
-        fields += ["kl_weights", "bonus_weights"]
-        types |= dict.fromkeys(fields, "*fp32")
-        types |= dict.fromkeys(["rows", "columns", "logits_stride", "gradients_stride", "zero"], "i32")
+        fields += ["kl_weights", "bonus_weights", "named_logits", "teacher_logprobs", "teacher_weights"]
+        types |= dict.fromkeys(fields, "*fp32") | {"ids": "*i32", "teacher_tails": "*fp64"}
+        types |= dict.fromkeys(["rows", "columns", "names", "logits_stride", "gradients_stride", "zero"], "i32")
         signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in kernel.arg_names}
         aligned = [
             n
@@ -85,12 +91,16 @@ def compile_all(chip: int, names: list[str]) -> None:
 
 
 @pytest.mark.proof(
-    "Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more), 16-byte accesses, programs fit"
+    "Kernels compiled for sm_90: no spills (but in bfloat16 rows of 188,432 columns and more, and once a row with likeliest "
+    "tokens), 16-byte accesses, programs fit"
 )
 def test_the_one_launch_kernel_fits_the_chip(full, evidence):
     found = compiled(90, [f"{columns}:{dtype}:{loss}" for columns, dtype in (ALL if full else FAST) for loss in LOSSES])
     for kernel in found:
-        assert kernel["spills"] <= SPILLS.get(int(kernel["name"].split(":")[0]), 0), kernel
+        columns, dtype, loss = kernel["name"].split(":")
+        is_tight = "|" in loss and (int(columns), dtype) not in FAST
+        most = TAUGHT if is_tight else SPILLS.get(int(columns), 0)
+        assert kernel["spills"] <= most, kernel
         assert kernel["registers"] * kernel["threads"] * kernel["programs"] <= REGISTERS, kernel
         assert (kernel["shared"] + RESERVED) * kernel["programs"] <= SHARED_BYTES, kernel
         assert kernel["wide_stores"] > 0, kernel
@@ -107,7 +117,8 @@ def test_it_compiles_for_other_chips_and_with_other_releases(full, evidence):
     names = [f"{columns}:bf16:{loss}" for columns in (19008, 37984, 151936) for loss in LOSSES][: None if full else 1]
     for chip, path in cases:
         for kernel in compiled(chip, names, path):
-            assert kernel["spills"] <= (0 if path is None else FEW), (chip, path, kernel)
+            most = TAUGHT if "|" in kernel["name"] else 0 if path is None else FEW
+            assert kernel["spills"] <= most, (chip, path, kernel)
             assert kernel["wide_stores"] > 0, (chip, path, kernel)
             assert kernel["wide_copies"] > 0, (chip, path, kernel)
             assert kernel["narrow_copies"] == 0, (chip, path, kernel)

@@ -1,9 +1,10 @@
 """A micro-batch's token fields with divergences over a teacher's likeliest tokens, and their loss written out in float64."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from stream_terms import kl_and_entropy
 from torch import Tensor
 
 from megatron_pg.batch import TokenFields
@@ -124,3 +125,46 @@ def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     if kind == "topk_skew_reverse":
         return kl(q, log_q, SHARE * q + (1 - SHARE) * p)
     return (q * (log_q - log_p) - q + p).sum()
+
+
+def one_stream(
+    kind: str, width: int, rows: int = 20, size: int = 48, padding: int = 16, **terms
+) -> tuple[PolicyLoss, Tensor]:
+    """A divergence over the tokens of the objective, KL and bonus beside it, and logits [rows, size + padding].
+
+    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
+    """
+    mask = torch.rand(rows) < 0.6
+    mask[:8] = True  # the rows of which something is known
+    logits = torch.randn(rows, size + padding, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(size)[:width] for _ in range(rows)]).int()
+    for row, gap in ((1, 20.0), (2, 60.0)):
+        logits[row] -= gap  # of the others: the interpreter's fma rounds twice, far from 0
+        logits[row, ids[row].long()] += gap
+    ids[3], ids[4, 1:] = -1, -1
+    targets = torch.where(mask, torch.randint(0, size, (rows,)), -100)
+    targets[[1, 2, 5]] = ids[[1, 2, 5], 0].long()
+    targets[6] = next((j for j in range(size) if j not in ids[6]), 0)
+    logprobs = torch.randn(rows, width).log_softmax(dim=1) + math.log(0.9)
+    tails = torch.full((rows,), 0.1, dtype=torch.float64)
+    tails[7] = 0.0
+    own = (logits[:, :size] / 0.8).log_softmax(dim=1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    logits[~mask], logits[:, size:] = math.nan, 50.0
+    nobodys = [torch.where(mask[:, None], v, math.nan) for v in (logprobs, tails[:, None])]
+    advantages = torch.where(mask, torch.randn(rows), math.nan)
+    stream, others = replace(streams_of(kind)[0], on="rl"), kl_and_entropy(**terms)
+    weights = {each.name: torch.where(mask, torch.rand(rows), math.nan) for each in (stream, *others)}
+    fields = TokenFields(
+        targets=targets,
+        mask=mask,
+        old_logprobs=own + 0.3 * advantages,
+        ref_logprobs=own - 0.2 * advantages,
+        advantages=advantages,
+        weights=torch.where(mask, torch.rand(rows), 0),
+        teacher_topk=TopK(ids=ids, logprobs=nobodys[0], tails=nobodys[1][:, 0].double()),
+        streams={name: StreamFields(weights=each) for name, each in weights.items()},
+    )
+    streams = (*others[:1], stream, *others[1:])
+    return PolicyLoss(
+        LossTerms(objective=objective_of("reinforce_is"), grad_divisor=8.0, streams=streams), fields
+    ), logits

@@ -1,9 +1,13 @@
 """The fused head with streams, against all their losses written out in float64."""
 
+from dataclasses import replace
+
+import one_launch
 import pytest
 import torch
 from compare import tensor_error
 from stream_parts import Parts
+from topk_parts import NAMES, one_stream
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -41,3 +45,27 @@ def test_the_gradients_of_streams_are_those_of_their_losses(dtype, impl, mode, m
     assert tensor_error(out.loss.detach(), loss.detach()) <= LIMITS[dtype]
     for ours, theirs in zip(found, wanted, strict=True):
         assert tensor_error(ours.grad, theirs.grad) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("how", ["three launches", "one launch", "recompute"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_divergence_over_likeliest_tokens_beside_the_objective(kind, how, monkeypatch):
+    """With KL and bonus, in float32 by kernels, against torch in float64; the one-launch kernel's own work is done in torch."""
+    launches = one_launch.in_torch(monkeypatch) if how == "one launch" and not CUDA else []
+    monkeypatch.setattr(products, "chunk_rows", lambda *_: 4)
+    with torch.device(DEVICE):
+        torch.manual_seed(0)
+        policy_loss, _ = one_stream(kind, 5, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.2)
+        fields, drawn = policy_loss.fields, [torch.randn(20, HIDDEN), torch.randn(64, HIDDEN) * HIDDEN**-0.5]
+        near = torch.where(fields.mask, -4 + 0.3 * fields.advantages, torch.nan)
+        policy_loss = replace(policy_loss, fields=replace(fields, old_logprobs=near, ref_logprobs=near - 0.1))
+    vocabulary, found = Vocabulary.of(64, temperature=0.7, vocab_size=48), []
+    for impl, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        leaves = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
+        head = Head(mode="recompute" if how == "recompute" else "forward", impl=impl)
+        out = policy_gradient_head_loss(*leaves, policy_loss, vocabulary, head, grad_scale=3.0, entropy=True)
+        (3 * out.loss).backward()
+        found.append([out.loss.detach(), out.stream_losses, out.student_mass, out.entropy, *(v.grad for v in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        assert tensor_error(ours, theirs) <= LIMITS[torch.float32]
+    assert bool(launches) == (how == "one launch" and not CUDA)
