@@ -34,6 +34,8 @@ class Arm:
     flags: str
     start: str = "start"
     teacher: str | None = None  # the run whose policy it is distilled from
+    processes: int = 1  # GPUs, or processes over gloo
+    cached: bool = True  # whether the sampler can keep keys and values
 
 
 ARMS = {
@@ -42,7 +44,10 @@ ARMS = {
     "prompt_mean": Arm("--loss-aggregation prompt_mean"),
     "sample_mean": Arm("--loss-aggregation sample_mean"),
     "token_mean-32-rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 32"),
-    "token_mean-256-rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 256"),
+    "token_mean-whole-step": Arm(f"{TOKEN_MEAN} --micro-batch-size {{step}}"),
+    "dp4": Arm(TOKEN_MEAN, processes=4),
+    "tp2-dp2": Arm(f"{TOKEN_MEAN} --tensor-model-parallel-size 2", processes=4),
+    "cp2": Arm(f"{TOKEN_MEAN} --context-parallel-size 2", processes=2, cached=False),
     "means-of-4": Arm(f"{TOKEN_MEAN} --microbatch-means 4"),
     "means-of-32": Arm(f"{TOKEN_MEAN} --microbatch-means 32"),
     "float32-head": Arm(f"{TOKEN_MEAN} --fp32-lm-head"),
@@ -60,7 +65,8 @@ ARMS = {
 }
 EXPERIMENTS = {
     "aggregation": ("constant", "token_mean", "prompt_mean", "sample_mean"),
-    "microbatches": ("token_mean", "token_mean-32-rows", "token_mean-256-rows", "means-of-32", "means-of-4"),
+    "microbatches": ("token_mean", "token_mean-32-rows", "token_mean-whole-step", "means-of-32", "means-of-4"),
+    "layouts": ("token_mean", "dp4", "tp2-dp2", "cp2"),
     "head": ("token_mean", "float32-head"),
     "objectives": ("grpo-4-steps", "gspo-4-steps", "cispo-4-steps"),
     "top_p": ("top-p-replayed", "top-p-engine", "top-p-recomputed"),
@@ -75,6 +81,8 @@ class Scale:
 
     launcher: str
     flags: str
+    step: int  # samples of an optimizer step
+    cached: str  # where the launcher does not decide by CACHED
     start: str
     arms: str
     student: str  # its sizes, and those of its teacher where it has one
@@ -84,6 +92,8 @@ class Scale:
 SCALES = {
     "gpu": Scale(
         launcher="launch_gpu.sh",
+        step=256,
+        cached="",
         flags="--exact-match-interval 25 --exact-match-prompts 256",
         start="--warm-up-iters 600 --train-iters 600 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 30",
         arms="--warm-up-iters 600 --train-iters 800 --lr 5e-5 --min-lr 5e-5 --lr-decay-style constant --lr-warmup-iters 0",
@@ -92,10 +102,12 @@ SCALES = {
     ),
     "cpu": Scale(
         launcher="launch_cpu.sh",
-        flags="--task list_programs --cached-sampling --seq-length 48 --max-position-embeddings 48 --vocab-size 20 "
-        "--prompts-per-rollout 16 --group-size 16 --global-batch-size 256 --exact-match-interval 50 --exact-match-prompts 256",
-        start="--warm-up-iters 350 --train-iters 350 --lr 2e-3 --min-lr 4e-4 --lr-warmup-iters 20",
-        arms="--warm-up-iters 350 --train-iters 500 --lr 4e-4 --min-lr 4e-4 --lr-decay-style constant --lr-warmup-iters 0",
+        step=128,
+        cached="--cached-sampling",
+        flags="--task list_programs --seq-length 48 --max-position-embeddings 48 --vocab-size 20 "
+        "--prompts-per-rollout 16 --global-batch-size 128 --exact-match-interval 50 --exact-match-prompts 512",
+        start="--warm-up-iters 700 --train-iters 700 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20",
+        arms="--warm-up-iters 700 --train-iters 950 --lr 2e-4 --min-lr 2e-4 --lr-decay-style constant --lr-warmup-iters 0",
         student="--num-layers 2 --hidden-size 48 --num-attention-heads 2",
         teacher="--teacher-num-layers 3 --teacher-hidden-size 96",
     ),
@@ -132,7 +144,7 @@ class Runs:
             return
         folder = self.of(name, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        code = self._launch(folder, self._flags(name, seed, folder / "saved"))
+        code = self._launch(folder, self._flags(name, seed, folder / "saved"), ARMS.get(name, Arm("")))
         if code == 0:
             if name in ARMS and name not in {arm.teacher for arm in ARMS.values()}:
                 shutil.rmtree(folder / "saved")
@@ -150,21 +162,24 @@ class Runs:
         if name in STARTS:
             sizes = self.scale.student if name == "student" else ""
             return shlex.split(
-                f"{flags} {self.scale.start} {sizes} {TOKEN_MEAN} --save-interval 1000 {self._start_flags}"
+                f"{flags} {self.scale.cached} {self.scale.start} {sizes} {TOKEN_MEAN} --save-interval 1000 {self._start_flags}"
             )
         arm = ARMS[name]
         begun = (saved / "latest_checkpointed_iteration.txt").exists()
         load = saved if begun else self.of(arm.start, seed) / "saved"
-        flags += f" {self.scale.arms} {arm.flags} --save-interval 100 --override-opt_param-scheduler"
+        flags += f" {self.scale.arms} {arm.flags.format(step=self.scale.step)} --save-interval 100 --override-opt_param-scheduler"
         flags += f" --load {shlex.quote(str(load))} {'' if begun else '--no-load-optim'}"
+        if arm.cached:
+            flags += f" {self.scale.cached}"
         if arm.start == "student":
             flags += f" {self.scale.student}"
         if arm.teacher is not None:
             flags += f" --teacher {shlex.quote(str(self.of(arm.teacher, seed) / 'saved'))} {self.scale.teacher}"
         return shlex.split(f"{flags} {self._arm_flags}")
 
-    def _launch(self, folder: Path, flags: list[str]) -> int:
-        environment = os.environ | {"PYTHON": sys.executable, "RUN_DIR": str(folder), "PROCESSES": "1"}
+    def _launch(self, folder: Path, flags: list[str], arm: Arm) -> int:
+        environment = os.environ | {"PYTHON": sys.executable, "RUN_DIR": str(folder)}
+        environment |= {"PROCESSES": str(arm.processes), "CACHED": "1" if arm.cached else ""}
         command = ["bash", str(ROOT / "examples" / self.scale.launcher), *flags]
         with (folder / "output.txt").open("a") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -220,6 +235,7 @@ COLUMNS = {  # metric: its name in a table, its style
 }
 PANELS = ("reward", "exact_match", "length_of_right", "length_of_wrong")
 FURTHER_PANELS = {
+    "layouts": ("reward", "exact_match", "response_length", "grad_norm"),
     "head": ("reward", "exact_match", "mean_abs_log_ratio", "clipped_ratio_fraction"),
     "objectives": ("reward", "exact_match", "response_length", "clipped_ratio_fraction"),
     "top_p": ("reward", "exact_match", "response_length", "entropy"),
@@ -280,6 +296,21 @@ def _mean(values: list[float | None]) -> float:
     return sum(there) / len(there) if there else math.nan
 
 
+def agreement_of(runs: Runs, experiment: str, seeds: list[int]) -> str:
+    """For how many steps an arm is the first one's run: the same rewards, and how far gradient norms differ on them at most."""
+    first, *others = EXPERIMENTS[experiment]
+    lines = []
+    for name in others:
+        for seed in seeds:
+            if not (runs.is_done(first, seed) and runs.is_done(name, seed)):
+                continue
+            pairs = list(zip(records_of(runs.of(first, seed)), records_of(runs.of(name, seed)), strict=True))
+            same = next((k for k, (a, b) in enumerate(pairs) if a["reward"] != b["reward"]), len(pairs))
+            apart = max((abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs[:same]), default=math.nan)
+            lines.append(f"`{name}`, seed {seed}: {same} of {len(pairs)} steps, gradient norms {apart:.1e}")
+    return "\n".join(lines)
+
+
 def draw(curves: dict[str, dict[str, dict[str, list[float | None]]]], experiment: str, path: Path) -> None:
     """One line per arm, the mean over seeds, between the least and the largest."""
     import matplotlib
@@ -315,6 +346,8 @@ def show(runs: Runs, experiments: list[str], seeds: list[int], folder: Path) -> 
     for experiment in experiments:
         curves = curves_of(runs, experiment, seeds)
         print(f"## {experiment}\n\n{table_of(curves)}\n")
+        if experiment in ("layouts", "microbatches"):
+            print(f"The same rewards as `{EXPERIMENTS[experiment][0]}` for\n{agreement_of(runs, experiment, seeds)}\n")
         if curves:
             (folder / f"{experiment}.json").write_text(json.dumps({"every": EVERY, "curves": curves}), encoding="utf-8")
             draw(curves, experiment, folder / f"{experiment}.png")

@@ -72,6 +72,12 @@ def test_every_style_of_a_program_is_right_and_fits(digits, most_operations):
     assert len(lengths) > most_operations
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_prompts_and_draws_of_a_step_do_not_depend_on_the_ranks_that_share_it(sampled_by_ranks, size):
+    assert sampled_by_ranks[str(size)] == sampled_by_ranks["1"]
+    assert len({tuple(tokens) for tokens in sampled_by_ranks["1"]}) > 100
+
+
 def test_attention_over_gathered_keys_keeps_to_documents_and_to_the_window_of_its_layer():
     config = SimpleNamespace(kv_channels=4, window_size=(2, 0), window_attn_skip_freq=2)
     windows = [AllGatherAttention(config, layer_number=number).reach for number in (1, 2, 3)]
@@ -117,6 +123,35 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
         run_folder.continue_rollouts(path, 0).close()
     assert len(read_rollouts(tmp_path / "rollouts.jsonl.2")) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rollouts.jsonl", "rollouts.jsonl.1", "rollouts.jsonl.2"]
+
+
+@launches.launch
+def sampled_by_ranks(folder, full):
+    """Rollouts of a policy that does not look at its prompts, by 1, 2 and 4 ranks, in the order of the step."""
+    code = (
+        "import json, sys, types, torch, cpu_megatron\n"
+        "cpu_megatron.enable()\n"
+        "import sampling, task_samples\n"
+        "class Uniform(sampling.Policy):\n"
+        "    def _reader(self, prompts, max_tokens):\n"
+        "        return lambda responses, rows: torch.full((len(rows), 20), 1 / 20).log()\n"
+        "sampling._shares_experts = lambda model: False\n"
+        "args = types.SimpleNamespace(task='list_programs', prompts_per_rollout=8, group_size=16, top_p=1.0)\n"
+        "found = {}\n"
+        "for size in (1, 2, 4):\n"
+        "    found[size] = []\n"
+        "    for rank in range(size):\n"
+        "        task_samples.mpu.get_data_parallel_rank = lambda: rank\n"
+        "        task_samples.mpu.get_data_parallel_world_size = lambda: size\n"
+        "        policy = Uniform([None], width=48, temperature=1.0)\n"
+        "        samples = task_samples.rollout(policy, 3, args, torch.Generator().manual_seed(1))\n"
+        "        found[size] += [sample.tokens.tolist() for sample in samples]\n"
+        "print('FOUND', json.dumps(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "examples", capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.split("FOUND")[1])
 
 
 @launches.launch

@@ -72,7 +72,16 @@ def test_loss_and_gradient_are_those_of_the_kept_tokens(impl, inplace, size, ent
     assert out.entropy is None if not bonus else tensor_error(out.entropy, entropies) <= limit
     assert tensor_error(gradient, wanted) <= limit
     if not bonus:
-        assert not gradient[wanted == 0].any(), "a gradient outside the support"
+        assert not gradient[outside(parts, gradient)].any(), "a gradient outside the support"
+
+
+def outside(parts: Parts, table: torch.Tensor) -> torch.Tensor:
+    """Where a row with a set has nothing to do with its loss, and all of a masked row."""
+    found = torch.zeros_like(table, dtype=torch.bool)
+    for t, (own, is_trained) in enumerate(zip(parts.sets, parts.fields.mask.tolist(), strict=True)):
+        found[t] = bool(own) or not is_trained
+        found[t, own if is_trained else []] = False
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -158,9 +167,11 @@ def test_a_support_of_all_tokens_is_none(impl, inplace):
 def test_a_token_that_was_the_only_one_is_certain_and_teaches_nothing(impl):
     parts = Parts.draw(30, (1, 1, 1))
     out, gradient = run(parts, draw_logits(parts, impl), parts.policy_loss("kept"), impl, entropy=True)
-    assert not out.logprobs.any()
-    assert not out.entropy.any()
-    assert not gradient.any()
+    limit = {"torch": 0.0, "triton": 5e-7}[impl]  # a GPU's exponential and logarithm are no inverses
+    assert out.logprobs.abs().max() <= limit
+    assert out.entropy.abs().max() <= limit
+    slopes = parts.fields.weights * parts.fields.advantages / TEMPERATURE
+    assert gradient.abs().max() <= limit * float(slopes.abs().max())
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -252,6 +252,7 @@ def test_a_coarse_divergence_lies_between_0_and_the_whole():
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("gap", [12.0, 25.0, 60.0])
 def test_a_small_tail_keeps_its_digits(impl, gap):
     """1 - Q would have none of them: in float32 from a tail of 1e-7 on."""
@@ -291,6 +292,7 @@ def test_an_id_beyond_the_vocabulary_is_seen():
     assert torch.isnan(out.stream_losses[0, 0])
 
 
+@pytest.mark.usefixtures("on_the_device")
 def test_without_gradient_the_logits_stay_as_they_are():
     parts = Parts.draw(6, 9, 4, "topk_jsd")
     logits = torch.randn(6, 10)
