@@ -24,7 +24,7 @@ WIDTH = 1024  # of a row that one program reads at a time
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the product is cut: a tile's rows, columns and depth, the tiles of rows per tile of columns, and warps and stages."""
+    """How the product is cut: a tile's rows, columns and depth, the tiles of rows per tile of columns, warps, stages and programs."""
 
     rows: int = 128
     columns: int = 256
@@ -33,11 +33,14 @@ class Tiles:
     parts: int = 2  # that a tile is stored in; each takes its columns of shared memory
     warps: int = 8
     stages: int = 3
+    programs: int = 1  # per multiprocessor: while one of two ends its tile, the other one multiplies
 
     @classmethod
     def of_width(cls, width: int) -> "Tiles":
-        """The fastest of those measured on an H200 (docs/kernels.md)."""
-        return cls()
+        """The fastest of those measured on an H200 (docs/kernels.md): the end of a tile weighs less, the wider its sums are."""
+        if width < 4096:
+            return cls(columns=128, warps=4, programs=2)
+        return cls() if width < 8192 else cls(group=16)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -65,7 +68,7 @@ class TritonOdds(EagerOdds):
         t, (count, columns) = self._tiles, odds.shape
         tiles = triton.cdiv(count, t.rows), triton.cdiv(columns, t.columns)
         sums = torch.empty(tiles[1], count, dtype=torch.float32, device=states.device)
-        odds_kernel[(min(tiles[0] * tiles[1], _programs(states.device)),)](
+        odds_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)](
             TensorDescriptor.from_tensor(states, [t.rows, t.depth]),
             TensorDescriptor.from_tensor(self._weight.detach(), [t.columns, t.depth]),
             TensorDescriptor.from_tensor(odds, [t.rows, t.columns // t.parts]),
@@ -104,8 +107,8 @@ class TritonOdds(EagerOdds):
         scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH)
 
 
-def _programs(device: torch.device) -> int:
-    """One per multiprocessor; few through the interpreter, so that programs take several tiles."""
+def _multiprocessors(device: torch.device) -> int:
+    """Few through the interpreter, so that programs take several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

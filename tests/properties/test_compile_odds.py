@@ -47,6 +47,7 @@ def compile_all(widths: list[int]) -> None:
         usage, code = disassembled(built.asm["cubin"])
         figures = {
             "width": width,
+            "programs": tiles.programs,
             "threads": 32 * built.metadata.num_warps,
             "registers": int(re.search(r"REG:(\d+)", usage)[1]),
             "shared": built.metadata.shared,
@@ -70,8 +71,8 @@ def test_the_product_is_made_of_whole_tiles_and_fits(evidence):
     assert [kernel["width"] for kernel in found] == [*WIDTHS]
     for kernel in found:
         assert kernel["spills"] == 0, kernel
-        assert kernel["registers"] * kernel["threads"] <= REGISTERS, kernel
-        assert kernel["shared"] + RESERVED <= SHARED_BYTES, kernel
+        assert kernel["programs"] * kernel["registers"] * kernel["threads"] <= REGISTERS, kernel
+        assert kernel["programs"] * (kernel["shared"] + RESERVED) <= SHARED_BYTES, kernel
         assert kernel["tensor_cores"] > 0, kernel
         assert kernel["tile_loads"] > 0, kernel
         assert kernel["tile_stores"] > 0, kernel
