@@ -340,7 +340,7 @@ def draw(curves: dict[str, dict[str, dict[str, list[float | None]]]], experiment
         axis.set_xlabel("optimizer steps behind the warm start")
     axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=85)
     plt.close(figure)
 
 
