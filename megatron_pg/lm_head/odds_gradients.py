@@ -32,7 +32,7 @@ class Odds(HeadGradients):
     def __init__(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head, needed: tuple[bool, ...]
     ):
-        super().__init__(hidden.contiguous(), weight, rows, head, needed)
+        super().__init__(hidden.contiguous(), weight, rows.contiguous(), head, needed)  # kernels have no strides
         self._vocabulary, self._impl = vocabulary, head.impl
         self._steps = _steps(head.impl, weight, vocabulary)
         self._size = min(products.block_rows(weight, products.ROWS), len(rows))
@@ -41,7 +41,7 @@ class Odds(HeadGradients):
 
     def losses(self, policy_loss: PolicyLoss, grad_scale: float) -> Iterator[PolicyGradientLoss]:
         """The loss of each part of the rows, in order; the gradients for the upstream gradient `grad_scale` grow with it."""
-        targets = policy_loss.fields.targets.contiguous()  # kernels have no strides
+        targets = policy_loss.fields.targets.contiguous()
         target_logits = self._steps.target_logits(self._hidden, self._rows, targets)
         if self._vocabulary.ranks > 1:
             torch.distributed.all_reduce(target_logits, group=self._vocabulary.tp_group)
