@@ -45,8 +45,8 @@ ARMS = {
     "sample_mean": Arm("--loss-aggregation sample_mean"),
     "token_mean-32-rows": Arm(f"{TOKEN_MEAN} --micro-batch-size 32"),
     "token_mean-whole-step": Arm(f"{TOKEN_MEAN} --micro-batch-size {{step}}"),
-    "dp4": Arm(TOKEN_MEAN, processes=4),
-    "tp2-dp2": Arm(f"{TOKEN_MEAN} --tensor-model-parallel-size 2", processes=4),
+    "dp4": Arm(f"{TOKEN_MEAN} --micro-batch-size 32", processes=4),
+    "tp2-dp2": Arm(f"{TOKEN_MEAN} --micro-batch-size 32 --tensor-model-parallel-size 2", processes=4),
     "cp2": Arm(f"{TOKEN_MEAN} --context-parallel-size 2", processes=2, cached=False),
     "means-of-4": Arm(f"{TOKEN_MEAN} --microbatch-means 4"),
     "means-of-32": Arm(f"{TOKEN_MEAN} --microbatch-means 32"),
@@ -144,7 +144,7 @@ class Runs:
             return
         folder = self.of(name, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        code = self._launch(folder, self._flags(name, seed, folder / "saved"), ARMS.get(name, Arm("")))
+        code = self.launch(folder, self.flags(name, seed, folder / "saved"), ARMS.get(name, Arm("")))
         if code == 0:
             if name in ARMS and name not in {arm.teacher for arm in ARMS.values()}:
                 shutil.rmtree(folder / "saved")
@@ -157,7 +157,8 @@ class Runs:
         for process in list(self._processes):
             os.killpg(process.pid, signal.SIGTERM)
 
-    def _flags(self, name: str, seed: int, saved: Path) -> list[str]:
+    def flags(self, name: str, seed: int, saved: Path) -> list[str]:
+        """Of a run whose checkpoints are in `saved`."""
         flags = f"{self.scale.flags} --seed {seed} --save {shlex.quote(str(saved))} --ckpt-format torch_dist --discard-rollouts"
         if name in STARTS:
             sizes = self.scale.student if name == "student" else ""
@@ -177,7 +178,8 @@ class Runs:
             flags += f" --teacher {shlex.quote(str(self.of(arm.teacher, seed) / 'saved'))} {self.scale.teacher}"
         return shlex.split(f"{flags} {self._arm_flags}")
 
-    def _launch(self, folder: Path, flags: list[str], arm: Arm) -> int:
+    def launch(self, folder: Path, flags: list[str], arm: Arm) -> int:
+        """Runs it; the exit code."""
         environment = os.environ | {"PYTHON": sys.executable, "RUN_DIR": str(folder)}
         environment |= {"PROCESSES": str(arm.processes), "CACHED": "1" if arm.cached else ""}
         command = ["bash", str(ROOT / "examples" / self.scale.launcher), *flags]
@@ -297,17 +299,19 @@ def _mean(values: list[float | None]) -> float:
 
 
 def agreement_of(runs: Runs, experiment: str, seeds: list[int]) -> str:
-    """For how many steps an arm is the first one's run: the same rewards, and how far gradient norms differ on them at most."""
+    """Beside the first arm, from the same weights: how far the first step's gradient norm is from its, and for how long rewards are equal."""
     first, *others = EXPERIMENTS[experiment]
-    lines = []
+    lines = [
+        f"| beside `{first}` | seed | gradient's norm, first step | equal rewards, steps |",
+        "|---|---:|---:|---:|",
+    ]
     for name in others:
         for seed in seeds:
-            if not (runs.is_done(first, seed) and runs.is_done(name, seed)):
-                continue
-            pairs = list(zip(records_of(runs.of(first, seed)), records_of(runs.of(name, seed)), strict=True))
-            same = next((k for k, (a, b) in enumerate(pairs) if a["reward"] != b["reward"]), len(pairs))
-            apart = max((abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs[:same]), default=math.nan)
-            lines.append(f"`{name}`, seed {seed}: {same} of {len(pairs)} steps, gradient norms {apart:.1e}")
+            if runs.is_done(first, seed) and runs.is_done(name, seed):
+                pairs = list(zip(records_of(runs.of(first, seed)), records_of(runs.of(name, seed)), strict=True))
+                same = next((k for k, (a, b) in enumerate(pairs) if a["reward"] != b["reward"]), len(pairs))
+                apart = pairs[0][1]["grad_norm"] / pairs[0][0]["grad_norm"] - 1
+                lines.append(f"| `{name}` | {seed} | {apart:+.1e} | {same} of {len(pairs)} |")
     return "\n".join(lines)
 
 
@@ -336,7 +340,7 @@ def draw(curves: dict[str, dict[str, dict[str, list[float | None]]]], experiment
         axis.set_xlabel("optimizer steps behind the warm start")
     axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=85)
     plt.close(figure)
 
 
@@ -347,7 +351,7 @@ def show(runs: Runs, experiments: list[str], seeds: list[int], folder: Path) -> 
         curves = curves_of(runs, experiment, seeds)
         print(f"## {experiment}\n\n{table_of(curves)}\n")
         if experiment in ("layouts", "microbatches"):
-            print(f"The same rewards as `{EXPERIMENTS[experiment][0]}` for\n{agreement_of(runs, experiment, seeds)}\n")
+            print(f"{agreement_of(runs, experiment, seeds)}\n")
         if curves:
             (folder / f"{experiment}.json").write_text(json.dumps({"every": EVERY, "curves": curves}), encoding="utf-8")
             draw(curves, experiment, folder / f"{experiment}.png")
@@ -363,8 +367,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/evidence"), help="folder of the runs")
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time, on one GPU or the cores")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop what is not ready then")
-    parser.add_argument("--start-flags", default="", help="further flags of the warm starts, as one string")
-    parser.add_argument("--arm-flags", default="", help="further flags of the arms")
+    parser.add_argument("--start-flags", default="", help='further flags of the warm starts: --start-flags="…"')
+    parser.add_argument("--arm-flags", default="", help="further flags of the arms, likewise")
     parser.add_argument("--json", type=Path, default=Path("runs/evidence/shown"), help="folder of files and pictures")
     args = parser.parse_args()
     if unknown := [name for name in args.experiments if name not in EXPERIMENTS]:

@@ -494,6 +494,8 @@ def check_example(args) -> None:
             f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "
             "--run-dir."
         )
+    if ignored := _without_effect(args):
+        raise ValueError(f"{ignored} has no effect, so the run would not be the one that was asked for. Leave it out.")
     if args.cached_sampling and (reason := _cannot_cache(args)):
         raise ValueError(
             f"--cached-sampling does not go with {reason}: the keys and values of a row are kept by one rank, for prompts of one length. "
@@ -510,6 +512,19 @@ def check_example(args) -> None:
             f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {vocabulary}, so right answers would "
             "have no probability. Leave it out."
         )
+
+
+def _without_effect(args) -> str | None:
+    """A flag that nothing would read."""
+    is_sampled = not (args.rollouts or args.docs_per_step)
+    ignored = {
+        f"--top-p-logprobs {args.top_p_logprobs} without --top-p": args.top_p == 1 and args.top_p_logprobs != "support",
+        "--teacher-num-layers without --teacher": args.teacher_num_layers and not args.teacher,
+        "--teacher-hidden-size without --teacher": args.teacher_hidden_size and not args.teacher,
+        "--microbatch-means with --rollouts or --docs-per-step": args.microbatch_means and not is_sampled,
+        "--discard-rollouts with --rollouts or --docs-per-step": args.discard_rollouts and not is_sampled,
+    }
+    return next((name for name, applies in ignored.items() if applies), None)
 
 
 def _cannot_cache(args) -> str | None:

@@ -1,0 +1,68 @@
+"""The experiments of docs/evidence.md, each with a few steps: they run, go on where they were cut, and are shown."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import evidence
+import launches
+import processes
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = (
+    "--prompts-per-rollout 4 --global-batch-size 32 --micro-batch-size 8 --exact-match-prompts 8 --lr-warmup-iters 0"
+)
+START = f"{SMALL} --warm-up-iters 4 --train-iters 4"
+ARMS = f"{SMALL} --warm-up-iters 4 --save-interval 2 --train-iters"
+
+
+def program(folder: Path, what: str, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "examples" / "evidence.py"), what, *flags]
+    given = ["--scale", "cpu", "--seeds", "1", "--runs", str(folder)]
+    environment = processes.environment()
+    return subprocess.run([*command, *given], capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+@launches.launch
+def shown(folder, full):
+    """Arms of five steps, of which the command finds the warm start and three steps of one."""
+    experiments = [*evidence.EXPERIMENTS] if full else ["head"]
+    runs = evidence.Runs(folder, evidence.SCALES["cpu"], start_flags=START, arm_flags=f"{ARMS} 7")
+    runs.train("start", 1)
+    cut = runs.of("float32-head", 1)
+    cut.mkdir()
+    assert runs.launch(cut, runs.flags("float32-head", 1, cut / "saved"), evidence.ARMS["float32-head"]) == 0
+    done = program(folder, "run", *experiments, "--jobs", "1", f"--start-flags={START}", f"--arm-flags={ARMS} 9")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "start-1" not in done.stdout
+    printed = program(folder, "show", *experiments, "--json", str(folder / "shown"))
+    assert printed.returncode == 0, printed.stderr
+    return folder, experiments, printed.stdout
+
+
+def test_every_arm_is_trained_once_and_shown(shown):
+    folder, experiments, printed = shown
+    for experiment in experiments:
+        assert f"## {experiment}" in printed
+        assert (folder / "shown" / f"{experiment}.png").stat().st_size > 10_000
+        curves = json.loads((folder / "shown" / f"{experiment}.json").read_text())["curves"]
+        assert [*curves] == [*evidence.EXPERIMENTS[experiment]]
+        assert all(curve["1"]["reward"] for curve in curves.values())
+        for arm in curves:
+            assert f"| `{arm}` | 1 |" in printed
+    assert not (folder / "token_mean-1" / "saved").exists()
+    assert (folder / "start-1" / "saved").exists()
+
+
+def test_a_run_that_was_cut_goes_on_from_its_checkpoint(shown):
+    cut = shown[0] / "float32-head-1"
+    assert [record["iteration"] for record in processes.records(cut / "metrics.jsonl")] == [5, 6, 7, 8, 9]
+    assert "at iteration 7" in (cut / "megatron.log").read_text()
+
+
+def test_an_experiment_that_is_none_is_named(tmp_path):
+    found = program(tmp_path, "run", "heads")
+    assert found.returncode == 2
+    assert "heads is none of aggregation, microbatches" in found.stderr
+    assert not list(tmp_path.iterdir())
