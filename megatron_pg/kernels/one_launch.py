@@ -499,6 +499,7 @@ def one_launch_kernel(
                 log_total = gl.log2(total)
                 head, sums = named_terms(token, target, named_logit, log_p, peak, log_total, columns, c, FORM, NUMBERS)
                 divergence, by_heads, mass, count, is_named = gl.reduce(sums, 0, add_terms)
+                token = gl.where(token < columns, token, -1)  # whose column would be another row's
                 by_tail = 0.0
                 if TAIL_FLOOR is not None:
                     value, by_tail = tail_terms(

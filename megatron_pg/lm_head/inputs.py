@@ -79,13 +79,20 @@ def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entrop
                 f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} made of them would be as rough. Use "
                 "mode='forward'."
             )
-    if impl == "triton" and weight.is_cuda:
+    if weight.dtype == torch.float16:
+        raise ValueError(
+            "mode='odds' has odds from 2^-126 to 2^90, and float16 ends at 2^-24 and 2^16, so gradients would be 0 or infinite. Use bfloat16 "
+            "or mode='forward'."
+        )
+    if impl == "torch":
+        return
+    if weight.is_cuda:
         check_odds_kernel(weight.dtype, weight.device)
-        if weight.shape[1] % 8:
-            raise ValueError(
-                f"mode='odds' reads rows in steps of 16 bytes, and the weight's have {weight.shape[1]} numbers of 2 bytes. Use "
-                "mode='forward'."
-            )
+    if not weight.is_contiguous() or weight.shape[1] % 8 or weight.data_ptr() % 16:
+        raise ValueError(
+            f"mode='odds' reads rows one behind the other in steps of 16 bytes, and this weight, {tuple(weight.shape)} with strides "
+            f"{weight.stride()} from byte {weight.data_ptr() % 16} of such a step, would be read as another. Use mode='forward'."
+        )
 
 
 def check_odds_kernel(dtype: torch.dtype, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head.chunks import Chunks
-from megatron_pg.lm_head.gradients import Gradients, HeadGradients
+from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
 from megatron_pg.lm_head.odds_gradients import Odds
@@ -147,11 +147,16 @@ class _GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, options):
-        make = _by_odds if head.mode == "odds" else _by_logits
-        parts, ctx.gradients = make(
-            hidden, weight, rows, policy_loss.at(rows), vocabulary, head, ctx.needs_input_grad, **options
-        )
+        chosen, needed = policy_loss.at(rows), ctx.needs_input_grad
         ctx.grad_scale = options["grad_scale"]
+        if head.mode == "odds":
+            ctx.gradients = Odds(hidden, weight, rows, vocabulary, head, needed)
+            parts = list(ctx.gradients.losses(chosen, ctx.grad_scale))
+        else:
+            named = _named(chosen, options["entropy"])
+            chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, named)
+            ctx.gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
+            parts = list(_losses(chosen, chunks, ctx.gradients, **options))
         per_token = _spread(parts, rows, len(policy_loss.fields.mask))
         ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         loss = sum((part.loss for part in parts), start=hidden.new_zeros((), dtype=logits_dtype(hidden)))
@@ -167,41 +172,6 @@ class _GradientInForward(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.finish(factor=grad_loss / ctx.grad_scale), None, None, None, None, None
-
-
-_Made = tuple[list[PolicyGradientLoss], HeadGradients]  # the loss of each part of the rows, and the gradients of all
-
-
-def _by_odds(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: Tensor,
-    policy_loss: PolicyLoss,
-    vocabulary: Vocabulary,
-    head: Head,
-    needed: tuple[bool, ...],
-    *,
-    grad_scale: float,
-    entropy: bool,
-) -> _Made:
-    gradients = Odds(hidden, weight, rows, vocabulary, head, needed)
-    return list(gradients.losses(policy_loss, grad_scale)), gradients
-
-
-def _by_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: Tensor,
-    policy_loss: PolicyLoss,
-    vocabulary: Vocabulary,
-    head: Head,
-    needed: tuple[bool, ...],
-    **options: Any,
-) -> _Made:
-    named = _named(policy_loss, options["entropy"])
-    chunks = Chunks(hidden, weight, policy_loss.fields.targets, rows, vocabulary, head.impl, named)
-    gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
-    return list(_losses(policy_loss, chunks, gradients, **options)), gradients
 
 
 def _losses(

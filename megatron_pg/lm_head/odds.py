@@ -8,8 +8,8 @@ which bfloat16 holds to the same relative precision wherever they lie, and in th
     E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
 
 with slope the derivative of the loss by log π(y). 60 is where neither end is near: E keeps what has 2^-66 of the target's
-probability, and is exact up to E = 2^90, log π(y) > -103. Beyond, the log-probability is only known to be lower: a row whose loss does
-not depend on it (a clamped ratio) has no gradient, any other one is NaN, and the step stops.
+probability, and is exact up to E = 2^90, log π(y) > -103. Beyond, the log-probability is only known to be lower than what S gives: a
+row whose loss is the same for all lower ones (a ratio below its bound) has no gradient, any other one is NaN, and the step stops.
 """
 
 import math
@@ -74,9 +74,11 @@ class EagerOdds:
     ) -> None:
         """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H].
 
-        Where a row's loss depends on a log-probability that S does not tell, v and what was found of the row become NaN.
+        Where a row's loss depends on a log-probability that S does not tell, v and what was found of the row become NaN. A slope of 0
+        says that it does not only while the ratio is no upper one, which the true ratio may lie below.
         """
-        unknown = torch.where((sums >= 2.0**LIMIT) & (slopes != 0), torch.nan, 0.0).to(v.dtype)
+        depends = (slopes != 0) | (found.log_ratios > 0)
+        unknown = torch.where((sums >= 2.0**LIMIT) & depends, torch.nan, 0.0).to(v.dtype)
         found.loss.add_(unknown.sum())
         found.logprobs.add_(unknown)
         found.log_ratios.add_(unknown)

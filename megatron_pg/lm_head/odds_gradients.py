@@ -32,22 +32,22 @@ class Odds(HeadGradients):
     def __init__(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, vocabulary: Vocabulary, head: Head, needed: tuple[bool, ...]
     ):
-        super().__init__(hidden.contiguous(), weight, rows, head, needed)
+        super().__init__(hidden.contiguous(), weight, rows.contiguous(), head, needed)  # kernels have no strides
         self._vocabulary, self._impl = vocabulary, head.impl
         self._steps = _steps(head.impl, weight, vocabulary)
-        self._size = min(products.block_rows(weight, products.ROWS), len(rows))
-        stride = -(-len(weight) // 8) * 8  # whole 16 bytes for bfloat16, as the copies of a tile need
-        self._buffer = hidden.new_empty(self._size, stride)[:, : len(weight)]
 
     def losses(self, policy_loss: PolicyLoss, grad_scale: float) -> Iterator[PolicyGradientLoss]:
         """The loss of each part of the rows, in order; the gradients for the upstream gradient `grad_scale` grow with it."""
-        targets = policy_loss.fields.targets.contiguous()  # kernels have no strides
+        targets = policy_loss.fields.targets.contiguous()
         target_logits = self._steps.target_logits(self._hidden, self._rows, targets)
         if self._vocabulary.ranks > 1:
             torch.distributed.all_reduce(target_logits, group=self._vocabulary.tp_group)
-        for block in products.slices(len(targets), self._size):
+        size, columns = min(products.block_rows(self._weight, products.ROWS), len(targets)), len(self._weight)
+        stride = -(-columns // 8) * 8  # whole 16 bytes for bfloat16, as the copies of a tile need
+        buffer = self._hidden.new_empty(size, stride)[:, :columns]
+        for block in products.slices(len(targets), size):
             states = self._hidden.index_select(0, self._rows[block])
-            odds, v = self._buffer[: len(states)], torch.empty_like(target_logits[block])
+            odds, v = buffer[: len(states)], torch.empty_like(target_logits[block])
             for part, shares in self._shares(states, odds, target_logits[block], targets[block]):
                 chosen = policy_loss.at(slice(block.start + part.start, block.start + part.stop))
                 sums, logprobs = self._steps.logprobs(shares, targets[block][part])

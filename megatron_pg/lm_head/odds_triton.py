@@ -220,7 +220,7 @@ def weigh_kernel(
     row = tl.program_id(0).to(tl.int64)
     total, slope = tl.load(sums + row), tl.load(slopes + row)
     factor = -slope / (total + 2.0**-60) * inverse_temperature
-    if (total >= _MOST) & (slope != 0):
+    if (total >= _MOST) & ((slope != 0) | (tl.load(log_ratios + row) > 0)):
         factor = float("nan")
         tl.store(loss, float("nan"))
         tl.store(logprobs + row, float("nan"))

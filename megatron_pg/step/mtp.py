@@ -41,7 +41,7 @@ def depth_loss(logits: Tensor, depth: DepthFields, settings: LossSettings, tp_gr
 
 
 def depth_head_loss(call: HeadCall, depth: DepthFields, settings: LossSettings) -> DepthLoss:
-    """The same from what the output layer was called with; the backward makes the logits again, in both modes of the fused head."""
+    """The same from what the output layer was called with; the backward makes the logits again, in every mode of the fused head."""
     vocabulary = Vocabulary.of(len(call.weight), vocab_size=settings.vocab_size, tp_group=call.tp_group)
     targets, rows, head = depth.targets, depth.trained, head_of(call, settings)
     return _weighted(head_cross_entropy(call.hidden, call.weight, targets, rows, vocabulary, head), depth)

@@ -284,12 +284,25 @@ def test_a_logit_of_minus_infinity_in_the_set_costs_the_reverse_divergence_nothi
     assert gradient[0, token] == 0
 
 
-def test_an_id_beyond_the_vocabulary_is_seen():
-    parts = Parts.draw(4, 8, 3, "topk_forward_kl")
-    ids = parts.fields.teacher_topk.ids
-    ids[0, 0] = 8  # the column of padding
-    out, _ = run(parts, torch.randn(4, 9, dtype=torch.float64), "torch")
-    assert torch.isnan(out.stream_losses[0, 0])
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_an_id_beyond_the_vocabulary_is_seen(impl):
+    """In its own row: no other one's logits or gradient are where such a column would lie."""
+    loss, logits = one_stream("topk_forward_kl", 5)
+    vocabulary, found = Vocabulary.of(64, vocab_size=48), []
+    for tokens in ((), (48, 64 + 10)):  # the first column of padding, and one of the next row
+        for row, token in zip((0, 5), tokens, strict=False):
+            loss.fields.teacher_topk.ids[row, 0] = token
+        leaf = logits.to(torch.float64 if impl == "torch" else torch.float32).requires_grad_()
+        rows = leaf * 1
+        out = policy_gradient_loss(rows, loss, vocabulary, impl=impl)
+        assert torch.equal(rows.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
+        out.loss.backward()
+        found.append((out.stream_losses[0].isnan(), leaf.grad))
+    (_, wanted), (bad, gradient) = found
+    assert bad.nonzero()[:, 0].tolist() == [0, 5]
+    assert torch.equal(gradient[~bad], wanted[~bad])
+    assert not gradient[:, 48:].any()
 
 
 @pytest.mark.usefixtures("on_the_device")

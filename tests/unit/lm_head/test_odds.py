@@ -123,11 +123,11 @@ def test_a_token_too_far_off_has_no_gradient_where_its_loss_has_none(impl, dtype
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("name", ["reinforce", "dro"])
-def test_a_token_too_far_off_makes_loss_and_gradient_nan_where_the_loss_depends_on_it(name, impl, dtype):
-    """Then the step stops, by the check of log-ratios and losses that are not finite."""
+@pytest.mark.parametrize(("name", "old"), [("reinforce", -3.0), ("dro", -3.0), ("grpo", -110.0), ("grpo", -150.0)])
+def test_a_token_too_far_off_makes_loss_and_gradient_nan_where_the_loss_depends_on_it(name, old, impl, dtype):
+    """Then the step stops, by the check of log-ratios and losses that are not finite; a ratio that is clipped may in truth be 1."""
     hidden, weight = ahead([110.0, 1.0], dtype)
-    fields = fields_of(2, 1, advantages=torch.ones(2))
+    fields = fields_of(2, 1, advantages=torch.ones(2), old_logprobs=torch.tensor([old, -3.0]))
     out, of_hidden, of_weight = run(hidden, weight, loss_of(fields, name), head_of(impl))
     assert out.loss.isnan()
     assert out.log_ratios.isnan().tolist() == [True, False]
@@ -266,6 +266,42 @@ def test_losses_that_read_more_are_refused(changes, what):
     policy_loss = replace(policy_loss, terms=replace(policy_loss.terms, **changes))
     with pytest.raises(ValueError, match=f"mode='odds' .*{what}"):
         run(torch.randn(4, 16), torch.randn(24, 16), policy_loss, head_of("torch"))
+
+
+@pytest.mark.skipif(CUDA, reason="of float32, which the interpreter takes")
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.randn(24, 32)[:, :16], r"strides \(32, 1\) from byte 0"),
+        (torch.randn(16, 24).t(), r"strides \(1, 24\)"),
+        (torch.randn(24, 12), r"\(24, 12\)"),
+        (torch.randn(24 * 16 + 1)[1:].view(24, 16), "from byte 4 "),
+        (torch.randn(24, 16).half(), "float16 ends at"),
+    ],
+)
+def test_weights_that_kernels_or_odds_cannot_have_are_refused(weight, message):
+    hidden = torch.randn(4, weight.shape[1]).to(weight.dtype)
+    with pytest.raises(ValueError, match=f"mode='odds' .*{message}"):
+        policy_gradient_head_loss(
+            hidden, weight, loss_of(fields_of(4, 24)), Vocabulary.of(24), Head(mode="odds", impl="triton")
+        )
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+def test_rows_and_hidden_states_may_have_any_strides(impl, dtype):
+    hidden, weight = torch.randn(12, 32)[::2, :16].to(DEVICE, dtype), torch.randn(24, 16).to(DEVICE, dtype)
+    rows = torch.arange(6, device=DEVICE)[::2]
+    policy_loss = loss_of(fields_of(6, 24, mask=torch.arange(6) % 2 == 0), "reinforce")
+    found = []
+    for given in (None, rows):
+        leaf = hidden.detach().requires_grad_()
+        out = policy_gradient_head_loss(leaf, weight, policy_loss, Vocabulary.of(24), head_of(impl), rows=given)
+        out.loss.backward()
+        found.append((out.logprobs, leaf.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][1][::2].any(dim=1).all()
+    assert not found[0][1][1::2].any()
 
 
 @pytest.mark.parametrize(
