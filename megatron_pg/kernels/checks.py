@@ -50,6 +50,8 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             raise ValueError(
                 f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
             )
+        if name == f"{TOPK}ids" and found.dtype != torch.int32:
+            raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would vanish or change sign. Use 1.")

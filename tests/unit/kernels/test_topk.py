@@ -315,10 +315,15 @@ def test_without_gradient_the_logits_stay_as_they_are():
     assert torch.equal(logits, before)
 
 
-def test_a_teacher_is_missing_or_misshapen():
+def test_a_teacher_is_missing_misshapen_or_of_another_type():
     parts = Parts.draw(6, 9, 4, "topk_jsd")
     fields = parts.fields
     vocabulary = Vocabulary.of(10)
+    ids = fields.teacher_topk.ids
+    object.__setattr__(fields.teacher_topk, "ids", ids.long())
+    with pytest.raises(ValueError, match=r"topk:ids has dtype torch.int64, which kernels would misread"):
+        policy_gradient_loss(torch.randn(6, 10), parts.policy_loss, vocabulary, impl="torch")
+    object.__setattr__(fields.teacher_topk, "ids", ids)
     object.__setattr__(fields.teacher_topk, "tails", torch.zeros(5))
     with pytest.raises(ValueError, match=r"topk:tails has shape \(5,\) for \(6,\) targets"):
         policy_gradient_loss(torch.randn(6, 10), parts.policy_loss, vocabulary, impl="torch")
