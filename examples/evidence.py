@@ -264,7 +264,7 @@ def means(records: list[dict[str, object]], name: str, every: int) -> list[float
 
 def curves_of(runs: Runs, experiment: str, seeds: list[int]) -> dict[str, dict[str, dict[str, list[float | None]]]]:
     """{arm: {seed: {metric: curve}}} of an experiment's runs that have ended."""
-    names = (*COLUMNS, "response_length", "sampled_tokens_per_second", "step_time")
+    names = (*COLUMNS, "response_length")
     found = {}
     for name in EXPERIMENTS[experiment]:
         for seed in seeds:

@@ -126,7 +126,7 @@ class Example:
 
     def __init__(self):
         self.chunks: list[GPTModel | HybridModel] = []
-        self.sampling_speed = 0.0  # of the latest rollout batch, this rank's response tokens per second
+        self.sampled_tokens, self.sampling_seconds = 0, 0.0  # of this rank's rollouts
         self.task_metrics: dict[str, float | None] = {}  # of the step that is being trained
         self.folder: RunFolder | None = None
         self.documents: SampledDocuments | None = None  # under --docs-per-step
@@ -310,8 +310,8 @@ class Example:
     def _rollout_batch(self, policy: Policy, step: int, args, generator) -> list[list[Sample]]:
         started = time.perf_counter()
         samples = rollout(policy, step, args, generator)
-        elapsed = time.perf_counter() - started
-        self.sampling_speed = sum(sample.response_length for sample in samples) / elapsed
+        self.sampling_seconds += time.perf_counter() - started
+        self.sampled_tokens += sum(sample.response_length for sample in samples)
         if args.top_p < 1 and args.top_p_logprobs != "support":
             samples = without_support(samples, policy, args.top_p_logprobs)
         samples = self._taught(samples, policy)
@@ -337,7 +337,6 @@ class Example:
             "response_length": mean_over_ranks([sample.response_length for sample in sampled]),
             "length_of_right": mean_over_ranks(lengths_if[True]),
             "length_of_wrong": mean_over_ranks(lengths_if[False]),
-            "sampled_tokens_per_second": self.sampling_speed,
         }
         last = step == args.train_iters - 1
         if (step - args.warm_up_iters) % args.exact_match_interval == 0 or last:
@@ -579,6 +578,9 @@ def main() -> None:
         if example.folder is not None:
             example.folder.close()
             say(f"run folder: {example.folder.path}  ({example.folder.files})")
+            if example.sampled_tokens:
+                speed = example.sampled_tokens / example.sampling_seconds
+                say(f"rank 0 sampled {example.sampled_tokens} response tokens, {speed:.0f} per second")
     torch.distributed.destroy_process_group()
 
 
