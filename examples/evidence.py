@@ -144,7 +144,7 @@ class Runs:
             return
         folder = self.of(name, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        code = self.launch(folder, self.flags(name, seed, folder / "saved"), ARMS.get(name, Arm("")))
+        code = self.launch(folder, self.flags(name, seed, folder / "saved"), arm_of(name))
         if code == 0:
             if name in ARMS and name not in {arm.teacher for arm in ARMS.values()}:
                 shutil.rmtree(folder / "saved")
@@ -159,23 +159,19 @@ class Runs:
 
     def flags(self, name: str, seed: int, saved: Path) -> list[str]:
         """Of a run whose checkpoints are in `saved`."""
-        flags = f"{self.scale.flags} --seed {seed} --save {shlex.quote(str(saved))} --ckpt-format torch_dist --discard-rollouts"
+        arm, scale = arm_of(name), self.scale
+        flags = (
+            f"{scale.flags} --seed {seed} --save {shlex.quote(str(saved))} --ckpt-format torch_dist --discard-rollouts"
+        )
+        flags += f" {scale.cached if arm.cached else ''} {scale.student if arm.start == 'student' else ''}"
         if name in STARTS:
-            sizes = self.scale.student if name == "student" else ""
-            return shlex.split(
-                f"{flags} {self.scale.cached} {self.scale.start} {sizes} {TOKEN_MEAN} --save-interval 1000 {self._start_flags}"
-            )
-        arm = ARMS[name]
+            return shlex.split(f"{flags} {scale.start} {arm.flags} --save-interval 1000 {self._start_flags}")
         begun = (saved / "latest_checkpointed_iteration.txt").exists()
         load = saved if begun else self.of(arm.start, seed) / "saved"
-        flags += f" {self.scale.arms} {arm.flags.format(step=self.scale.step)} --save-interval 100 --override-opt_param-scheduler"
+        flags += f" {scale.arms} {arm.flags.format(step=scale.step)} --save-interval 100 --override-opt_param-scheduler"
         flags += f" --load {shlex.quote(str(load))} {'' if begun else '--no-load-optim'}"
-        if arm.cached:
-            flags += f" {self.scale.cached}"
-        if arm.start == "student":
-            flags += f" {self.scale.student}"
         if arm.teacher is not None:
-            flags += f" --teacher {shlex.quote(str(self.of(arm.teacher, seed) / 'saved'))} {self.scale.teacher}"
+            flags += f" --teacher {shlex.quote(str(self.of(arm.teacher, seed) / 'saved'))} {scale.teacher}"
         return shlex.split(f"{flags} {self._arm_flags}")
 
     def launch(self, folder: Path, flags: list[str], arm: Arm) -> int:
@@ -217,6 +213,11 @@ def _after(before: list, runs: Runs, name: str, seed: int) -> None:
         runs.train(name, seed)
 
 
+def arm_of(name: str) -> Arm:
+    """A run's; a warm start is one that starts from nothing."""
+    return Arm(TOKEN_MEAN, start=name) if name in STARTS else ARMS[name]
+
+
 def needs_of(name: str) -> list[str]:
     """The runs that a run goes on from."""
     return [] if name in STARTS else [ARMS[name].start, *filter(None, [ARMS[name].teacher])]
@@ -247,6 +248,9 @@ LAST = 20  # steps that a table's means are over
 EVERY = 5  # steps of which a JSON file keeps the mean
 
 
+Curves = dict[str, dict[str, dict[str, list[float | None]]]]  # arm, seed, metric
+
+
 def records_of(folder: Path) -> list[dict[str, object]]:
     """The steps of a run behind its warm start."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -262,8 +266,8 @@ def means(records: list[dict[str, object]], name: str, every: int) -> list[float
     return found
 
 
-def curves_of(runs: Runs, experiment: str, seeds: list[int]) -> dict[str, dict[str, dict[str, list[float | None]]]]:
-    """{arm: {seed: {metric: curve}}} of an experiment's runs that have ended."""
+def curves_of(runs: Runs, experiment: str, seeds: list[int]) -> Curves:
+    """Of an experiment's runs that have ended."""
     names = (*COLUMNS, "response_length")
     found = {}
     for name in EXPERIMENTS[experiment]:
@@ -276,7 +280,7 @@ def curves_of(runs: Runs, experiment: str, seeds: list[int]) -> dict[str, dict[s
     return found
 
 
-def table_of(curves: dict[str, dict[str, dict[str, list[float | None]]]]) -> str:
+def table_of(curves: Curves) -> str:
     """Means over the last steps, and how far the seeds are apart from their mean at most."""
     shown = {n: c for n, c in COLUMNS.items() if any(n in curve for arm in curves.values() for curve in arm.values())}
     lines = ["| | seeds | " + " | ".join(title for title, _ in shown.values()) + " |"]
@@ -315,7 +319,7 @@ def agreement_of(runs: Runs, experiment: str, seeds: list[int]) -> str:
     return "\n".join(lines)
 
 
-def draw(curves: dict[str, dict[str, dict[str, list[float | None]]]], experiment: str, path: Path) -> None:
+def draw(curves: Curves, experiment: str, path: Path) -> None:
     """One line per arm, the mean over seeds, between the least and the largest."""
     import matplotlib
 

@@ -6,6 +6,7 @@ Prompts and draws are those of the whole step, of which a rank takes its part: t
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from digit_sort import DigitSort
@@ -17,6 +18,7 @@ from megatron_pg import Sample, group_advantages
 from megatron_pg.rollouts.support import Support
 from megatron_pg.step.collectives import all_gather_rows
 
+T = TypeVar("T", list, torch.Tensor)
 TASKS = {
     "digit_sort": DigitSort(),
     "list_programs": ListPrograms(digits=4, most_operations=3),
@@ -31,16 +33,27 @@ def task_of(args) -> DigitSort | ListPrograms:
     return TASKS[args.task]
 
 
+def of_this_rank(everyones: T) -> T:
+    """This rank's part of a step's values, in order, the same number for each."""
+    count = len(everyones) // mpu.get_data_parallel_world_size()
+    return everyones[mpu.get_data_parallel_rank() * count :][:count]
+
+
+def _sample(prompt: list[int], response: list[int], **fields: Any) -> Sample:
+    """All of whose response is trained."""
+    length = len(response)
+    return Sample.build(tokens=prompt + response, response_length=length, loss_mask=[1] * length, **fields)
+
+
 def imitation(policy: Policy, step: int, count: int, args, generator: torch.Generator) -> list[Sample]:
     """Right answers with advantage 1: on-policy, the loss then has the gradient of cross-entropy."""
     prompts, answers = _shown(count, args, generator)
     logprobs = policy.score(prompts, answers)
     first = mpu.get_data_parallel_rank() * count
     return [
-        Sample.build(
-            tokens=prompt + response,
-            response_length=len(response),
-            loss_mask=[1] * len(response),
+        _sample(
+            prompt,
+            response,
             old_logprobs=old,
             advantage=1.0,
             prompt_id=f"{step}-{first + i}",
@@ -58,20 +71,18 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
     task, rank = task_of(args), mpu.get_data_parallel_rank()
     count = args.prompts_per_rollout // mpu.get_data_parallel_world_size()
     everyones = task.prompts(args.prompts_per_rollout, generator)
-    prompts = [prompt for prompt in everyones[rank * count :][:count] for _ in range(args.group_size)]
+    prompts = [prompt for prompt in of_this_rank(everyones) for _ in range(args.group_size)]
     uniforms = torch.rand(args.prompts_per_rollout * args.group_size, task.max_response, generator=generator)
-    mine = uniforms[rank * len(prompts) :][: len(prompts)]
-    done = policy.sample(prompts, mine, stop=task.stop, top_p=args.top_p)
+    done = policy.sample(prompts, of_this_rank(uniforms), stop=task.stop, top_p=args.top_p)
     rewards = [task.reward(prompt, response) for prompt, response in zip(prompts, done.responses, strict=True)]
     prompt_ids = [f"{step}-{rank * count + i // args.group_size}" for i in range(len(prompts))]
     advantages = group_advantages(rewards, prompt_ids, rule="group_mean").values
     samples = []
     for i, (prompt, response, logprobs) in enumerate(zip(prompts, done.responses, done.logprobs, strict=True)):
         samples.append(
-            Sample.build(
-                tokens=prompt + response,
-                response_length=len(response),
-                loss_mask=[1] * len(response),
+            _sample(
+                prompt,
+                response,
                 old_logprobs=logprobs,
                 advantage=advantages[i],
                 prompt_id=prompt_ids[i],
@@ -90,10 +101,9 @@ def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
     first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # behind the rollouts
     prompts, answers = _shown(count, args, generator)
     return [
-        Sample.build(
-            tokens=prompt + answer,
-            response_length=len(answer),
-            loss_mask=[1] * len(answer),
+        _sample(
+            prompt,
+            answer,
             stream=DEMONSTRATIONS,
             prompt_id=f"{step}-{first + i}",
             rollout_id=f"{step}-{first + i}",
@@ -105,10 +115,10 @@ def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
 
 def _shown(count: int, args, generator: torch.Generator) -> tuple[list[list[int]], list[list[int]]]:
     """This rank's `count` prompts and right answers."""
-    task, rank, size = task_of(args), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    prompts = task.prompts(count * size, generator)
+    task = task_of(args)
+    prompts = task.prompts(count * mpu.get_data_parallel_world_size(), generator)
     answers = [task.demonstration(prompt, generator) for prompt in prompts]
-    return prompts[rank * count :][:count], answers[rank * count :][:count]
+    return of_this_rank(prompts), of_this_rank(answers)
 
 
 def with_values(samples: list[Sample], name: str, values_of: Callable[..., list[list[float]]]) -> list[Sample]:

@@ -50,7 +50,17 @@ from other_trainers import microbatch_means, without_support
 from rollout_documents import SampledDocuments, behind, groups_of
 from run_folder import RunFolder, say
 from sampling import CachedPolicy, Policy
-from task_samples import DEMONSTRATIONS, TASKS, demonstrations, gather_samples, imitation, rollout, task_of, with_values
+from task_samples import (
+    DEMONSTRATIONS,
+    TASKS,
+    demonstrations,
+    gather_samples,
+    imitation,
+    of_this_rank,
+    rollout,
+    task_of,
+    with_values,
+)
 from teacher import load_teacher
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -401,12 +411,10 @@ def open_batch(step: int, args) -> list[list[Sample]]:
 
 def exact_match(policy: Policy, args) -> float:
     """Share of held-out prompts that a sampled response answers right; the same prompts and draws every time."""
-    count, rank = args.exact_match_prompts // mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
     generator, task = torch.Generator().manual_seed(10_000), task_of(args)
-    everyones = task.prompts(args.exact_match_prompts, generator)
-    held_out = everyones[rank * count :][:count]
+    held_out = of_this_rank(task.prompts(args.exact_match_prompts, generator))
     uniforms = torch.rand(args.exact_match_prompts, task.max_response, generator=generator)
-    done = policy.sample(held_out, uniforms[rank * count :][:count], stop=task.stop)
+    done = policy.sample(held_out, of_this_rank(uniforms), stop=task.stop)
     return mean_over_ranks([task.exact(p, r) for p, r in zip(held_out, done.responses, strict=True)])
 
 
