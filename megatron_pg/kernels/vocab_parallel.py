@@ -35,10 +35,10 @@ def logprobs_and_entropy(
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, mask, vocabulary, inplace):
-        shares = vocabulary.gather(statistics(logits, targets, mask, vocabulary))
-        rows = combine(shares, targets, mask, vocabulary)
+        rows = rows_of(logits, targets, mask, vocabulary)
         ctx.save_for_backward(logits, targets, mask, *rows)
         ctx.vocabulary, ctx.inplace = vocabulary, inplace
+        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
         ctx.mark_non_differentiable(rows.totals)
         return rows.logprobs, rows.entropy, rows.totals
 
@@ -47,7 +47,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy, _):
         logits, targets, mask, *rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        slopes = grad_logprobs, grad_entropy
+        slopes = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs, grad_entropy
         write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
@@ -76,22 +76,39 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
+def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
+    """[T] each of the whole vocabulary: in one launch where it is all here, else by `statistics`, an all-gather and `combine`."""
+    if vocabulary.ranks > 1:
+        return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
+    out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    _read(logits, targets, mask, out, vocabulary, whole=True)
+    return Rows(*out.unbind())
+
+
 def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here."""
     shares = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
+    _read(logits, targets, mask, shares, vocabulary, whole=False)
+    return shares
+
+
+def _read(
+    logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
+) -> None:
     statistics_kernel[(len(logits),)](
         logits,
         targets,
         mask,
-        shares,
+        results,
+        len(logits),
         vocabulary.valid,
         vocabulary.first,
         logits.stride(0),
         log2_scale(vocabulary),
         **launch_of(logits),
         SHIFTED=_is_shifted(logits),
+        WHOLE=whole,
     )
-    return shares
 
 
 def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
@@ -101,7 +118,7 @@ def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabular
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
         shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS
     )
-    return Rows(*out)
+    return Rows(*out.unbind())
 
 
 def write_gradient(
@@ -110,10 +127,14 @@ def write_gradient(
     targets: Tensor,
     mask: Tensor,
     rows: Rows,
-    slopes: tuple[Tensor, Tensor],
+    slopes: tuple[Tensor, Tensor | None],
     vocabulary: Vocabulary,
 ) -> None:
-    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; `slopes`: by log-probability and entropy."""
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
+
+    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss.
+    """
+    by_logprob, by_entropy = slopes
     block, shifted = launch_of(logits), _is_shifted(logits, gradient)
     longest = logits.shape[1] + (block["WORDS"] - 1 if shifted else 0)
     blocks = triton.cdiv(longest, block["THREADS"] * block["WORDS"] * UNROLL)
@@ -125,7 +146,8 @@ def write_gradient(
         rows.entropy,
         rows.peaks,
         rows.totals,
-        *(slope.contiguous() for slope in slopes),
+        by_logprob.contiguous(),
+        by_logprob if by_entropy is None else by_entropy.contiguous(),
         logits.shape[1],
         vocabulary.valid,
         vocabulary.first,
@@ -136,6 +158,7 @@ def write_gradient(
         log2_scale(vocabulary),
         **block,
         SHIFTED=shifted,
+        BENDS=by_entropy is not None,
     )
 
 
@@ -150,12 +173,13 @@ def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
     return start, lead
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def statistics_kernel(
     logits,
     targets,
     mask,
-    shares,
+    results,
+    rows,
     valid,
     first,
     stride,
@@ -164,8 +188,12 @@ def statistics_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """One row per program: shares[row] = m, s, t and the target's logit, 0 where another rank owns the target."""
+    """One row per program: its statistics, or with `WHOLE` what `_store_row` makes of them; `first` is then 0.
+
+    Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
+    """
     row = tl.program_id(0).to(tl.int64)
     TILE: tl.constexpr = THREADS * WORDS
     offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -173,6 +201,7 @@ def statistics_kernel(
     s = tl.zeros((THREADS,), tl.float32)
     t = tl.zeros((THREADS,), tl.float32)
     target_logit = 0.0
+    owned = False
     live = tl.load(mask + row) != 0
     if live:
         target = tl.load(targets + row) - first
@@ -201,10 +230,25 @@ def statistics_kernel(
             tile = tl.load(z_row + start, mask=offsets < end - start, other=minus_infinity("plain"))
             m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
-    tl.store(shares + row * 4, peak)
-    tl.store(shares + row * 4 + 1, tl.where(live, total, 1.0))
-    tl.store(shares + row * 4 + 2, shifted)
-    tl.store(shares + row * 4 + 3, target_logit)
+    total = tl.where(live, total, 1.0)
+    if WHOLE:
+        _store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
+    else:
+        tl.store(results + row * 4, peak)
+        tl.store(results + row * 4 + 1, total)
+        tl.store(results + row * 4 + 2, shifted)
+        tl.store(results + row * 4 + 3, target_logit)
+
+
+@triton.jit
+def _store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
+    """Log-probability, entropy, m and s of rows, each `rows` numbers behind the one before."""
+    logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
+    logprob = tl.where(exists, logprob, float("nan"))
+    tl.store(result, tl.where(trained, logprob, 0.0), here)
+    tl.store(result + rows, tl.where(trained, entropy, 0.0), here)
+    tl.store(result + 2 * rows, m, here)
+    tl.store(result + 3 * rows, s, here)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -223,20 +267,19 @@ def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, B
         )
         target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
     target = tl.load(targets + row, here, 0)
-    logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
-    logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
+    exists = (target >= 0) & (target < vocab_size)
     trained = tl.load(mask + row, here, 0) != 0
-    tl.store(results + row, tl.where(trained, logprob, 0.0), here)
-    tl.store(results + rows + row, tl.where(trained, entropy, 0.0), here)
-    tl.store(results + 2 * rows + row, m, here)
-    tl.store(results + 3 * rows + row, s, here)
+    _store_row(results + row, rows, m, s, t, target_logit, c, exists, trained, here)
 
 
 @triton.jit
-def _tile_gradient(tile, column, target, c, peak, bend, constant, a):
+def _tile_gradient(tile, column, target, c, peak, bend, constant, a, BENDS: tl.constexpr):
     """2^s (constant + bend s) of logits, s = z c - peak, and a more at the target."""
     shifted = tl.fma(tile.to(tl.float32), c, -peak)
-    gradient = tl.exp2(shifted) * tl.fma(tl.maximum(shifted, LOWEST), bend, constant)
+    factor = constant
+    if BENDS:
+        factor = tl.fma(tl.maximum(shifted, LOWEST), bend, constant)
+    gradient = tl.exp2(shifted) * factor
     return tl.where(column == target, gradient + a, gradient)
 
 
@@ -263,6 +306,7 @@ def gradient_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr,
+    BENDS: tl.constexpr,
 ):
     """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients."""
     TILE: tl.constexpr = THREADS * WORDS
@@ -275,7 +319,9 @@ def gradient_kernel(
     target -= first
     # an objective that compares and clips has slope 0 where the log-probability is NaN
     a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
-    e = tl.load(grad_entropies + row) * (c * LN2)
+    e = 0.0
+    if BENDS:
+        e = tl.load(grad_entropies + row) * (c * LN2)
     z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
     g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
     z_row = logits + z_start + start + offsets
@@ -292,14 +338,14 @@ def gradient_kernel(
             for k in tl.static_range(UNROLL):
                 tiles = tiles + (tl.load(z_row + k * TILE, eviction_policy="evict_first"),)
             for k in tl.static_range(UNROLL):
-                out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a)
+                out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a, BENDS)
                 tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
         else:
             for k in tl.static_range(UNROLL):
                 at = column + k * TILE
                 here = (at >= 0) & (at < valid)
                 tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"), eviction_policy="evict_first")
-                out = _tile_gradient(tile, at, target, c, peak, bend, constant, a)
+                out = _tile_gradient(tile, at, target, c, peak, bend, constant, a, BENDS)
                 out = tl.where(here, out, 0.0)
                 known = (at >= 0) & (at < columns)
                 tl.store(g_row + k * TILE, out.to(dtype), mask=known, eviction_policy="evict_first")
