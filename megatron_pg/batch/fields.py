@@ -66,6 +66,18 @@ class TokenSupport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherStates:
+    """The teacher's last hidden states: row t's are states[slots[t]]; where no stream that reads them trains it, anyone's."""
+
+    slots: Tensor  # [T] int64
+    states: Tensor  # [m, H_T] of the rows that a stream trains; m = 0: of none
+
+    def at(self, rows: Tensor | slice) -> "TeacherStates":
+        """Those of some of the rows."""
+        return replace(self, slots=self.slots[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenFields:
     """What is known of this rank's T tokens beside the model's output: [T] each, in the order of the logits' rows.
 
@@ -87,6 +99,7 @@ class TokenFields:
     rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
     teacher_topk: TopK | None = None
+    teacher_hidden: TeacherStates | None = None
     support: TokenSupport | None = None  # of the objective's tokens, whose policies are all over it
     streams: Mapping[str, StreamFields] = field(
         default_factory=dict
@@ -110,7 +123,7 @@ class TokenFields:
         return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known but the support, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
+        """The fields that are known but support and hidden states, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.teacher_topk is not None:
             found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
@@ -135,4 +148,5 @@ class TokenFields:
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""
         found = TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)
-        return found if self.support is None else replace(found, support=self.support.at(rows))
+        rest = {"support": self.support, "teacher_hidden": self.teacher_hidden}
+        return replace(found, **{name: None if each is None else each.at(rows) for name, each in rest.items()})
