@@ -91,7 +91,7 @@ def mixture_sums(student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form
 
 def with_mixture(rows: TeacherRows, shares: Tensor) -> TeacherRows:
     """The rows of a jsd, from every rank's `mixture_sums` [tp, T, 2]."""
-    divergence, centres = shares.sum(dim=0).unbind(dim=1)
+    divergence, centres = shares.sum(dim=0).t().contiguous()  # kernels have no strides
     return rows._replace(divergence=divergence, centres=centres)
 
 
