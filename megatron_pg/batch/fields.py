@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_pg.batch.sequences import Sequences
 
 TOPK = "topk:"  # before the names of `TopK`'s fields; no stream's name holds a colon
+TAUGHT = "taught"  # among the fields of a step: bool, tokens that a stream trains by the teacher's hidden states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,5 +149,6 @@ class TokenFields:
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""
         found = TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)
-        rest = {"support": self.support, "teacher_hidden": self.teacher_hidden}
-        return replace(found, **{name: None if each is None else each.at(rows) for name, each in rest.items()})
+        support = None if self.support is None else self.support.at(rows)
+        hidden = None if self.teacher_hidden is None else self.teacher_hidden.at(rows)
+        return replace(found, support=support, teacher_hidden=hidden)

@@ -30,7 +30,9 @@ class StreamKind:
 
     formula: str  # of ℓ
     reads_topk: bool = False  # the teacher's likeliest tokens, which every sample must have
-    whole_form: str | None = None  # a divergence over the whole vocabulary, from the teacher's hidden states, which likewise
+    whole_form: str | None = (
+        None  # a divergence over the whole vocabulary, from the teacher's hidden states, which likewise
+    )
     has_tail: bool = True  # of such a kind: all other tokens are one category
     mixture: Mixture | None = None
     against: str | None = (

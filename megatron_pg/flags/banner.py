@@ -121,10 +121,12 @@ def _stream_row(stream: Stream) -> tuple[str, str]:
 def _loss(stream: Stream) -> str:
     """The loss of a token, with its numbers."""
     kind = KINDS[stream.kind]
-    if not kind.reads_topk:
+    if not (kind.reads_topk or kind.whole_form):
         return kind.formula
     letters = {"beta": "β", "alpha": "α"}
     number = f", {letters[kind.mixture.option]} = {stream.mixture:g}" if kind.mixture else ""
+    if kind.whole_form:
+        return f"{kind.formula}{number}, over the whole vocabulary"
     tail = f" and all others as one, which it gives at least {stream.tail_floor:g}" if kind.has_tail else ""
     return f"{kind.formula}{number}, over the teacher's likeliest tokens{tail}"
 

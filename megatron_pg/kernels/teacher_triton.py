@@ -45,15 +45,7 @@ def combine(shares: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary)
     ranks, rows, _ = shares.shape
     out = torch.empty(len(TeacherRows._fields), rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares,
-        targets,
-        out,
-        ranks,
-        rows,
-        vocabulary.size,
-        log2_scale(vocabulary),
-        FORM=form.name,
-        BLOCK=COMBINE_ROWS,
+        shares, targets, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), FORM=form.name, BLOCK=COMBINE_ROWS
     )
     return TeacherRows(*out)
 
@@ -240,9 +232,7 @@ def statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def combine_kernel(
-    shares, targets, results, ranks, rows, vocab_size, c, FORM: tl.constexpr, BLOCK: tl.constexpr
-):
+def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """The ranks' shares of each row, in rank order, to results [8, rows] in the order of `TeacherRows`."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
@@ -255,15 +245,17 @@ def combine_kernel(
     target_logit = s
     for rank in range(ranks):
         share = shares + (rank * rows + row) * 7
-        other = ()
-        for k in tl.static_range(7):
-            other = other + (tl.load(share + k, here, 0.0),)
-        theirs = (other[0], other[1], other[2], other[4], other[5], other[6])
+        m2 = tl.load(share, here, 0.0)
+        s2 = tl.load(share + 1, here, 1.0)
+        t2 = tl.load(share + 2, here, 0.0)
+        target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
+        n2 = tl.load(share + 4, here, 0.0)
+        w2 = tl.load(share + 5, here, 1.0)
+        x2 = tl.load(share + 6, here, 0.0)
         if FORM == "reverse_kl":
-            m, s, t, n, w, x = merge_reverse(m, s, t, n, w, x, *theirs)
+            m, s, t, n, w, x = merge_reverse(m, s, t, n, w, x, m2, s2, t2, n2, w2, x2)
         else:
-            m, s, t, n, w, x = merge_forward(m, s, t, n, w, x, *theirs)
-        target_logit += other[3]  # a sum: a maximum would drop NaN
+            m, s, t, n, w, x = merge_forward(m, s, t, n, w, x, m2, s2, t2, n2, w2, x2)
     target = tl.load(targets + row, here, 0)
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
     logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
@@ -440,7 +432,19 @@ def gradient_kernel(
         for k in tl.static_range(UNROLL):
             at = column + k * TILE
             out = _pair_gradient(
-                of_student[k], of_teacher[k], at, target, c, m, n, (log_s, log_w), factors, FORM, SHARE, LOG_SHARE, LOG_REST
+                of_student[k],
+                of_teacher[k],
+                at,
+                target,
+                c,
+                m,
+                n,
+                (log_s, log_w),
+                factors,
+                FORM,
+                SHARE,
+                LOG_SHARE,
+                LOG_REST,
             )
             tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
     else:
@@ -449,7 +453,5 @@ def gradient_kernel(
             here = at < valid
             z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
             y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
-            out = _pair_gradient(
-                z, y, at, target, c, m, n, (log_s, log_w), factors, FORM, SHARE, LOG_SHARE, LOG_REST
-            )
+            out = _pair_gradient(z, y, at, target, c, m, n, (log_s, log_w), factors, FORM, SHARE, LOG_SHARE, LOG_REST)
             tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)

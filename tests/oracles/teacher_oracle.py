@@ -1,7 +1,7 @@
 """Independent oracle of the divergences over the whole vocabulary of a teacher: loops over one row of logits, in float64.
 
-    q = softmax(z / tau), p = softmax(y / tau)
-    dD/dz_j = q_j (g_j - sum_k q_k g_k) / tau,    g_j = dD/dq_j
+q = softmax(z / tau), p = softmax(y / tau)
+dD/dz_j = q_j (g_j - sum_k q_k g_k) / tau,    g_j = dD/dq_j
 """
 
 import math
