@@ -122,13 +122,8 @@ def _times(power, value):
 
 
 @triton.jit
-def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
-    """Adds tuples of tiles to each thread's statistics, as `tiles.accumulate` does."""
-    peak = m
-    top = n
-    for k in tl.static_range(len(students)):
-        peak = tl.maximum(peak, tl.max(students[k], axis=1) * c)
-        top = tl.maximum(top, tl.max(teachers[k], axis=1) * c)
+def moved(m, s, t, n, w, x, peak, top, FORM: tl.constexpr):
+    """s, t, w and x of maxima m and n, as they are of others."""
     drop = m - peak
     fall = n - top
     scale = tl.exp2(drop)
@@ -137,9 +132,18 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
         x = (x + w * (fall - drop)) * fade
     elif FORM == "reverse_kl":
         x = (x + s * (drop - fall)) * scale
-    t = (t + s * drop) * scale
-    s = s * scale
-    w = w * fade
+    return s * scale, (t + s * drop) * scale, w * fade, x
+
+
+@triton.jit
+def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
+    """Adds tuples of tiles to each thread's statistics, as `tiles.accumulate` does."""
+    peak = m
+    top = n
+    for k in tl.static_range(len(students)):
+        peak = tl.maximum(peak, tl.max(students[k], axis=1) * c)
+        top = tl.maximum(top, tl.max(teachers[k], axis=1) * c)
+    s, t, w, x = moved(m, s, t, n, w, x, peak, top, FORM)
     for k in tl.static_range(len(students)):
         d = tl.fma(students[k], c, -peak[:, None])
         u = tl.fma(teachers[k], c, -top[:, None])
@@ -153,28 +157,6 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
         t += tl.sum(of_student * tl.maximum(d, LOWEST), axis=1)
         w += tl.sum(of_teacher, axis=1)
     return peak, s, t, top, w, x
-
-
-@triton.jit
-def merge_forward(m1, s1, t1, n1, w1, x1, m2, s2, t2, n2, w2, x2):
-    """Statistics of two disjoint sets of columns, together."""
-    m = tl.maximum(m1, m2)
-    n = tl.maximum(n1, n2)
-    a1 = tl.exp2(m1 - m)
-    a2 = tl.exp2(m2 - m)
-    b1 = tl.exp2(n1 - n)
-    b2 = tl.exp2(n2 - n)
-    t = (t1 + s1 * (m1 - m)) * a1 + (t2 + s2 * (m2 - m)) * a2
-    x = (x1 + w1 * ((n1 - n) - (m1 - m))) * b1 + (x2 + w2 * ((n2 - n) - (m2 - m))) * b2
-    return m, s1 * a1 + s2 * a2, t, n, w1 * b1 + w2 * b2, x
-
-
-@triton.jit
-def merge_reverse(m1, s1, t1, n1, w1, x1, m2, s2, t2, n2, w2, x2):
-    """The same: the cross moment is of the student."""
-    n, w, _, m, s, x = merge_forward(n1, w1, t1, m1, s1, x1, n2, w2, t2, m2, s2, x2)
-    t = (t1 + s1 * (m1 - m)) * tl.exp2(m1 - m) + (t2 + s2 * (m2 - m)) * tl.exp2(m2 - m)
-    return m, s, t, n, w, x
 
 
 @triton.jit
@@ -222,11 +204,10 @@ def statistics_kernel(
         z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, (z,), (y,), c, FORM)
-    if FORM == "reverse_kl":
-        m, s, t, n, w, x = tl.reduce((m, s, t, n, w, x), 0, merge_reverse)
-    else:
-        m, s, t, n, w, x = tl.reduce((m, s, t, n, w, x), 0, merge_forward)
-    found = (m, s, t, target_logit, n, w, x)
+    peak = tl.max(m, 0)
+    top = tl.max(n, 0)
+    s, t, w, x = moved(m, s, t, n, w, x, peak, top, FORM)
+    found = (peak, tl.sum(s, 0), tl.sum(t, 0), target_logit, top, tl.sum(w, 0), tl.sum(x, 0))
     for k in tl.static_range(len(found)):
         tl.store(shares + row * len(found) + k, found[k])
 
@@ -237,25 +218,34 @@ def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: t
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     m = tl.full((BLOCK,), FLOOR, tl.float32)
+    n = m
+    for rank in range(ranks):
+        share = shares + (rank * rows + row) * 7
+        m = tl.maximum(m, tl.load(share, here, 0.0))
+        n = tl.maximum(n, tl.load(share + 4, here, 0.0))
     s = tl.zeros((BLOCK,), tl.float32)
     t = s
-    n = m
     w = s
     x = s
     target_logit = s
     for rank in range(ranks):
         share = shares + (rank * rows + row) * 7
-        m2 = tl.load(share, here, 0.0)
-        s2 = tl.load(share + 1, here, 1.0)
-        t2 = tl.load(share + 2, here, 0.0)
+        s2, t2, w2, x2 = moved(
+            tl.load(share, here, 0.0),
+            tl.load(share + 1, here, 1.0),
+            tl.load(share + 2, here, 0.0),
+            tl.load(share + 4, here, 0.0),
+            tl.load(share + 5, here, 1.0),
+            tl.load(share + 6, here, 0.0),
+            m,
+            n,
+            FORM,
+        )
+        s += s2
+        t += t2
+        w += w2
+        x += x2
         target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
-        n2 = tl.load(share + 4, here, 0.0)
-        w2 = tl.load(share + 5, here, 1.0)
-        x2 = tl.load(share + 6, here, 0.0)
-        if FORM == "reverse_kl":
-            m, s, t, n, w, x = merge_reverse(m, s, t, n, w, x, m2, s2, t2, n2, w2, x2)
-        else:
-            m, s, t, n, w, x = merge_forward(m, s, t, n, w, x, m2, s2, t2, n2, w2, x2)
     target = tl.load(targets + row, here, 0)
     logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
     logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
