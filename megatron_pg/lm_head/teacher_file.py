@@ -36,7 +36,7 @@ class TeacherHead:
         path, name = (path, name) if colon else (given, "weight")
         try:
             return _find(path, name)
-        except (OSError, KeyError, TypeError, ValueError) as error:  # of whatever else is in the file
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # of whatever else is in the file
             raise ValueError(
                 f"--pg-teacher-head {given} is no safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 ({error}), so the teacher "
                 "would have no logits. Give PATH:NAME of its output layer; of a model in several files that one which holds it."
@@ -86,7 +86,7 @@ def _find(path: str, name: str) -> TeacherHead:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER_BYTES:
             raise ValueError("it does not begin with a header")
-        header: Any = json.loads(file.read(length))
+        header: Any = json.loads(file.read(length).decode("utf-8"))
         size = file.seek(0, 2)
     if name not in header:
         raise ValueError(f"it holds {', '.join(sorted(set(header) - {'__metadata__'})[:5])}")

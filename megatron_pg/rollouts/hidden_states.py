@@ -23,7 +23,9 @@ def hidden_states_of(values: Any, label: str) -> Tensor:
     try:
         if isinstance(values, Mapping):
             return _decoded(values)
-        array = torch.from_numpy(np.array(values)) if isinstance(values, np.ndarray) else values.detach().cpu()
+        if isinstance(values, np.ndarray):
+            values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+        array = values.detach().cpu()
         if array.dim() == 2 and array.dtype.is_floating_point:
             return array.contiguous() if array.dtype == torch.bfloat16 else array.float().contiguous()
     except Exception:  # of whatever else was given
