@@ -169,6 +169,8 @@ def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))
     elif args.fp32_lm_head:
         rows.append(("head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"))
+    if args.pg_teacher_head is not None:
+        rows.append(("teacher", f"logits of its hidden states, by {args.pg_teacher_head}  (--pg-teacher-head)"))
     if args.pg_vocab_size is not None:
         rows.append(("vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"))
     return rows

@@ -191,10 +191,10 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
 
 
 def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> None:
-    head = settings.teacher_head
-    for sample in (sample for batch in batches for sample in batch.samples):
-        states = sample.teacher_hidden
-        if head is not None and states is not None and states.shape[1] != head.width:
+    head, readers = settings.teacher_head, [s.tokens for s in settings.terms.streams if s.reads_hidden]
+    for sample in (sample for batch in batches for sample in batch.samples if readers):
+        states, is_read = sample.teacher_hidden, any(sample.mask_of(name) is not None for name in readers)
+        if is_read and states is not None and states.shape[1] != head.width:
             raise ContractError(
                 f"teacher_hidden of sample {sample.sample_id} have width {states.shape[1]}, and the rows of --pg-teacher-head have "
                 f"{head.width}, so there would be no logits. Record the last hidden states of the model whose head it is."

@@ -274,6 +274,7 @@ def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
     assert (whole.reads, whole.mixture, whole.tail_floor) == (("teacher_hidden",), 0.5, None)
     shown = banner(validate_args(arguments(**streams("a:full_jsd", **TAUGHT))))
     assert "m = βP + (1-β)Q, β = 0.5, over the whole vocabulary)" in shown
+    assert "logits of its hidden states, by teacher.safetensors  (--pg-teacher-head)" in shown
     (plain,) = streams_of(validate_args(arguments(**streams("a:topk_jsd"))))
     assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
     text = banner(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))

@@ -10,7 +10,7 @@ import torch
 from compare import scalar_error, tensor_error
 from teacher_parts import SHARE, Parts
 
-from megatron_pg.batch.fields import StreamFields, TeacherStates
+from megatron_pg.batch.fields import StreamFields, TeacherStates, TopK
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss, teacher_triton
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -134,6 +134,40 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
     least = 0.0 if kind != "full_jsd" and not CUDA else 100 * torch.finfo(dtype).eps
     assert float(out.stream_losses.abs().max()) <= least
     assert all(float(each.abs().max()) <= 100 * least for each in found)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
+    parts = Parts.draw(f"full_{kind}", torch.float64, has_own_tokens=False)
+    fields, teacher = parts.policy_loss.fields, parts.policy_loss.fields.teacher_hidden
+    logits = (teacher.states @ parts.teacher_weight.t())[:, : parts.size]
+    logprobs = (logits / 0.7).log_softmax(1)[teacher.slots]
+    ids = torch.arange(parts.size).expand(len(logprobs), -1).int()
+    topk = TopK(ids=ids, logprobs=logprobs, tails=torch.zeros(len(ids), dtype=torch.float64))
+    stream, *rest = parts.policy_loss.terms.streams
+    named = replace(stream, kind=f"topk_{kind}", tail_floor=1e-6)
+    other = replace(parts.policy_loss.terms, streams=(named, *rest))
+    named_loss = PolicyLoss(other, replace(fields, teacher_hidden=None, teacher_topk=topk))
+    found, wanted = run(parts, Head(impl="torch")), run(replace(parts, policy_loss=named_loss), Head(impl="torch"))
+    assert tensor_error(found[0].stream_losses, wanted[0].stream_losses) <= 1e-13
+    assert all(tensor_error(*pair) <= 1e-12 for pair in zip(found[1:], wanted[1:], strict=True))
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
+    """In the row that has it, of the loss and of the gradient; the other rows are as they were."""
+    parts = Parts.draw(kind, dtype, has_own_tokens=False)
+    wanted = run(moved(parts, DEVICE), Head(impl=impl))
+    states = parts.hidden if whose == "student" else parts.policy_loss.fields.teacher_hidden.states
+    states[2, 3] = torch.nan
+    found = run(moved(parts, DEVICE), Head(impl=impl))
+    others = torch.arange(len(parts.hidden)) != 2
+    assert found[0].loss.isnan()
+    assert found[0].stream_losses[0, 2].isnan()
+    assert found[1][2].isnan().all()
+    assert torch.equal(found[1][others], wanted[1][others])
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
