@@ -234,8 +234,11 @@ def gradient_errors(problem: Problem, rows: int = 512, columns: int = 8192) -> d
         torch.distributed.all_gather(parts, weight, group=group)
     whole = weight if group is None else torch.cat(parts)
     targets = problem.targets[:rows] % columns
-    fields = (targets, problem.old_logprobs[:rows], problem.advantages[:rows], problem.weights[:rows])
     exact_hidden, exact_weight = (values.double().requires_grad_() for values in (hidden, whole))
+    with torch.no_grad():  # near the policy: else the few tokens with the largest ratios would be the gradient
+        logprobs = (exact_hidden @ exact_weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    old_logprobs = (logprobs + 0.1 * torch.sin(torch.arange(rows, device="cuda"))).float()
+    fields = (targets, old_logprobs, problem.advantages[:rows], problem.weights[:rows])
     options = {**CLIP, "clip_eps_low": 1.0, "clip_eps_high": 1e9}
     grpo_loss(exact_hidden @ exact_weight.t(), *fields, **options, impl="torch").loss.backward()
     exact_part = exact_weight.grad.chunk(ranks)[0 if group is None else group.rank()]

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.training.arguments import core_transformer_config_from_args
@@ -38,6 +39,7 @@ def load_teacher(path: str, build: Callable[..., nn.Module], args) -> Policy:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's about its own ShardedTensor
         model.load_state_dict(dist_checkpointing.load(saved, str(folder))["model"])
+    model.to(torch.cuda.current_device(), args.params_dtype)  # as Megatron does with the student
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Policy([model], width=args.seq_length, temperature=args.pg_temperature)

@@ -19,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
+from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
 from megatron_pg.rollouts.sample import Sample
 
 VOCABULARY, WIDTH = 14, 6
@@ -36,7 +37,7 @@ AGGREGATIONS = {
     "token_mean": {"loss_aggregation": "token_mean"},
     "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 4096.0},
 }
-HEADS = {"logits": {}, "forward": {"pg_fused_head": "forward"}, "recompute": {"pg_fused_head": "recompute"}}
+HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
 SFT_WEIGHT = 0.25
 _CLIP = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
 OBJECTIVES = {
@@ -102,8 +103,8 @@ def cases(full: bool) -> Iterator[Case]:
         kinds = list(itertools.product(AGGREGATIONS, OBJECTIVES))
         for i, (aggregation, objective) in enumerate(kinds):
             count, fan_out = steps[(i + i // 4) % 4]
-            head = "recompute" if objective == "gspo" and i % 2 else list(HEADS)[(i + i // 4) % 3]
-            head = "logits" if objective == "gspo" and head == "forward" else head
+            head = list(HEADS)[i % 4 ^ i // 4]
+            head = "recompute" if objective == "gspo" and head in AT_ONCE else head
             yield Case(
                 aggregation=aggregation,
                 objective=objective,
@@ -114,7 +115,7 @@ def cases(full: bool) -> Iterator[Case]:
             )
         return
     for aggregation, objective, head in itertools.product(AGGREGATIONS, OBJECTIVES, HEADS):
-        if head == "forward" and objective == "gspo":
+        if head in AT_ONCE and objective == "gspo":
             continue
         for per_token, (count, fan_out) in itertools.product((False, True), steps):
             yield Case(

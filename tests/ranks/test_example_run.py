@@ -58,9 +58,9 @@ def of_shared_experts(folder, full):
 
 @launches.launch
 def taught(folder, full):
-    """A run that saves its policy, and one that begins with it and has it as its teacher."""
+    """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module is built in."""
     saved = str(folder / "teacher" / "saved")
-    launch(folder / "teacher", "--save", saved, "--save-interval", "2", "--train-iters", "2")
+    launch(folder / "teacher", "--bf16", "--save", saved, "--save-interval", "2", "--train-iters", "2")
     begins = [
         "--load",
         saved,
@@ -71,6 +71,7 @@ def taught(folder, full):
         "0",
         "--train-iters",
         "2",
+        "--bf16",
     ]
     streams = ["--pg-stream", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
     return launch(folder / "student", *begins, *streams, "--teacher", saved)

@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
 PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs")
 COUNT = 2 * BLOCK + 17
-LIMIT = 5e-6  # float32, of 1 + |what is expected|
+LIMIT = 1e-5  # where a ratio at its clamp, e^20, multiplies e^-x - 1 + x of a small x
 
 
 def scattered(generator: torch.Generator, mask: torch.Tensor) -> Sequences:
@@ -105,7 +105,7 @@ def of_sequences(found, expected) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(getattr(found, name), getattr(expected, name).double()) for name in known]
 
 
-@pytest.mark.proof("Loss terms in one launch: every row with every KL estimator and the bonus, float32: within 5e-6")
+@pytest.mark.proof("Loss terms in one launch: every row with every KL estimator and the bonus, float32: within 1e-5")
 @pytest.mark.parametrize("name", ROWS)
 def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, monkeypatch):
     monkeypatch.setattr(segments, "BLOCK", 32)  # so that a sequence has several
