@@ -71,7 +71,7 @@ class TeacherStates:
     """The teacher's last hidden states: row t's are states[slots[t]]; where no stream that reads them trains it, anyone's."""
 
     slots: Tensor  # [T] int64
-    states: Tensor  # [m, H_T] of the rows that a stream trains; m = 0: of none
+    states: Tensor  # [m, H_T] of the rows that a stream trains, on any device; m = 0: of none
 
     def at(self, rows: Tensor | slice) -> "TeacherStates":
         """Those of some of the rows."""

@@ -139,10 +139,14 @@ def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.
 
 
 def _states_here(batch: PackedBatch, flat: dict[str, Tensor], device: torch.device | str) -> TeacherStates:
-    """Of this rank's rows, where a stream that reads them trains. Its own rows are taken out of `flat`."""
+    """Of this rank's rows, where a stream that reads them trains. Its own rows are taken out of `flat`.
+
+    The states stay on the host, from where each micro-batch takes its own: a step's would be as large as its activations.
+    """
     taught, numbers = flat.pop(TAUGHT), flat.pop("number")
-    slots = (taught.cumsum(0) - 1).clamp(min=0)
-    return TeacherStates(**_on(device, slots=slots, states=batch.teacher_hidden(numbers[taught])))
+    slots, states = (taught.cumsum(0) - 1).clamp(min=0), batch.teacher_hidden(numbers[taught])
+    states = states if torch.device(device).type == "cpu" else states.pin_memory()
+    return TeacherStates(**_on(device, slots=slots), states=states)
 
 
 def _depth_fields(

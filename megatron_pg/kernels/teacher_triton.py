@@ -8,7 +8,6 @@ A summand is 0 where its power of two is, however far the other policy; both pol
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -63,7 +62,7 @@ def mixture_sums(student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form
         teacher.stride(0),
         log2_scale(vocabulary),
         **launch_of(student),
-        **_shares_of(form),
+        NUMBERS=_numbers_of(form),
     )
     return sums
 
@@ -101,7 +100,7 @@ def write_gradient(
         log2_scale(vocabulary),
         **block,
         FORM=form.name,
-        **_shares_of(form),
+        NUMBERS=_numbers_of(form),
     )
 
 
@@ -109,10 +108,9 @@ def _sums_of(rows: TeacherRows) -> tuple[Tensor, ...]:
     return rows.peaks, rows.totals, rows.teacher_peaks, rows.teacher_totals
 
 
-def _shares_of(form: Form) -> dict[str, Any]:
-    """β, and the logarithms of β and 1 - β, of a jsd."""
-    share = 0.5 if form.share is None else form.share
-    return {"SHARE": share, "LOG_SHARE": math.log2(share), "LOG_REST": math.log1p(-share) / math.log(2)}
+def _numbers_of(form: Form) -> tuple[float, float, float]:
+    """β, and the base-2 logarithms of β and 1 - β, of a jsd."""
+    return (0.0, 0.0, 0.0) if form.share is None else (form.share, math.log2(form.share), math.log2(1.0 - form.share))
 
 
 @triton.jit
@@ -262,10 +260,10 @@ def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: t
 
 
 @triton.jit
-def _log_mixture(log_q, log_p, LOG_SHARE: tl.constexpr, LOG_REST: tl.constexpr):
+def _log_mixture(log_q, log_p, NUMBERS: tl.constexpr):
     """log2(β p + (1 - β) q) from base-2 logarithms."""
-    a = log_p + LOG_SHARE
-    b = log_q + LOG_REST
+    a = log_p + NUMBERS[1]
+    b = log_q + NUMBERS[2]
     gap = tl.where(a == b, 0.0, tl.where(a > b, b - a, a - b))  # -inf - -inf would be NaN
     return tl.where(a > b, a, b) + tl.log2(1.0 + tl.exp2(gap))
 
@@ -286,9 +284,7 @@ def mixture_kernel(
     THREADS: tl.constexpr,
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
-    SHARE: tl.constexpr,
-    LOG_SHARE: tl.constexpr,
-    LOG_REST: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
     """One row per program: sums[row] = the jsd of this rank's columns, and Σ q f."""
     row = tl.program_id(0).to(tl.int64)
@@ -308,31 +304,18 @@ def mixture_kernel(
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         log_q = tl.fma(z, c, -m) - log_s
         log_p = tl.fma(y, c, -n) - log_w
-        log_m = _log_mixture(log_q, log_p, LOG_SHARE, LOG_REST)
+        log_m = _log_mixture(log_q, log_p, NUMBERS)
         of_p += tl.sum(_times(tl.exp2(log_p), log_p - log_m), axis=1)
         of_q += tl.sum(_times(tl.exp2(log_q), log_q - log_m), axis=1)
-    centre = (1.0 - SHARE) * LN2 * tl.sum(of_q, 0)
-    tl.store(sums + row * 2, SHARE * LN2 * tl.sum(of_p, 0) + centre)
+    centre = (1.0 - NUMBERS[0]) * LN2 * tl.sum(of_q, 0)
+    tl.store(sums + row * 2, NUMBERS[0] * LN2 * tl.sum(of_p, 0) + centre)
     tl.store(sums + row * 2 + 1, centre)
 
 
 @triton.jit
-def _pair_gradient(
-    z,
-    y,
-    column,
-    target,
-    c,
-    m,
-    n,
-    ends,
-    factors,
-    FORM: tl.constexpr,
-    SHARE: tl.constexpr,
-    LOG_SHARE: tl.constexpr,
-    LOG_REST: tl.constexpr,
-):
+def _pair_gradient(z, y, column, target, c, ends, factors, FORM: tl.constexpr, NUMBERS: tl.constexpr):
     """2^d (constant + bend d) and what the divergence adds, and a more at the target."""
+    m, n, log_s, log_w = ends
     constant, bend, a, pull = factors
     d = tl.fma(z.to(tl.float32), c, -m)
     u = tl.fma(y.to(tl.float32), c, -n)
@@ -343,8 +326,8 @@ def _pair_gradient(
     elif FORM == "reverse_kl":
         gradient += _times(power, (d - u) * pull)
     else:
-        log_q = d - ends[0]
-        log_m = _log_mixture(log_q, u - ends[1], LOG_SHARE, LOG_REST)
+        log_q = d - log_s
+        log_m = _log_mixture(log_q, u - log_w, NUMBERS)
         gradient += _times(power, (log_q - log_m) * pull)
     return tl.where(column == target, gradient + a, gradient)
 
@@ -377,9 +360,7 @@ def gradient_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     FORM: tl.constexpr,
-    SHARE: tl.constexpr,
-    LOG_SHARE: tl.constexpr,
-    LOG_REST: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
     """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)); a, e, g the upstream gradients."""
     TILE: tl.constexpr = THREADS * WORDS
@@ -404,10 +385,9 @@ def gradient_kernel(
         pull = g * LN2 / total
         constant -= pull * (log_s - log_w)
     else:
-        pull = g * LN2 * (1.0 - SHARE) / total
+        pull = g * LN2 * (1.0 - NUMBERS[0]) / total
     factors = (constant, -e * LN2 / total, a, pull)
-    m = tl.load(peaks + row)
-    n = tl.load(teacher_peaks + row)
+    ends = (tl.load(peaks + row), tl.load(teacher_peaks + row), log_s, log_w)
     z_row = students + row * student_stride + start + offsets
     y_row = teachers + row * teacher_stride + start + offsets
     g_row = gradients + row * gradient_stride + start + offsets
@@ -421,21 +401,7 @@ def gradient_kernel(
             of_teacher = of_teacher + (tl.load(y_row + k * TILE, eviction_policy="evict_first"),)
         for k in tl.static_range(UNROLL):
             at = column + k * TILE
-            out = _pair_gradient(
-                of_student[k],
-                of_teacher[k],
-                at,
-                target,
-                c,
-                m,
-                n,
-                (log_s, log_w),
-                factors,
-                FORM,
-                SHARE,
-                LOG_SHARE,
-                LOG_REST,
-            )
+            out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS)
             tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
     else:
         for k in tl.static_range(UNROLL):
@@ -443,5 +409,5 @@ def gradient_kernel(
             here = at < valid
             z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
             y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
-            out = _pair_gradient(z, y, at, target, c, m, n, (log_s, log_w), factors, FORM, SHARE, LOG_SHARE, LOG_REST)
+            out = _pair_gradient(z, y, at, target, c, ends, factors, FORM, NUMBERS)
             tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)

@@ -48,7 +48,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
             f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of the teacher's hidden "
             "states, so the distributions would not be over one vocabulary. Give its rows for the student's columns, in its dtype."
         )
-    states = known.states.to(weight.dtype)
+    states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
     return Teacher(form=policy_loss.terms.whole_form, slots=known.slots, states=states, weight=teacher_weight)
 
 
