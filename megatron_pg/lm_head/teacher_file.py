@@ -37,8 +37,9 @@ class TeacherHead:
         try:
             return _find(path, name)
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # of whatever else is in the file
+            reason = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"--pg-teacher-head {given} is no safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 ({error}), so the teacher "
+                f"--pg-teacher-head {given} is no safetensors file with a matrix {name} [V, H] in BF16, F16 or F32 ({reason}), so the teacher "
                 "would have no logits. Give PATH:NAME of its output layer; of a model in several files that one which holds it."
             ) from error
 

@@ -167,8 +167,9 @@ def features_of(
 
 def _teacher_head(args: Namespace) -> TeacherHead:
     head = TeacherHead.of(args.pg_teacher_head)
-    if args.pg_vocab_size is not None:
-        head.check_vocabulary(args.pg_vocab_size)
+    columns = args.pg_vocab_size or vars(args).get("padded_vocab_size")
+    if columns is not None:  # else the model says it
+        head.check_vocabulary(columns)
     return head
 
 
