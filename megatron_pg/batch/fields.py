@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_pg.batch.sequences import Sequences
 
 TOPK = "topk:"  # before the names of `TopK`'s fields; no stream's name holds a colon
+TAUGHT = "taught"  # among the fields of a step: bool, tokens that a stream trains by the teacher's hidden states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +67,18 @@ class TokenSupport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherStates:
+    """The teacher's last hidden states: row t's are states[slots[t]]; where no stream that reads them trains it, anyone's."""
+
+    slots: Tensor  # [T] int64
+    states: Tensor  # [m, H_T] of the rows that a stream trains, on any device; m = 0: of none
+
+    def at(self, rows: Tensor | slice) -> "TeacherStates":
+        """Those of some of the rows."""
+        return replace(self, slots=self.slots[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenFields:
     """What is known of this rank's T tokens beside the model's output: [T] each, in the order of the logits' rows.
 
@@ -87,6 +100,7 @@ class TokenFields:
     rollout_logprobs: Tensor | None = None  # nats, as the rollout engine reported them; likewise
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
     teacher_topk: TopK | None = None
+    teacher_hidden: TeacherStates | None = None
     support: TokenSupport | None = None  # of the objective's tokens, whose policies are all over it
     streams: Mapping[str, StreamFields] = field(
         default_factory=dict
@@ -110,7 +124,7 @@ class TokenFields:
         return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known but the support, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
+        """The fields that are known but support and hidden states, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.teacher_topk is not None:
             found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
@@ -135,4 +149,6 @@ class TokenFields:
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""
         found = TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)
-        return found if self.support is None else replace(found, support=self.support.at(rows))
+        support = None if self.support is None else self.support.at(rows)
+        hidden = None if self.teacher_hidden is None else self.teacher_hidden.at(rows)
+        return replace(found, support=support, teacher_hidden=hidden)

@@ -54,6 +54,7 @@ class PackedBatch:
             *(self.optional_values(name) for name in OPTIONAL),
             *(sample.routed_experts for sample in self.samples),
             *(values for s in self.samples if (t := s.teacher_topk) is not None for values in (t.ids, t.logprobs)),
+            *(s.teacher_hidden.view(torch.uint8) for s in self.samples if s.teacher_hidden is not None),
             *(values for s in self.samples if s.support is not None for values in (s.support.ids, s.support.offsets)),
             *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
         ):
@@ -117,6 +118,21 @@ class PackedBatch:
                 ids[:, : sets.ids.shape[1]] = sets.ids
                 logprobs[:, : sets.ids.shape[1]] = sets.logprobs
                 tails.copy_(sets.tails)
+        return found
+
+    def teacher_hidden(self, tokens: Tensor) -> Tensor:
+        """[n, H_T] the teacher's hidden states of some response tokens, given by their numbers among all [n] int64; [0, 1] of none."""
+        found, start = torch.zeros(0, 1), 0
+        for sample in self.samples:
+            states, number = sample.teacher_hidden, tokens - start
+            here = (number >= 0) & (number < sample.response_length)
+            start += sample.response_length
+            if states is None or not here.any():
+                continue
+            if not len(found):
+                found = torch.zeros(len(tokens), states.shape[1], dtype=states.dtype)
+            found = found.to(torch.promote_types(found.dtype, states.dtype))
+            found[here] = states[number[here]].to(found.dtype)
         return found
 
     def support(self) -> TokenSupport | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.fields import TokenFields, TokenSupport
+from megatron_pg.batch.fields import TAUGHT, TeacherStates, TokenFields, TokenSupport
 from megatron_pg.batch.pack import PackedBatch
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
@@ -105,6 +105,8 @@ def slice_batch(
     }
     rows = {name: batch.spread(values) for name, values in known.items() if values is not None}
     rows |= {"targets": batch.labels, "slots": batch.sample_index}
+    if TAUGHT in known:
+        rows["number"] = batch.spread(torch.arange(len(known[TAUGHT])))
     if (support := batch.support()) is not None:
         rows |= {"starts": batch.spread(support.starts), "counts": batch.spread(support.counts)}
     flat = {name: values[:, index].transpose(0, 1).flatten(0, 1) for name, values in rows.items()}
@@ -114,10 +116,11 @@ def slice_batch(
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
     slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
     support = None if support is None else _support_here(support, flat, device)
+    taught = _states_here(batch, flat, device) if TAUGHT in flat else None
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
         inputs=ModelInputs(**_on(device, **inputs)),
-        fields=replace(TokenFields.of(_on(device, **flat), whole), support=support),
+        fields=replace(TokenFields.of(_on(device, **flat), whole), support=support, teacher_hidden=taught),
         **_on(device, trained=trained),
         whole=batch,
         row_index=index,
@@ -133,6 +136,17 @@ def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.
     starts, counts = flat.pop("starts"), torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
     sets = _on(device, starts=starts, counts=counts, ids=support.ids)
     return TokenSupport(**sets, longest=support.longest) if counts.any() else None
+
+
+def _states_here(batch: PackedBatch, flat: dict[str, Tensor], device: torch.device | str) -> TeacherStates:
+    """Of this rank's rows, where a stream that reads them trains. Its own rows are taken out of `flat`.
+
+    The states stay on the host, from where each micro-batch takes its own: a step's would be as large as its activations.
+    """
+    taught, numbers = flat.pop(TAUGHT), flat.pop("number")
+    slots, states = (taught.cumsum(0) - 1).clamp(min=0), batch.teacher_hidden(numbers[taught])
+    states = states if torch.device(device).type == "cpu" else states.pin_memory()
+    return TeacherStates(**_on(device, slots=slots), states=states)
 
 
 def _depth_fields(

@@ -320,6 +320,7 @@ COLUMNS = {  # field -> the columns that are taken for it where --column names n
     "teacher_logprobs": ("teacher_logprobs", "teacher_log_probs"),
     "teacher_topk": ("teacher_topk",),
     "rollout_topk": ("rollout_topk",),
+    "teacher_hidden": ("teacher_hidden",),
     "old_entropies": ("old_entropies",),
     "routed_experts": ("routed_experts",),
     "support": ("support", "sampling_mask", "output_token_sampling_mask"),

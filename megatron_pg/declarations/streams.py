@@ -30,6 +30,9 @@ class StreamKind:
 
     formula: str  # of ℓ
     reads_topk: bool = False  # the teacher's likeliest tokens, which every sample must have
+    whole_form: str | None = (
+        None  # a divergence over the whole vocabulary, from the teacher's hidden states, which likewise
+    )
     has_tail: bool = True  # of such a kind: all other tokens are one category
     mixture: Mixture | None = None
     against: str | None = (
@@ -48,6 +51,11 @@ def _topk(formula: str, function: str, **rest: Any) -> StreamKind:
     return StreamKind(formula=formula, reads_topk=True, function=function, **rest)
 
 
+def _full(formula: str, form: str, **rest: Any) -> StreamKind:
+    return StreamKind(formula=formula, whole_form=form, function="whole_divergence", **rest)
+
+
+_JSD = "β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q"
 KINDS: Mapping[str, StreamKind] = {
     "ce": StreamKind(formula="-log π", function="cross_entropy"),
     "opd": StreamKind(
@@ -64,10 +72,13 @@ KINDS: Mapping[str, StreamKind] = {
     ),
     "topk_forward_kl": _topk("KL(P‖Q)", "forward_kl"),
     "topk_reverse_kl": _topk("KL(Q‖P)", "reverse_kl"),
-    "topk_jsd": _topk("β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q", "jsd", mixture=Mixture(option="beta", default=0.5)),
+    "topk_jsd": _topk(_JSD, "jsd", mixture=Mixture(option="beta", default=0.5)),
     "topk_skew_forward": _topk("KL(P‖αP + (1-α)Q)", "skew_forward", mixture=Mixture(option="alpha", default=0.1)),
     "topk_skew_reverse": _topk("KL(Q‖αQ + (1-α)P)", "skew_reverse", mixture=Mixture(option="alpha", default=0.1)),
     "topk_generalised_reverse": _topk("Σ_S q·log(q/p) - q + p", "generalised_reverse", has_tail=False),
+    "full_forward_kl": _full("KL(P‖Q)", "forward_kl"),
+    "full_reverse_kl": _full("KL(Q‖P)", "reverse_kl"),
+    "full_jsd": _full(_JSD, "jsd", mixture=Mixture(option="beta", default=0.5)),
 }
 TAIL_FLOOR = 1e-6  # default
 
@@ -83,7 +94,7 @@ class Stream:
     divisor: float | None = None  # L of `constant`
     on: str | None = None  # the stream whose tokens it takes; None: it has its own
     estimator: str | None = None  # of a KL divergence
-    mixture: float | None = None  # β or α of a top-k divergence
+    mixture: float | None = None  # β or α of a teacher's divergence
     temperature: float | None = None  # of the teacher, of a top-k divergence; None: 1
     tail_floor: float | None = None  # the least probability of the teacher's tail, of a top-k divergence with a tail
 
@@ -91,6 +102,11 @@ class Stream:
     def reads_topk(self) -> bool:
         """Whether it reads the teacher's likeliest tokens."""
         return KINDS[self.kind].reads_topk
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads the teacher's hidden states."""
+        return KINDS[self.kind].whole_form is not None
 
     @property
     def is_of_a_correction(self) -> bool:
@@ -112,6 +128,8 @@ class Stream:
         """Fields that every sample with a token of it must have."""
         if self.reads_topk:
             return ("teacher_topk",)
+        if self.reads_hidden:
+            return ("teacher_hidden",)
         against = KINDS[self.kind].against
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())

@@ -121,10 +121,12 @@ def _stream_row(stream: Stream) -> tuple[str, str]:
 def _loss(stream: Stream) -> str:
     """The loss of a token, with its numbers."""
     kind = KINDS[stream.kind]
-    if not kind.reads_topk:
+    if not (kind.reads_topk or kind.whole_form):
         return kind.formula
     letters = {"beta": "β", "alpha": "α"}
     number = f", {letters[kind.mixture.option]} = {stream.mixture:g}" if kind.mixture else ""
+    if kind.whole_form:
+        return f"{kind.formula}{number}, over the whole vocabulary"
     tail = f" and all others as one, which it gives at least {stream.tail_floor:g}" if kind.has_tail else ""
     return f"{kind.formula}{number}, over the teacher's likeliest tokens{tail}"
 
@@ -167,6 +169,8 @@ def _head_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows.append(("head", f"fused, logits never stored, {backward}  (--pg-fused-head {args.pg_fused_head})"))
     elif args.fp32_lm_head:
         rows.append(("head", f"float32 logits, stored whole, {backward}  (--fp32-lm-head)"))
+    if args.pg_teacher_head is not None:
+        rows.append(("teacher", f"logits of its hidden states, by {args.pg_teacher_head}  (--pg-teacher-head)"))
     if args.pg_vocab_size is not None:
         rows.append(("vocabulary", f"columns from {args.pg_vocab_size} on are padding  (--pg-vocab-size)"))
     return rows

@@ -115,7 +115,8 @@ def _entropy_readers(args: argparse.Namespace) -> Iterator[str]:
         streams = [parse(text) for text in args.pg_stream or ()]
     except (TypeError, ValueError):  # rule E71 says so
         return
-    yield from (s.flag for s in streams if s.weight and s.name != POLICY and (s.kind == "entropy" or s.reads_topk))
+    live = (stream for stream in streams if stream.weight and stream.name != POLICY)
+    yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
 
 
 def _sequence_readers(facts: Facts) -> Iterator[str]:

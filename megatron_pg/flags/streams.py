@@ -30,8 +30,8 @@ def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME:KIND[,OPTION=VALUE]...",
         help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(_KINDS)}; options "
         f"weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the stream whose tokens it takes, "
-        f"for instance {POLICY}, those of the objective), estimator (of a KL divergence), beta, alpha (of a top-k divergence) "
-        f"and temperature (of its teacher, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
+        f"for instance {POLICY}, those of the objective), estimator (of a KL divergence), beta, alpha (of a teacher's divergence) "
+        f"and temperature (of a teacher whose likeliest tokens are read, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
         "May be given several times.",
     )
     group.add_argument(
@@ -40,6 +40,12 @@ def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="P",
         help="Least probability that a teacher gives to all tokens together that it does not name, for the kinds topk_*: a teacher "
         f"whose named tokens sum to 1 would be infinitely far. Default {TAIL_FLOOR:g}; a metric counts where it acts.",
+    )
+    group.add_argument(
+        "--pg-teacher-head",
+        metavar="PATH[:NAME]",
+        help="The teacher's output layer, for the kinds full_*, which are over the whole vocabulary: a matrix [V, H] of a safetensors file, "
+        "called weight unless NAME says otherwise. Each tensor-parallel rank reads its rows.",
     )
 
 
@@ -114,7 +120,9 @@ def _check_estimator(stream: Stream) -> None:
         if kind.against is not None and kind.estimator is None:
             raise ValueError("needs estimator=…; there is no default (k3_weighted has the right value and gradient)")
     elif kind.against is None:
-        why = "needs none: it is exact over its categories" if kind.reads_topk else "is no KL divergence"
+        why = "is no KL divergence"
+        if kind.reads_topk or kind.whole_form:
+            why = f"needs none: it is exact over {'its categories' if kind.reads_topk else 'the vocabulary'}"
         raise ValueError(f"has estimator={stream.estimator}, and {stream.kind} {why}; remove it")
     elif stream.estimator not in KL_ESTIMATORS:
         hint = did_you_mean(stream.estimator, KL_ESTIMATORS, {})
@@ -142,6 +150,7 @@ def stream_violations(facts: Facts) -> Violations:
     texts, floor = facts.args.pg_stream, facts.args.pg_teacher_tail_floor
     if texts is None:
         yield from () if floor is None else _floor_rules(floor, ())
+        yield from _hidden_rules(facts, ())
         return
     if not isinstance(texts, (list, tuple)) or not texts:
         yield "E71", f"--pg-stream must be a list of texts, one for each stream, got {texts!r}"
@@ -154,6 +163,7 @@ def stream_violations(facts: Facts) -> Violations:
             yield "E71", f"--pg-stream {text} {error}"
     if len(streams) == len(texts):
         yield from () if floor is None else _floor_rules(floor, streams)
+        yield from _hidden_rules(facts, [stream for stream in streams if stream.name != POLICY])
         yield from (("E72", message) for message in _contradictions(streams))
         yield from _together(facts, streams)
 
@@ -165,6 +175,41 @@ def _floor_rules(floor: object, streams: Sequence[Stream]) -> Violations:
             "E73",
             f"--pg-teacher-tail-floor {floor} has no effect without a --pg-stream of a kind topk_* that has a tail; remove it",
         )
+
+
+def _hidden_rules(facts: Facts, streams: Sequence[Stream]) -> Violations:
+    """A teacher over the whole vocabulary: its head, and the student's in whose chunks its logits are made."""
+    head, readers = facts.args.pg_teacher_head, [stream for stream in streams if stream.reads_hidden]
+    if head is not None and not (isinstance(head, str) and head.strip(":")):
+        yield "E73", f"--pg-teacher-head must be PATH or PATH:NAME, got {head!r}"
+    elif head is not None and not readers:
+        yield "E73", f"--pg-teacher-head {head} has no effect without a --pg-stream of a kind full_*; remove it"
+    readers = [stream for stream in readers if stream.weight]
+    for stream in readers:
+        if head is None:
+            yield (
+                "E73",
+                f"{stream.flag} is over the whole vocabulary of a teacher, whose logits are made of its hidden states; add --pg-teacher-head "
+                "PATH, its output layer",
+            )
+        if facts.args.pg_fused_head is None:
+            yield (
+                "E73",
+                f"{stream.flag} makes the teacher's logits beside the model's, chunk by chunk, and without the fused head all of both would be "
+                "stored; add --pg-fused-head forward, or recompute",
+            )
+        if (stream.kind, stream.mixture) != (readers[0].kind, readers[0].mixture):
+            yield (
+                "E73",
+                f"{stream.flag} and {readers[0].flag} are two divergences from one teacher's hidden states, and its logits are read for one; "
+                "give both the same kind and beta",
+            )
+        for other in (each for each in streams if each.reads_topk and each.weight):
+            yield (
+                "E73",
+                f"{stream.flag} has the whole vocabulary of the teacher and {other.flag} its likeliest tokens, and a forward reads one of them; "
+                "leave one out",
+            )
 
 
 def _contradictions(streams: list[Stream]) -> list[str]:

@@ -107,6 +107,11 @@ def policy_gradient_loss(  # noqa: D417
     check_impl(impl)
     check_logits(logits, policy_loss.fields.targets)
     check_loss(logits, policy_loss, grad_scale)
+    if policy_loss.terms.whole_form is not None:
+        raise ValueError(
+            "a loss over the whole vocabulary of a teacher needs its logits beside the model's, which only the fused head makes. Use "
+            "lm_head.policy_gradient_head_loss (--pg-fused-head forward)."
+        )
     if impl == "torch":
         if inplace:
             raise ValueError("inplace=True cannot be done by impl='torch', which keeps the logits. Leave it off.")

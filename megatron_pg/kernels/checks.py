@@ -31,9 +31,9 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     size, known = fields.targets.shape, fields.per_token()
     if (support := fields.support) is not None:
         known |= {"support.starts": support.starts, "support.counts": support.counts}
-        if policy_loss.topk_ids is not None:
+        if terms.reads_topk or terms.whole_form is not None:
             raise ValueError(
-                "a loss over the teacher's likeliest tokens is over the whole vocabulary, and the log-probabilities of this micro-batch "
+                "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this micro-batch "
                 "are over what could be sampled. Leave out one of the stream and the support."
             )
     for name, found in known.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.kernels.support import Restriction
+from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
 from megatron_pg.objectives.row import Row
@@ -48,6 +49,12 @@ class LossTerms:
     def reads_topk(self) -> bool:
         """Whether a loss is over the teacher's likeliest tokens."""
         return any(stream.reads_topk for stream in self.streams)
+
+    @property
+    def whole_form(self) -> Form | None:
+        """The divergence from the teacher's hidden states; None: nothing reads them."""
+        found = next((stream for stream in self.streams if stream.reads_hidden), None)
+        return None if found is None else Form(str(KINDS[found.kind].whole_form), found.mixture)
 
     @property
     def reads_entropy(self) -> bool:
@@ -110,10 +117,16 @@ class PolicyLoss:
     @property
     def without_topk(self) -> "PolicyLoss":
         """The loss without the streams over the teacher's likeliest tokens."""
-        if not self.terms.reads_topk:
-            return self
-        streams = tuple(stream for stream in self.terms.streams if not stream.reads_topk)
-        return PolicyLoss(replace(self.terms, streams=streams), self.fields)
+        return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_topk))
+
+    @property
+    def without_hidden(self) -> "PolicyLoss":
+        """The loss without the streams over the teacher's hidden states."""
+        return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_hidden))
+
+    def _of(self, streams: tuple[Stream, ...]) -> "PolicyLoss":
+        is_whole = len(streams) == len(self.terms.streams)
+        return self if is_whole else PolicyLoss(replace(self.terms, streams=streams), self.fields)
 
     @property
     def topk_ids(self) -> Tensor | None:
@@ -138,7 +151,11 @@ class PolicyLoss:
         return PolicyLoss(self.terms, self.fields.at(rows))
 
     def __call__(
-        self, logprobs: Tensor, entropy: Tensor | None = None, topk: TopKLogprobs | None = None
+        self,
+        logprobs: Tensor,
+        entropy: Tensor | None = None,
+        topk: TopKLogprobs | None = None,
+        divergence: Tensor | None = None,
     ) -> PolicyGradientLoss:
         """Loss and per-token values, in the dtype of `logprobs`.
 
@@ -146,6 +163,7 @@ class PolicyLoss:
             logprobs: [T] nats, differentiable.
             entropy: [T] nats, differentiable; needed by an entropy term, else only handed on.
             topk: of `topk_ids`, where those are; differentiable.
+            divergence: [T] nats, the terms' `whole_form` from the teacher; differentiable. None: no token here has a teacher.
         """
         mask = self.fields.of_policy.mask
 
@@ -155,7 +173,7 @@ class PolicyLoss:
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
         loss, token_losses = self._policy_term(losses, kept, select)
-        further, stream_losses = self._streams(tokens, logprobs, entropy, topk)
+        further, stream_losses = self._streams(tokens, logprobs, entropy, topk, divergence)
         loss = loss if further is None else loss + further
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
@@ -215,7 +233,12 @@ class PolicyLoss:
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
     def _streams(
-        self, policy: Tokens, logprobs: Tensor, entropy: Tensor | None, topk: TopKLogprobs | None
+        self,
+        policy: Tokens,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        topk: TopKLogprobs | None,
+        divergence: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The weighted sum of all streams' losses, and the losses; `policy` is what the objective sees."""
         sums, losses = [], []
@@ -225,6 +248,9 @@ class PolicyLoss:
             known = self._of_stream(stream, own.mask, shared, logprobs, entropy)
             if stream.reads_topk:
                 known = replace(known, categories=self._categories(stream, own.mask, topk), mixture=stream.mixture)
+            if stream.reads_hidden:
+                whole = 0 if divergence is None else divergence
+                known = replace(known, whole_divergence=torch.where(own.mask, whole, logprobs.new_zeros(())))
             losses.append(KINDS[stream.kind].load()(known))
             sums.append(stream.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
         return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)

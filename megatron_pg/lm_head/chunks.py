@@ -11,7 +11,10 @@ from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.products import logits_dtype, product_into
-from megatron_pg.lm_head.readers import EagerReader, EagerSupportReader, EagerTopKReader
+from megatron_pg.lm_head.readers import EagerReader, EagerSupportReader, EagerTeacherReader, EagerTopKReader
+from megatron_pg.lm_head.teacher import Teacher
+
+Named = Tensor | Restriction | Teacher | None  # what a reader knows beside the targets
 
 
 class Chunks:
@@ -24,8 +27,8 @@ class Chunks:
         rows: [n] which rows of `hidden` they are; None: all.
         vocabulary: what the logits are of.
         impl: what reads them.
-        named: ids [n, K] of the wanted rows, whose log-probabilities are wanted too, or what those rows are restricted to; None:
-            nothing.
+        named: ids [n, K] of the wanted rows, whose log-probabilities are wanted too, or what those rows are restricted to, or their
+            teacher, whose logits take half of the memory; None: nothing.
     """
 
     def __init__(
@@ -36,13 +39,13 @@ class Chunks:
         rows: Tensor | None,
         vocabulary: Vocabulary,
         impl: str,
-        named: Tensor | Restriction | None = None,
+        named: Named = None,
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
         self.reader = _reader(impl, vocabulary, targets, named)
         buffers = min(vocabulary.ranks, 2)
-        self.rows = products.chunk_rows(weight, buffers)
+        self.rows = products.chunk_rows(weight, 2 * buffers if isinstance(named, Teacher) else buffers)
         size = min(self.rows, self._count), len(weight)
         self.buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
 
@@ -82,13 +85,14 @@ def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Any]:
     return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=vocabulary.tp_group, async_op=True)
 
 
-def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, named: Tensor | Restriction | None) -> EagerReader:
-    kinds: tuple[Any, ...] = EagerReader, EagerTopKReader, EagerSupportReader
+def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, named: Named) -> EagerReader:
+    kinds: tuple[Any, ...] = EagerReader, EagerTopKReader, EagerSupportReader, EagerTeacherReader
     if impl == "triton":  # torch alone must not need Triton
-        from megatron_pg.lm_head.triton_reader import TritonReader, TritonSupportReader, TritonTopKReader
+        from megatron_pg.lm_head import triton_reader as by
 
-        kinds = TritonReader, TritonTopKReader, TritonSupportReader
-    plain, of_ids, of_support = kinds
+        kinds = by.TritonReader, by.TritonTopKReader, by.TritonSupportReader, by.TritonTeacherReader
+    plain, of_ids, of_support, of_teacher = kinds
     if named is None:
         return plain(vocabulary, targets)
-    return (of_support if isinstance(named, Restriction) else of_ids)(vocabulary, targets, named)
+    kind = {Restriction: of_support, Teacher: of_teacher}.get(type(named), of_ids)
+    return kind(vocabulary, targets, named)

@@ -11,7 +11,7 @@ from megatron_pg.kernels.cross_entropy import CrossEntropy
 from megatron_pg.kernels.support import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
-from megatron_pg.lm_head.chunks import Chunks
+from megatron_pg.lm_head.chunks import Chunks, Named
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype, product
@@ -137,12 +137,12 @@ def rows_of(
     rows: Tensor | None,
     vocabulary: Vocabulary,
     head: Head,
-    named: Tensor | Restriction | None = None,
+    named: Named = None,
 ) -> tuple[Tensor, ...]:
     """`outputs` of `Rows`, differentiable, and then its `totals`, of arguments that have been checked.
 
     Hidden states are [T, H] of all rows, targets [n] of the wanted ones, as is `named`: with ids [n, K] they are of `TopKRows`, with a
-    restriction of `SupportRows`.
+    restriction of `SupportRows`, with a teacher of `TeacherRows`.
     """
     return _Outputs.apply(hidden, weight, targets, rows, vocabulary, head, named)
 
@@ -176,8 +176,8 @@ class _Outputs(torch.autograd.Function):
         return *gradients.finish(), None, None, None, None, None
 
 
-def _empty(kind: Any, hidden: Tensor, targets: Tensor, named: Tensor | Restriction | None) -> Any:
-    """`Rows`, `SupportRows` or `TopKRows` of n rows, to be filled."""
+def _empty(kind: Any, hidden: Tensor, targets: Tensor, named: Named) -> Any:
+    """What a reader makes of n rows, to be filled."""
     count, dtype = len(targets), logits_dtype(hidden)
     if not isinstance(named, Tensor):
         return kind(*hidden.new_empty(len(kind._fields), count, dtype=dtype))

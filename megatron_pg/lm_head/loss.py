@@ -12,14 +12,14 @@ from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels.checks import check_for_triton, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
-from megatron_pg.kernels.support import Restriction
-from megatron_pg.lm_head.chunks import Chunks
+from megatron_pg.lm_head.chunks import Chunks, Named
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
 from megatron_pg.lm_head.odds_gradients import Odds
 from megatron_pg.lm_head.products import logits_dtype
 from megatron_pg.lm_head.readers import loss_of
+from megatron_pg.lm_head.teacher import teacher_of
 
 
 def grpo_head_loss(  # noqa: D417
@@ -80,6 +80,7 @@ def policy_gradient_head_loss(  # noqa: D417
     rows: Tensor | None = None,
     grad_scale: float = 1.0,
     entropy: bool = False,
+    teacher_weight: Tensor | None = None,
 ) -> PolicyGradientLoss:
     """Any objective with any further terms, from hidden states; the general form of `grpo_head_loss`.
 
@@ -89,6 +90,8 @@ def policy_gradient_head_loss(  # noqa: D417
         rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
         grad_scale: the upstream gradient that the backward will bring. The modes "forward" and "odds" add the weight gradient,
             made for it, to `main_grad` in the forward; another upstream gradient is then an error in the backward.
+        teacher_weight: [V / tp, H_T] this rank's rows of the teacher's head, of the weight's dtype; for streams over the whole
+            vocabulary of a teacher, which has no gradient.
 
     Raises:
         ValueError: shapes, dtypes or options cannot be, or a field that a term needs is missing.
@@ -109,14 +112,15 @@ def policy_gradient_head_loss(  # noqa: D417
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden = enter(hidden, vocabulary.tp_group, head.sequence_parallel).flatten(0, -2)
     check_targets(hidden, policy_loss.fields.targets)
+    named = _named(policy_loss, entropy, weight, teacher_weight)
+    named = named.index_select(0, rows) if isinstance(named, Tensor) else named and named.at(rows)
     if head.mode != "recompute" and trains and len(rows):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         found = PolicyGradientLoss(
-            *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, options)
+            *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, named, options)
         )
     else:
-        targets, named = policy_loss.fields.targets.index_select(0, rows), _named(policy_loss, entropy)
-        named = named.index_select(0, rows) if isinstance(named, Tensor) else named and named.at(rows)
+        targets = policy_loss.fields.targets.index_select(0, rows)
         *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, named)
         whole = [v.new_zeros(len(mask), *v.shape[1:]).index_copy(0, rows, v) for v in outputs]
         found = _loss_of(policy_loss, whole, vocabulary, head.impl)
@@ -136,8 +140,10 @@ def _loss_of(
     return surrogate_loss(policy_loss, *outputs) if ids is None else topk_loss(policy_loss, outputs, ids, vocabulary)
 
 
-def _named(policy_loss: PolicyLoss, entropy: bool) -> Tensor | Restriction | None:
-    """What `Chunks` takes."""
+def _named(policy_loss: PolicyLoss, entropy: bool, weight: Tensor, teacher_weight: Tensor | None) -> Named:
+    """What `Chunks` takes, of all rows."""
+    if policy_loss.terms.whole_form is not None:
+        return teacher_of(policy_loss, weight, teacher_weight)
     restriction = policy_loss.restriction(entropy)
     return policy_loss.topk_ids if restriction is None else restriction
 
@@ -146,14 +152,13 @@ class _GradientInForward(torch.autograd.Function):
     """The gradient is made with the loss, for the upstream gradient `grad_scale`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, options):
+    def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, named, options):
         chosen, needed = policy_loss.at(rows), ctx.needs_input_grad
         ctx.grad_scale = options["grad_scale"]
         if head.mode == "odds":
             ctx.gradients = Odds(hidden, weight, rows, vocabulary, head, needed)
             parts = list(ctx.gradients.losses(chosen, ctx.grad_scale))
         else:
-            named = _named(chosen, options["entropy"])
             chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, named)
             ctx.gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
             parts = list(_losses(chosen, chunks, ctx.gradients, **options))
@@ -171,7 +176,7 @@ class _GradientInForward(torch.autograd.Function):
                 'Call it again, or use mode="recompute".'
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.finish(factor=grad_loss / ctx.grad_scale), None, None, None, None, None
+        return *gradients.finish(factor=grad_loss / ctx.grad_scale), None, None, None, None, None, None
 
 
 def _losses(

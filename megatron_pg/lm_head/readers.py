@@ -10,21 +10,26 @@ from torch import Tensor
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels import logprobs as eager
 from megatron_pg.kernels import support as eager_support
+from megatron_pg.kernels import teacher as eager_teacher
 from megatron_pg.kernels import topk as eager_topk
 from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.support import Restriction, SupportRows
+from megatron_pg.kernels.teacher import TeacherRows
 from megatron_pg.kernels.topk import TopKRows, topk_logprobs
+from megatron_pg.lm_head.teacher import Teacher, TeacherLogits
 
 Slopes = tuple[
     Tensor, ...
-]  # derivatives of the loss by what the rows of a chunk bring it, `outputs` of `Rows`, `SupportRows` or `TopKRows`
+]  # derivatives of the loss by what the rows of a chunk bring it, `outputs` of `Rows`, `SupportRows`, `TopKRows` or `TeacherRows`
 
 
 def loss_of(policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary) -> PolicyGradientLoss:
-    """The loss as a function of what rows bring it: [T, …] `outputs` of `Rows`, `SupportRows` or `TopKRows`."""
+    """The loss as a function of what rows bring it: [T, …] `outputs` of `Rows`, `SupportRows`, `TopKRows` or `TeacherRows`."""
     logprobs, entropy, *named = outputs
     if not named:
         return policy_loss(logprobs, entropy)
+    if len(named) == 1:
+        return policy_loss(logprobs, entropy, divergence=named[0])
     head, tail = named
     return policy_loss(logprobs, entropy, topk_logprobs(head, tail, policy_loss.topk_ids, vocabulary))
 
@@ -122,3 +127,36 @@ class EagerSupportReader(EagerReader):
 
     def _of(self, chunk: slice) -> tuple[Tensor, Restriction]:
         return self._targets[chunk], self._restriction.at(chunk)
+
+
+class EagerTeacherReader(EagerReader):
+    """`EagerReader` where the loss is a divergence from a teacher's distributions too, whose logits are made beside."""
+
+    rows = TeacherRows
+    by: Any = eager_teacher  # what does it
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, teacher: Teacher):
+        super().__init__(vocabulary, targets)
+        self._form, self._teacher = teacher.form, TeacherLogits(teacher, vocabulary)
+        self._students: dict[int, Tensor] = {}  # logits of chunks whose shares are under way, by their starts
+
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 7] of this rank's columns."""
+        z = self._students[chunk.start] = self._vocabulary.hide_padding(z)
+        pair = z, self._teacher.of(chunk, z)
+        return self.by.statistics(*pair, self._targets[chunk], self._form, self._vocabulary)
+
+    def combine(self, shares: Tensor, chunk: slice) -> Any:
+        """The chunk's distributions from every rank's statistics [tp, c, 7]; a jsd takes another exchange."""
+        z = self._students.pop(chunk.start)
+        rows = self.by.combine(shares, self._targets[chunk], self._form, self._vocabulary)
+        if self._form.share is None:
+            return rows
+        sums = self.by.mixture_sums(z, self._teacher.of(chunk, z), rows, self._form, self._vocabulary)
+        return eager_teacher.with_mixture(rows, self._vocabulary.gather(sums))
+
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: Any, slopes: Slopes) -> None:
+        """As of `EagerReader`."""
+        z = self._vocabulary.hide_padding(z)
+        pair = z, self._teacher.of(chunk, z)
+        self.by.write_gradient(*pair, out, self._targets[chunk], rows, slopes, self._form, self._vocabulary)

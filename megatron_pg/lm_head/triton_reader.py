@@ -1,6 +1,7 @@
 """What reads a chunk's logits by the Triton kernels. Imported where they are asked for: torch alone must not need Triton."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron_pg.kernels import (
     PolicyLoss,
     Vocabulary,
     support_triton,
+    teacher_triton,
     topk_triton,
     triton_loss,
     vocab_parallel,
@@ -20,7 +22,7 @@ from megatron_pg.kernels.surrogate import surrogate_and_slopes
 from megatron_pg.kernels.topk import Slopes as TopKSlopes
 from megatron_pg.kernels.topk import TopKRows
 from megatron_pg.kernels.topk_loss import topk_loss
-from megatron_pg.lm_head.readers import EagerReader, Slopes
+from megatron_pg.lm_head.readers import EagerReader, EagerTeacherReader, Slopes
 
 
 class TritonReader(EagerReader):
@@ -120,3 +122,29 @@ class TritonSupportReader(TritonReader):
     def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """That kernel reads whole rows."""
         return False
+
+
+class TritonTeacherReader(EagerTeacherReader):
+    """`EagerTeacherReader` by kernels."""
+
+    by = teacher_triton
+
+    def loss_and_slopes(self, policy_loss: PolicyLoss, rows: Any) -> tuple[PolicyGradientLoss, Slopes]:
+        """What else there is in one launch, where the objective has a row."""
+        rest = policy_loss.without_hidden
+        if not rest.row:
+            return super().loss_and_slopes(policy_loss, rows)
+        found, slopes = surrogate_and_slopes(rest, rows.logprobs, rows.entropy)
+        others = iter(() if found.stream_losses is None else found.stream_losses)
+        terms, weights, losses = policy_loss.terms, [], []
+        for stream in terms.streams:
+            if not stream.reads_hidden:
+                losses.append(next(others))
+                continue
+            own = policy_loss.fields.of_stream(stream.name)
+            weights.append(torch.where(own.mask, stream.weight * own.weights, 0).to(found.loss.dtype))
+            losses.append(torch.where(own.mask, rows.divergence, 0))
+        weight = sum(weights[1:], start=weights[0])
+        loss = found.loss + (weight * torch.where(weight == 0, 0, rows.divergence)).sum()
+        by_divergence = weight if terms.grad_divisor == 1.0 else weight / terms.grad_divisor
+        return replace(found, loss=loss, stream_losses=torch.stack(losses)), (*slopes, by_divergence)

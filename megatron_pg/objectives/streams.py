@@ -27,6 +27,7 @@ class StreamTokens:
     estimator: str | None
     categories: Categories | None = None  # of a divergence over a teacher's likeliest tokens
     mixture: float | None = None  # of such a divergence
+    whole_divergence: Tensor | None = None  # from the teacher over the whole vocabulary, nats, differentiable
 
 
 def cross_entropy(tokens: StreamTokens) -> Tensor:
@@ -42,3 +43,8 @@ def divergence(tokens: StreamTokens) -> Tensor:
 def negative_entropy(tokens: StreamTokens) -> Tensor:
     """-H."""
     return -tokens.entropy
+
+
+def whole_divergence(tokens: StreamTokens) -> Tensor:
+    """The divergence from the teacher over the whole vocabulary, which the head has made with the logits of both."""
+    return tokens.whole_divergence

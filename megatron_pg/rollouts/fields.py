@@ -82,6 +82,13 @@ def _are_token_sets(value: Any) -> bool:
     return all(_holds(row, {int}) for row in value["ids"]) and all(map(_are_numbers, value["logprobs"]))
 
 
+def _are_states(value: Any) -> bool:
+    """Whether it is a width and a text; `Sample` looks at what they say."""
+    if not isinstance(value, dict) or len(value) != 2 or not is_int(value.get("width")):
+        return False
+    return all(isinstance(value.get(name), str) for name in value if name != "width")
+
+
 def _is_support(value: Any) -> bool:
     """Whether it is two lists of integers; `Sample` looks at what they say."""
     return (
@@ -115,6 +122,7 @@ FIELDS = {
     "teacher_logprobs": Field(_are_numbers, is_required=False, is_per_token=True, is_logprob=True, since=2),
     "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
+    "teacher_hidden": Field(_are_states, is_required=False, since=2),
     "support": Field(_is_support, is_required=False, since=2),
     "rollout_topk": Field(_are_token_sets, is_required=False, since=2),
     "stream": Field(is_stream, is_required=False, since=2),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, ORIGINS, POLICY, REQUIRED, REQUIRED_OF_ALL
+from megatron_pg.rollouts.hidden_states import encoded
 from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSIONS,
@@ -204,6 +205,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
         **{name: None if (v := getattr(sample, name)) is None else _finite_sets(v) for name in TOKEN_SETS},
+        "teacher_hidden": None if sample.teacher_hidden is None else encoded(sample.teacher_hidden),
         "support": None if sample.support is None else sample.support.lists(),
         "stream": None if sample.stream == POLICY else sample.stream,
         "masks": {name: mask.int().tolist() for name, mask in sample.masks.items()} or None,

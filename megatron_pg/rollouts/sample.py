@@ -24,6 +24,7 @@ from megatron_pg.rollouts.fields import (
     is_stream,
     plain,
 )
+from megatron_pg.rollouts.hidden_states import check_hidden_states, hidden_states_of
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.support import Support, check_support, support_of
 from megatron_pg.rollouts.token_sets import TOKEN_SETS, TokenSets, check_token_sets, token_sets_of
@@ -57,6 +58,9 @@ class Sample:
     teacher_logprobs: Tensor | None = None  # [R] float64, nats, of the teacher
     old_entropies: Tensor | None = None  # [R] float64, nats, of the sampling policy's distribution of each token
     teacher_topk: TokenSets | None = None  # the teacher's likeliest tokens in the place of each response token
+    teacher_hidden: Tensor | None = (
+        None  # [R, H_T] bfloat16 or float32, the teacher's states that predict the response tokens, behind its last norm
+    )
     support: Support | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
     rollout_topk: TokenSets | None = None  # the engine's likeliest, which only `megatron-pg mismatch` reads
     routed_experts: Tensor | None = (
@@ -131,6 +135,9 @@ class Sample:
             if (sets := getattr(self, name)) is not None:
                 trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
                 check_token_sets(name, sets, len(mask), trained, label)
+        if self.teacher_hidden is not None:
+            trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
+            check_hidden_states(self.teacher_hidden, len(mask), trained, label)
         if self.support is not None:
             check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
         if self.routed_experts is not None:
@@ -158,8 +165,9 @@ class Sample:
                 does not read them.
             rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
                 `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
-                `logprobs`, each a list per response token of lists, or an array [R, K]; `support` as a list of ids per response
-                token, or a dict of `ids` and `offsets`.
+                `logprobs`, each a list per response token of lists, or an array [R, K]; `teacher_hidden` as a tensor or array
+                [R, H_T], kept in bfloat16 if it is in it, else in float32; `support` as a list of ids per response token, or a
+                dict of `ids` and `offsets`.
 
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
@@ -191,6 +199,8 @@ class Sample:
         for name in TOKEN_SETS:
             if rest.get(name) is not None:
                 rest[name] = token_sets_of(name, rest[name], label)
+        if rest.get("teacher_hidden") is not None:
+            rest["teacher_hidden"] = hidden_states_of(rest["teacher_hidden"], label)
         if rest.get("support") is not None:
             rest["support"] = support_of(rest["support"], label)
         if rest.get("routed_experts") is not None:

@@ -175,7 +175,8 @@ def check_batches(batches: Sequence[PackedBatch], model: Any, arguments: dict, v
 
 
 def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
-    """Refuse a teacher's tokens that the model has no logit for, where a stream reads them."""
+    """Refuse a teacher's tokens that the model has no logit for, where a stream reads them, and hidden states of another width than its head."""
+    _check_widths(batches, settings)
     streams = [stream.tokens for stream in settings.terms.streams if stream.reads_topk]
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
     for sample in (sample for batch in batches for sample in batch.samples):
@@ -187,6 +188,17 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
                     f"{int(bad.nonzero()[0])}, the vocabulary has {vocabulary}, so the token would have no logit. Has the teacher another "
                     "tokenizer, or padding columns?"
                 )
+
+
+def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> None:
+    head, readers = settings.teacher_head, [s.tokens for s in settings.terms.streams if s.reads_hidden]
+    for sample in (sample for batch in batches for sample in batch.samples if readers):
+        states, is_read = sample.teacher_hidden, any(sample.mask_of(name) is not None for name in readers)
+        if is_read and states is not None and states.shape[1] != head.width:
+            raise ContractError(
+                f"teacher_hidden of sample {sample.sample_id} have width {states.shape[1]}, and the rows of --pg-teacher-head have "
+                f"{head.width}, so there would be no logits. Record the last hidden states of the model whose head it is."
+            )
 
 
 def check_vocabulary_of_supports(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:

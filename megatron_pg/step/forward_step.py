@@ -264,7 +264,7 @@ class PolicyGradientStep:
         batches, source, error = [], None, None
         try:
             check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._loss.is_attached)
-            self._loss.check_layer()
+            self._loss.check_layer(next(chunks[0].parameters()).device)
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
                 check_dynamic_cp(chunks, self.settings, takes_documents=takes_a_ranks_own)

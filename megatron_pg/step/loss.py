@@ -60,7 +60,13 @@ def microbatch_loss(
 
 
 def microbatch_head_loss(
-    call: HeadCall, local: LocalBatch, settings: LossSettings, *, grad_scale: float = 1.0, totals: Totals = NONE
+    call: HeadCall,
+    local: LocalBatch,
+    settings: LossSettings,
+    *,
+    grad_scale: float = 1.0,
+    totals: Totals = NONE,
+    teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, Diagnostics]:
     """The same from what the output layer was called with, by the fused head.
 
@@ -70,6 +76,7 @@ def microbatch_head_loss(
         settings: the loss settings.
         grad_scale: the contract's; the modes "forward" and "odds" make the weight gradient for it.
         totals: as in `microbatch_loss`.
+        teacher_weight: as in `policy_gradient_head_loss`.
     """
     found = policy_gradient_head_loss(
         call.hidden,
@@ -80,6 +87,7 @@ def microbatch_head_loss(
         rows=local.trained,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
+        teacher_weight=teacher_weight,
     )
     return _with_diagnostics(found, local, settings, totals)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -40,6 +41,7 @@ class ModelLoss:
     def __init__(self, settings: LossSettings):
         self._settings = settings
         self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
+        self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
         self._plan: StepPlan | None = None  # of the step in progress
         self._contract: Contract | None = None
         self._tp_group: ProcessGroup | None = None  # None: one rank
@@ -83,10 +85,13 @@ class ModelLoss:
 
             model._postprocess = _postprocess
 
-    def check_layer(self) -> None:
-        """Find out before the step whether the float32 head can stand for the output layer."""
-        if self._float32_layer is not None:
-            check_layer(self._float32_layer)
+    def check_layer(self, device: torch.device) -> None:
+        """Find out before the step whether the float32 head can stand for the output layer; read the teacher's, once."""
+        if self._float32_layer is None:
+            return
+        check_layer(self._float32_layer)
+        if self._settings.teacher_head is not None and self._teacher_weight is None:
+            self._teacher_weight = _teacher_weight(self._float32_layer, self._settings, device)
 
     def begin(self, plan: StepPlan, contract: Contract, config: Any, tp_group: ProcessGroup) -> None:
         """A step begins."""
@@ -117,7 +122,10 @@ class ModelLoss:
         scale, totals = self._contract.grad_scale, totals_of(depths, self._plan)
         if deferred:
             call = deferred.take()
-            total, found = microbatch_head_loss(call, local, self._settings, grad_scale=scale, totals=totals)
+            weight = self._teacher_weight
+            total, found = microbatch_head_loss(
+                call, local, self._settings, grad_scale=scale, totals=totals, teacher_weight=weight
+            )
         else:
             rows, group = _rows(logits), self._tp_group
             total, found = microbatch_loss(rows, local, self._settings, group, grad_scale=scale, totals=totals)
@@ -147,6 +155,15 @@ def _keep_the_embeddings_gradient(model: Any) -> None:
     """
     if getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
         model.shared_embedding_or_output_weight().zero_out_wgrad = True
+
+
+def _teacher_weight(layer: Any, settings: LossSettings, device: torch.device) -> Tensor:
+    """This rank's rows of the teacher's head, beside those of the student's output layer."""
+    columns, group = layer.output_size_per_partition, layer.tp_group
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    if settings.vocab_size is None:
+        settings.teacher_head.check_vocabulary(columns * ranks)
+    return settings.teacher_head.read(rank * columns, columns, dtype=layer.config.params_dtype, device=device)
 
 
 def _rows(logits: Tensor) -> Tensor:

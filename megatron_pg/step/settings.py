@@ -13,6 +13,7 @@ from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
 from megatron_pg.flags.streams import has_policy, own_tokens, streams_of
 from megatron_pg.kernels import LossTerms
 from megatron_pg.lm_head.inputs import check_odds_kernel
+from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import NONE as NO_CORRECTION
@@ -44,6 +45,7 @@ class LossSettings:
     float32_logits: bool = False
     head_mode: str | None = None  # of the fused head; None: the model makes its logits
     head_backward: str = "bf16"
+    teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples have
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
@@ -85,6 +87,7 @@ class LossSettings:
             float32_logits=args.fp32_lm_head,
             head_mode=args.pg_fused_head,
             head_backward=args.fp32_lm_head_backward or "bf16",
+            teacher_head=_teacher_head(args) if terms.whole_form else None,
             impl=_impl(args),
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
@@ -160,6 +163,14 @@ def features_of(
         "support_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
+
+
+def _teacher_head(args: Namespace) -> TeacherHead:
+    head = TeacherHead.of(args.pg_teacher_head)
+    columns = args.pg_vocab_size or vars(args).get("padded_vocab_size")
+    if columns is not None:  # else the model says it
+        head.check_vocabulary(columns)
+    return head
 
 
 def _impl(args: Namespace) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.rollouts.fields import LOGPROBS, POLICY
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.rollouts.support import Support
@@ -88,9 +88,10 @@ def _check_stream(sample: Sample, support: Support, mask: Tensor, stream: Stream
         return
     own = sample.mask_of(stream.tokens)
     is_both = mask & (support.counts > 0) if own is None else mask & (support.counts > 0) & own
-    if (own is not None or KINDS[stream.kind].reads_topk) and is_both.any():
+    is_alone = stream.reads_topk or stream.reads_hidden
+    if (own is not None or is_alone) and is_both.any():
         raise ValueError(
             f"sample {sample.sample_id} has a support, over which the objective's log-probabilities are, and {stream.flag} reads those over the "
             f"whole vocabulary: at response token {int(is_both.nonzero()[0])}. Give the stream tokens of its own"
-            f"{' in a run of their own' if KINDS[stream.kind].reads_topk else ''}, or leave out one of them."
+            f"{' in a run of their own' if is_alone else ''}, or leave out one of them."
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.batch.fields import TOPK, TopK
+from megatron_pg.batch.fields import TAUGHT, TOPK, TopK
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
@@ -94,6 +94,8 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 )
             if isinstance(values, TokenSets):
                 _check_topk(sample, values, mask, flag)
+                continue
+            if name == "teacher_hidden":  # `Sample` has looked at every trained token
                 continue
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])
@@ -182,7 +184,9 @@ def token_weights(
     if settings.terms.reads_topk:
         topk = batch.topk()
         found |= {f"{TOPK}{each.name}": getattr(topk, each.name) for each in dataclass_fields(TopK)}
-    for name in settings.terms.reads - {"teacher_topk"}:
+    if settings.terms.whole_form is not None:
+        found[TAUGHT] = batch.mask_of(*(stream.tokens for stream in settings.terms.streams if stream.reads_hidden))
+    for name in settings.terms.reads - {"teacher_topk", "teacher_hidden"}:
         if all(
             getattr(sample, name) is None for sample in batch.samples
         ):  # a micro-batch without a token that reads it is one of the same loss

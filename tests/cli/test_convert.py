@@ -331,10 +331,12 @@ def test_likeliest_tokens_come_along(tmp_path, capsys):
     row = {"prompt_id": 1, "tokens": [5, 7, 8], "response_length": 2, "loss_mask": [1, 1], "reward": 1.0, "step": 0}
     topk = {"ids": [[7, 3], [8, 9]], "logprobs": [[-0.5, -1.5], [-0.25, -2.0]]}
     row |= {"old_logprobs": [-0.5, 0.0], "advantage": 1.0, "teacher_topk": topk, "rollout_topk": topk}
+    row |= {"teacher_hidden": {"width": 1, "bfloat16": "gD8AwA=="}}  # 1 and -2
     path, output = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert run(capsys, path, "--format", "jsonl", "--output", output)[0] == 0
     (sample,) = read_rollouts(output)
+    assert sample.teacher_hidden.tolist() == [[1.0], [-2.0]]
     assert sample.teacher_topk.lists() == sample.rollout_topk.lists() == topk
 
 

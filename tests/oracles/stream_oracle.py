@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import objective_oracle as oracle
+import teacher_oracle
 import topk_oracle
 
 POLICY = "rl"
@@ -36,6 +37,7 @@ class StreamDocument:
         masks: [R] bool of further streams, by name.
         old, advantages, rollout, ref, teacher: [R], log-probabilities in nats.
         topk: [R] the teacher's likeliest tokens of each: ids and log-probabilities.
+        whole: [R, V], the teacher's logits.
         rollout_id, prompt_id: as in `objective_oracle.Document`.
     """
 
@@ -50,6 +52,7 @@ class StreamDocument:
     ref: np.ndarray | None = None
     teacher: np.ndarray | None = None
     topk: Sequence[tuple[Sequence[int], Sequence[float]]] | None = None
+    whole: np.ndarray | None = None
     rollout_id: object = None
     prompt_id: object = None
 
@@ -64,13 +67,13 @@ class StreamTerm:
     """A further loss, as it is asked for: None is the objective's aggregation with its divisor, and the kind's estimator."""
 
     name: str
-    kind: str  # ce, opd, kl, entropy, topk_…
+    kind: str  # ce, opd, kl, entropy, topk_…, full_…
     weight: float = 1.0
     aggregation: str | None = None  # or "policy", the weights of the objective's tokens
     divisor: float | None = None
     on: str | None = None
     estimator: str | None = None
-    share: float | None = None  # beta or alpha of a top-k divergence; None: 0.5 of jsd, 0.1 of the skewed
+    share: float | None = None  # beta or alpha of a teacher's divergence; None: 0.5 of jsd, 0.1 of the skewed
 
     @property
     def tokens(self) -> str:
@@ -112,7 +115,7 @@ class StepResult:
     gradients: list[np.ndarray]  # [R, V], d loss / d logits / grad_divisor
 
 
-DEFAULT_SHARES = {"topk_jsd": 0.5, "topk_skew_forward": 0.1, "topk_skew_reverse": 0.1}
+DEFAULT_SHARES = {"topk_jsd": 0.5, "full_jsd": 0.5, "topk_skew_forward": 0.1, "topk_skew_reverse": 0.1}
 
 
 def all_terms(step: StreamStep) -> list[StreamTerm]:
@@ -317,9 +320,9 @@ def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequenc
         if not rows:
             losses.append(None)
             continue
-        if term.kind.startswith("topk_"):
-            found = topk_rows(document, rows, term, step)
-            teachers += found
+        if term.kind.startswith(("topk_", "full_")):
+            found = (topk_rows if term.kind.startswith("topk_") else whole_rows)(document, rows, term, step)
+            teachers += found if term.kind.startswith("topk_") else []
             losses.append((np.array([row.value for row in found]), np.array([row.magnitude for row in found])))
             w = 0.0 if denominators[i] is None else term.weight / denominators[i]
             add_rows(gradients[i], rows, [w * row.gradient for row in found])
@@ -334,6 +337,11 @@ def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequenc
 def topk_rows(document: StreamDocument, rows, term: StreamTerm, step: StreamStep) -> list[topk_oracle.Row]:
     options = {"temperature": step.settings.temperature, "share": term.share, "floor": step.tail_floor}
     return [topk_oracle.row_of(term.kind, document.logits[t], *document.topk[t], **options) for t in rows]
+
+
+def whole_rows(document: StreamDocument, rows, term: StreamTerm, step: StreamStep) -> list[teacher_oracle.Row]:
+    options = {"temperature": step.settings.temperature, "share": term.share}
+    return [teacher_oracle.row_of(term.kind, document.logits[t], document.whole[t], **options) for t in rows]
 
 
 def policy_means(step: StreamStep) -> dict[str, float]:

@@ -83,6 +83,19 @@ def test_the_fused_head_equals_the_oracle(layout, full, evidence):
         evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block)))
 
 
+@pytest.mark.proof(
+    "A teacher's whole vocabulary over layouts, float64: loss, gradient and sums within 1e-12 of the oracle"
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.usefixtures("through_the_fused_head")
+def test_a_teachers_whole_vocabulary_equals_the_oracle(layout, full, evidence):
+    """1,000 of them in the full tier."""
+    for block in range(25 if full else 1):
+        rng = random.Random(f"whole {layout} {block}")
+        found = [stream_cases.random_case(rng, terms=stream_cases.whole_terms(rng)) for _ in range(5)]
+        evidence(cases=len(found), worst=worst_of(found, layout, rng))
+
+
 def what_occurs(case: Case) -> set[str]:
     flags, streams = case.flags, case.wanted.streams
     masks = [

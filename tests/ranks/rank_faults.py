@@ -49,6 +49,8 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
     if fault == "noteacher":
         teacher = Stream(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
+    if fault == "wholecolumns":
+        return dataclasses.replace(loss, teacher_head=dataclasses.replace(loss.teacher_head, rows=VOCABULARY - 1))
     if fault.startswith("topk"):
         wide = Stream(name="wide", kind="topk_forward_kl", aggregation="token_mean", on="rl", tail_floor=1e-6)
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(wide,)))
@@ -242,6 +244,14 @@ def taught(parts: list[list[Sample]], token: int = 0) -> list[list[Sample]]:
     return parts
 
 
+def poisoned_states(parts: list[list[Sample]]) -> list[list[Sample]]:
+    """The sample built anew, as a user builds it, with a number that is not finite."""
+    states = trained(parts).teacher_hidden
+    rest = {name: getattr(trained(parts), name) for name in ("tokens", "response_length", "loss_mask", "sample_id")}
+    Sample.build(**rest, stream="sft", teacher_hidden=torch.full_like(states, torch.nan))
+    raise AssertionError("a number that is not finite was taken")
+
+
 def supported(parts: list[list[Sample]]) -> list[list[Sample]]:
     """With the sampled token and another for each response token."""
     for sample in (sample for part in parts for sample in part):
@@ -291,6 +301,10 @@ DATA_FAULTS = {
     "duplicate": lambda parts: change_one(parts, rollout_id="0/0", prompt_id=99),
     "topkabsent": lambda parts: change_one(parts, teacher_topk=None),
     "topkempty": lambda parts: taught(parts, token=-1),
+    "wholeabsent": lambda parts: change_one(parts, teacher_hidden=None),
+    "wholewidth": lambda parts: change_one(parts, teacher_hidden=trained(parts).teacher_hidden[:, :5]),
+    "wholeother": lambda parts: change_one(parts, teacher_hidden=trained(parts).teacher_hidden * 2),
+    "wholenan": poisoned_states,
     "supportnowhere": lambda parts: change_all(parts, support=None),
     "supportabsent": lambda parts: change_one(parts, support=None),
     "supportoutside": lambda parts: support_changed(parts, lambda token: [(token + 1) % VOCABULARY]),
@@ -349,6 +363,7 @@ OWN = {
     "pg_aux_aggregation": ("default", "policy"),
     "pg_stream": (None, ["sft:ce"]),
     "pg_teacher_tail_floor": (None, 0.5),
+    "pg_teacher_head": (None, "teacher.safetensors"),
     "pg_support_missing": ("error", "mask"),
     "pg_entropy_support": ("full", "kept"),
     "pg_mtp_aggregation": ("token_mean", "policy"),

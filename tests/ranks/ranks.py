@@ -13,6 +13,7 @@ import json
 import random
 import re
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,11 +38,13 @@ from rank_model import EXPERTS, LAYERS, LOSSES, OPTIONS, VOCABULARY, WIDTH, Layo
 from routing_replay import MegatronReplay, chosen_experts
 from samples import random_step
 from stream_terms import kl_and_entropy
+from teacher_files import write_head
 from torch.distributed import distributed_c10d
 
 from megatron_pg.batch import cut_over_ranks, pack
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms
+from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
 from megatron_pg.rollouts.sample import Sample
@@ -87,8 +90,9 @@ class Case:
 def samples(options: frozenset[str] = frozenset()):
     """The one step that every case trains on; with `replay` each token has experts at random, another choice in every layer."""
     step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
-    if "streams" in options:
-        return [mixed(sample, number) for number, sample in enumerate(step)]
+    if options & {"streams", "whole"}:
+        step = [mixed(sample, number) for number, sample in enumerate(step)]
+        return [taught(sample, number) for number, sample in enumerate(step)] if "whole" in options else step
     if "support" in options:
         return [supported(sample, rng) for sample in step]
     if "replay" not in options:
@@ -108,6 +112,27 @@ STREAMS = (
     Stream(name="wide", kind="topk_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3, tail_floor=1e-6),
     Stream(name="far", kind="topk_reverse_kl", weight=0.2, aggregation="token_mean", on="sft", tail_floor=1e-6),
 )
+
+
+WHOLE = (
+    *STREAMS[:4],
+    Stream(name="wide", kind="full_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3),
+    Stream(name="far", kind="full_jsd", weight=0.2, aggregation="token_mean", on="sft", mixture=0.3),
+)
+STATES = 6  # width of the teacher's
+
+
+def taught(sample: Sample, number: int) -> Sample:
+    """With a teacher's hidden states in the place of its likeliest tokens."""
+    states = torch.randn(sample.response_length, STATES, generator=torch.Generator().manual_seed(number))
+    return replace(sample, teacher_topk=None, teacher_hidden=states.bfloat16() if number % 2 else states)
+
+
+def teacher_head() -> TeacherHead:
+    """Written by every rank for itself."""
+    path = Path(tempfile.mkdtemp()) / "teacher.safetensors"
+    write_head(path, torch.randn(VOCABULARY, STATES, generator=torch.Generator().manual_seed(0)))
+    return TeacherHead.of(str(path))
 
 
 def mixed(sample: Sample, number: int) -> Sample:
@@ -146,7 +171,8 @@ HEAD_MODES = {"fused": "forward", "odds": "odds", "recompute": "recompute"}
 
 
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
-    streams = STREAMS if "streams" in options else ()
+    streams = WHOLE if "whole" in options else STREAMS if "streams" in options else ()
+    by_default = "forward" if "whole" in options else None
     return LossSettings(
         streams_of_samples=frozenset({"rl", "sft", "echo"}),
         aggregation=aggregation,
@@ -157,7 +183,8 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         temperature=1.0,
         impl="torch",
         float32_logits="fp32" in options,
-        head_mode=next((mode for word, mode in HEAD_MODES.items() if word in options), None),
+        head_mode=next((mode for word, mode in HEAD_MODES.items() if word in options), by_default),
+        teacher_head=teacher_head() if "whole" in options else None,
         mtp_depths=Layout("dp1", options).depths,
         mtp_aggregation="policy" if "own" in options else "token_mean",
         metrics=Reduction(

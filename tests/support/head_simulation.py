@@ -22,7 +22,12 @@ def fused(grad_scales: dict[int, float], rows, local, loss, tp_group):
     mode = "recompute" if loss.terms.reads_sequences or len(local.trained) % 2 else "forward"
     loss = dataclasses.replace(loss, head_mode=mode, vocab_size=columns if padding else None)
     call = HeadCall(rows, weight, tp_group, sequence_parallel=False)
-    return microbatch_head_loss(call, local, loss, grad_scale=grad_scales[threading.get_ident()])
+    teacher = None
+    if loss.teacher_head is not None:
+        first = 0 if tp_group is None else tp_group.rank() * columns
+        teacher = loss.teacher_head.read(first, len(weight), dtype=weight.dtype, device=rows.device)
+    scale = grad_scales[threading.get_ident()]
+    return microbatch_head_loss(call, local, loss, grad_scale=scale, teacher_weight=teacher)
 
 
 @pytest.fixture

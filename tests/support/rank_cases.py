@@ -29,6 +29,8 @@ FAST = [
     *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
     *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
     "tp2s-prompt_mean-fused-streams",
+    *("dp2-constant-fused-whole", "cp2t-sample_mean-recompute-whole", "tp2s-token_mean-fused-whole"),
+    *("pp2v-prompt_mean-fused-whole", "tp2-constant-recompute-whole-tied"),
     *("tp2s-constant-fused-support", "cp2t-sample_mean-support", "tp2-token_mean-recompute-support"),
     *("dp2-constant-klcov", "cp2t-token_mean-klcov", "tp2s-sample_mean-fused-klcov", "pp2v-prompt_mean-klcov"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
@@ -84,6 +86,12 @@ STREAMS = [
     for mode in MODES
     for head in ("", "-fused", "-recompute")
 ]
+WHOLE = [
+    f"{layout}-{mode}-whole{head}"
+    for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
+    for mode in MODES
+    for head in ("-fused", "-recompute")
+]
 EXPERTS = [
     f"ep2{kind}-{mode}-experts{option}" for kind in ("", "t") for mode in MODES for option in ("", "-dist-overlap")
 ]
@@ -98,6 +106,7 @@ REPLAYED_FULL = [
 FULL = [
     *GSPO,
     *STREAMS,
+    *WHOLE,
     *SUPPORTS,
     *EXPERTS,
     *(f"cp2-{mode}-experts" for mode in MODES),
@@ -164,9 +173,10 @@ MTP_REFERENCES = [
     for option in ("-mtp", "-mtp2", "-mtp-own", "-mtp2-own", "-tied-mtp", "-tied-mtp2", "-experts-mtp")
 ]
 MTP_FULL += ["cp2t-token_mean-mtp-streams", "pp2-token_mean-mtp-fused-streams"]
+MTP_FULL += ["cp2t-token_mean-mtp-fused-whole"]
 MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
 MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
-MTP_REFERENCES += ["dp1-token_mean-mtp-streams"]
+MTP_REFERENCES += ["dp1-token_mean-mtp-streams", "dp1-token_mean-mtp-whole"]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
 MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
@@ -187,6 +197,8 @@ PIECES = [
     *("ep2-constant-experts-fused", "ep2-token_mean-experts-mtp", "ep2-sample_mean-experts-mtp-fused"),
 ]
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
+# whole: streams over a teacher's whole vocabulary, in the fused head
+REFERENCES += [*(f"dp1-{mode}-whole" for mode in MODES), "dp1-constant-tied-whole"]
 # support: samples say what could be sampled
 REFERENCES += [f"dp1-{mode}-support" for mode in MODES]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
@@ -273,6 +285,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_aux_aggregation",
         "pg_stream",
         "pg_teacher_tail_floor",
+        "pg_teacher_head",
         "pg_support_missing",
         "pg_entropy_support",
         "pg_mtp_aggregation",
@@ -343,6 +356,11 @@ FAULTS = {
     "dp2-constant-topkabsent": "rank 1: sample 1 has no teacher_topk, which --pg-stream wide:topk_forward_kl needs",
     "dp2-constant-topkempty": "rank 1: teacher_topk of sample 1 has no id at response token",
     "tp2-constant-topkbeyond": "holds token id 16 at response token",
+    "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-stream wide:full_jsd needs",
+    "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and the rows of --pg-teacher-head have 6",
+    "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 hold a number that is not finite at response token",
+    "tp2-constant-whole-wholeother": "ContractError: step plan differs between ranks 0 and 1",
+    "pp2-constant-whole-wholecolumns": "--pg-teacher-head has 15 rows and the student 16 columns",
     "dp2-constant-supportnowhere": "data-parallel rank 0 has samples with a support and rank 1 has none",
     "dp2-constant-supportabsent": "rank 1: sample 1 has no support while others of the step have one",
     "dp2-constant-supportoutside": "rank 1: support of sample 1 does not hold token",
@@ -381,6 +399,7 @@ def reference_of(case: str) -> str:
             "own",
             "apart",
             "streams",
+            "whole",
             "klcov",
             "support",
         )

@@ -7,10 +7,12 @@ tokens no stream asks them of.
 import dataclasses
 import math
 import random
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 
 import cases
 import numpy as np
@@ -23,6 +25,7 @@ from compare import gradient_error, scalar_error
 from namespaces import arguments
 from samples import share_an_advantage
 from simulation import Layout, Outcome, Step
+from teacher_files import write_head
 from torch import Tensor
 
 from megatron_pg.args import ArgumentError, validate_args
@@ -42,6 +45,7 @@ TOPK = (
     "topk_skew_reverse",
     "topk_generalised_reverse",  # the one without a tail
 )
+WHOLE = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 WEIGHTS = (1.0, 1e-9, 1e6)
 PER_STREAM = ("loss", "weight", "num_tokens", "num_rollouts", "mean")
 
@@ -106,6 +110,8 @@ class Flags:
             pg_temperature=e.temperature,
             pg_stream=texts or None,
             pg_teacher_tail_floor=self.tail_floor,
+            pg_teacher_head=teacher_head() if have_whole(self.terms) else None,
+            pg_fused_head="recompute" if have_whole(self.terms) else None,
             pg_metrics="with_entropy",
             pg_kernel="torch",
         )
@@ -118,10 +124,24 @@ def have_tail(terms: Sequence[oracle.StreamTerm]) -> bool:
     return any(term.kind in TOPK[:-1] for term in terms)
 
 
+def have_whole(terms: Sequence[oracle.StreamTerm]) -> bool:
+    return any(term.kind in WHOLE for term in terms)
+
+
+@cache
+def teacher_head() -> str:
+    """A head whose logits are the hidden states."""
+    path = Path(tempfile.mkdtemp()) / "teacher.safetensors"
+    write_head(path, torch.eye(cases.VOCABULARY))
+    return f"{path}:weight"
+
+
 def flag_text(term: oracle.StreamTerm, temperature: float) -> str:
     options = {name: getattr(term, name) for name in ("weight", "aggregation", "divisor", "on", "estimator")}
     if term.kind.startswith("topk_"):
         options |= {"temperature": temperature, "beta" if term.kind == "topk_jsd" else "alpha": term.share}
+    if term.kind == "full_jsd":
+        options |= {"beta": term.share}
     return ",".join([f"{term.name}:{term.kind}", *(f"{k}={v}" for k, v in options.items() if v is not None)])
 
 
@@ -220,6 +240,7 @@ def documents(samples: Sequence[Sample], logits: Sequence[Tensor]) -> list[oracl
             mask=s.loss_mask.numpy(),
             masks={name: mask.numpy() for name, mask in s.masks.items()},
             **{short: _array(getattr(s, name)) for name, short in FIELDS.items()},
+            whole=None if s.teacher_hidden is None else s.teacher_hidden.double().numpy(),
             topk=None if s.teacher_topk is None else list(zip(*s.teacher_topk.lists().values(), strict=True)),
             rollout_id=s.rollout_id,
             prompt_id=s.prompt_id,
@@ -334,6 +355,19 @@ def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.StreamTer
     return tuple(terms)
 
 
+def whole_terms(rng: random.Random) -> tuple[oracle.StreamTerm, ...]:
+    """Some of which read a teacher's hidden states, one divergence of them; the likeliest tokens nobody reads then."""
+    kind, share = rng.choice(WHOLE), rng.choice([None, 0.2, 0.9])
+    terms = random_terms(rng, has_policy=True)
+    readers = rng.sample(range(len(terms)), rng.randint(1, len(terms)))
+    whole = {"kind": kind, "estimator": None, "share": share if kind == "full_jsd" else None}
+    plain = {"kind": "ce", "estimator": None, "share": None}
+    return tuple(
+        dataclasses.replace(term, **(whole if i in readers else plain if term.kind in TOPK else {}))
+        for i, term in enumerate(terms)
+    )
+
+
 def random_samples(rng: random.Random, flags: Flags) -> list[Sample]:
     """Prompts with rollouts, rollouts of several samples, and samples of one rollout in several streams."""
     weights = [rng.choice([0, 1, 2]) if rng.random() < 0.4 else 2 for _ in flags.names_of_tokens]
@@ -376,7 +410,24 @@ def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sampl
         **ids,
     )
     known = {name: random_field(rng, flags, sample, name) for name in FIELDS}
-    return dataclasses.replace(sample, **known, teacher_topk=random_topk(rng, flags, sample))
+    return dataclasses.replace(
+        sample, **known, teacher_topk=random_topk(rng, flags, sample), teacher_hidden=random_hidden(rng, flags, sample)
+    )
+
+
+def random_hidden(rng: random.Random, flags: Flags, sample: Sample) -> Tensor | None:
+    """Where it is read logits of a teacher, some of them so far that a probability is 0; elsewhere nothing, or poison."""
+    if not have_whole(flags.terms):
+        return None
+    rows = [rows for rows in rows_that_read(flags, sample, "teacher_hidden") if rows is not None]
+    if not rows and rng.random() < 0.6:
+        return None
+    trained = torch.stack([sample.loss_mask, *sample.masks.values()]).any(dim=0)
+    generator = torch.Generator().manual_seed(rng.getrandbits(60))
+    states = rng.choice([1.0, 5.0]) * torch.randn(len(trained), cases.VOCABULARY, generator=generator)
+    states = states.bfloat16() if rng.random() < 0.5 else states
+    states[~trained] = torch.nan
+    return states
 
 
 def random_topk(rng: random.Random, flags: Flags, sample: Sample) -> TokenSets | None:
@@ -444,6 +495,7 @@ def rows_that_read(flags: Flags, sample: Sample, name: str) -> Iterable[list[int
         if (
             name == against
             or (name == "teacher_topk" and term.kind in TOPK)
+            or (name == "teacher_hidden" and term.kind in WHOLE)
             or (name == "old_logprobs" and is_weighted)
         ):
             yield document.rows(term.tokens)

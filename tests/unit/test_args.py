@@ -489,6 +489,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_aux_aggregation": "default",
         "pg_stream": None,
         "pg_teacher_tail_floor": None,
+        "pg_teacher_head": None,
         "pg_support_missing": "error",
         "pg_entropy_support": "full",
         "pg_mtp_aggregation": "token_mean",

@@ -53,6 +53,12 @@ BROKEN = [
     row("E56", "bonus", odds(pg_entropy_coef=0.1), "--pg-entropy-coef 0.1 reads more; use --pg-fused-head forward"),
     row("E56", "metric", odds(pg_metrics="with_entropy"), "--pg-metrics with_entropy reads more"),
     row("E56", "stream", odds(pg_stream=["calm:entropy,on=rl"]), "--pg-stream calm:entropy reads more"),
+    row(
+        "E56",
+        "whole teacher",
+        odds(pg_stream=["teacher:full_jsd,on=rl"], pg_teacher_head="h"),
+        "--pg-fused-head odds keeps of a row what log-probabilities need, and --pg-stream teacher:full_jsd reads more",
+    ),
     row("E56", "teacher", odds(pg_stream=["teacher:topk_forward_kl,on=rl"]), "topk_forward_kl reads more"),
     row("E56", "split", odds(fp32_lm_head_backward="split"), "--fp32-lm-head-backward split would be"),
     row("E55", "opsm_old", head(**correction("opsm_old", high=0.1)), "--pg-correction opsm_old reads whole sequences"),

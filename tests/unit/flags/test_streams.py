@@ -13,6 +13,8 @@ def streams(*texts: str, **rest: object) -> dict[str, object]:
     return {"pg_stream": list(texts), **rest}
 
 
+TAUGHT = {"pg_teacher_head": "teacher.safetensors", "pg_fused_head": "recompute"}
+
 # Each breaks exactly one rule.
 BROKEN = [
     row("E71", "a word", {"pg_stream": "sft:ce"}, "--pg-stream must be a list of texts"),
@@ -167,6 +169,46 @@ BROKEN = [
         streams("rl:rl,weight=0", "h:entropy,on=rl,aggregation=policy"),
         "--pg-stream h:entropy,aggregation=policy takes the objective's weights",
     ),
+    row(
+        "E71",
+        "estimator of a whole one",
+        streams("t:full_jsd,estimator=k3", **TAUGHT),
+        "needs none: it is exact over the vocabulary",
+    ),
+    row("E71", "beta of a whole KL", streams("t:full_forward_kl,beta=0.5"), "full_forward_kl does not read"),
+    row("E71", "alpha of a whole one", streams("t:full_jsd,alpha=0.5"), "full_jsd does not read; it has beta"),
+    row("E71", "its temperature", streams("t:full_jsd,temperature=0.7"), "has no teacher of whose likeliest tokens"),
+    row(
+        "E73",
+        "no teacher's head",
+        streams("t:full_jsd", pg_fused_head="forward"),
+        "--pg-stream t:full_jsd is over the whole vocabulary of a teacher",
+        "add --pg-teacher-head PATH",
+    ),
+    row("E73", "head for nothing", {"pg_teacher_head": "h"}, "--pg-teacher-head h has no effect without a --pg-stream"),
+    row("E73", "head for another", streams("t:topk_jsd", pg_teacher_head="h"), "--pg-teacher-head h has no effect"),
+    row(
+        "E73",
+        "no head",
+        streams("t:full_jsd", **TAUGHT | {"pg_teacher_head": ":"}),
+        "--pg-teacher-head must be PATH or PATH:NAME",
+    ),
+    row("E73", "number for a head", {"pg_teacher_head": 3}, "--pg-teacher-head must be PATH or PATH:NAME, got 3"),
+    row(
+        "E73", "stored logits", streams("t:full_jsd", pg_teacher_head="h"), "add --pg-fused-head forward, or recompute"
+    ),
+    row(
+        "E73",
+        "two divergences",
+        streams("a:full_jsd,beta=0.3", "b:full_jsd,on=rl", **TAUGHT),
+        "--pg-stream b:full_jsd and --pg-stream a:full_jsd are two divergences",
+    ),
+    row(
+        "E73",
+        "two of one teacher",
+        streams("a:full_jsd", "b:topk_jsd,on=rl", **TAUGHT),
+        "--pg-stream a:full_jsd has the whole vocabulary of the teacher and --pg-stream b:topk_jsd its likeliest tokens",
+    ),
 ]
 
 # Each differs from a broken one by what makes it right.
@@ -183,6 +225,10 @@ NEAR_MISSES = [
     ),
     row("E73", "temperature", streams("t:topk_jsd,temperature=0.7", pg_temperature=0.7)),
     row("E73", "floor", streams("t:topk_forward_kl,weight=0", pg_teacher_tail_floor=0.25)),
+    row("E73", "whole vocabulary", streams("t:full_reverse_kl,on=rl", **TAUGHT)),
+    row("E73", "twice the same", streams("a:full_jsd", "b:full_jsd,on=rl,weight=0.5", "c:topk_jsd,weight=0", **TAUGHT)),
+    row("E73", "a weight of 0 needs none", streams("a:full_jsd,weight=0", "b:topk_jsd")),
+    row("E73", "a sweep to 0", streams("a:full_jsd,weight=0", pg_teacher_head="h")),
     row("E73", "another loss", streams("rl:rl,weight=0", "t:opd,on=rl")),
     row("E73", "terms of the objective", streams("sft:ce", pg_entropy_coef=0.1)),
 ]
@@ -224,6 +270,11 @@ def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
     found = streams_of(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))
     assert [(each.mixture, each.tail_floor) for each in found] == [(0.1, 1e-3), (0.1, 1e-3), (None, None), (None, None)]
     assert [each.reads for each in found] == [*[("teacher_topk",)] * 3, ()]
+    (whole,) = streams_of(validate_args(arguments(**streams("a:full_jsd", **TAUGHT))))
+    assert (whole.reads, whole.mixture, whole.tail_floor) == (("teacher_hidden",), 0.5, None)
+    shown = banner(validate_args(arguments(**streams("a:full_jsd", **TAUGHT))))
+    assert "m = βP + (1-β)Q, β = 0.5, over the whole vocabulary)" in shown
+    assert "logits of its hidden states, by teacher.safetensors  (--pg-teacher-head)" in shown
     (plain,) = streams_of(validate_args(arguments(**streams("a:topk_jsd"))))
     assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
     text = banner(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))

@@ -1,0 +1,81 @@
+"""The teacher beside the student in the head: its hidden states and weight, and the logits of a chunk of rows."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_pg.kernels import PolicyLoss, Vocabulary
+from megatron_pg.kernels.teacher import Form
+from megatron_pg.lm_head.products import product_into
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Teacher:
+    """The teacher of n rows, y = h_T W_T^T, and the divergence from it."""
+
+    form: Form
+    slots: Tensor  # [n] int64, rows of `states`
+    states: Tensor  # [m, H_T], of the weight's dtype
+    weight: Tensor  # [V / tp, H_T]
+
+    def at(self, rows: Tensor) -> "Teacher":
+        """That of some of the rows."""
+        return replace(self, slots=self.slots.index_select(0, rows))
+
+
+def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor | None) -> Teacher | None:
+    """That of a loss over a teacher's whole vocabulary, beside the student's weight [V / tp, H]; None: no row here has one.
+
+    Raises:
+        ValueError: the teacher's weight is missing, or is of no such head.
+    """
+    known = policy_loss.fields.teacher_hidden
+    if teacher_weight is None:
+        raise ValueError(
+            "teacher_weight is missing, so a stream over a teacher's whole vocabulary would have no logits of it. Give the rows of its "
+            "head [V / tp, H_T]."
+        )
+    if len({(stream.kind, stream.mixture) for stream in policy_loss.terms.streams if stream.reads_hidden}) > 1:
+        raise ValueError(
+            "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one. Leave out one of them."
+        )
+    if not len(known.states):
+        return None
+    if teacher_weight.shape != (len(weight), known.states.shape[1]) or teacher_weight.dtype != weight.dtype:
+        raise ValueError(
+            f"teacher_weight has shape {tuple(teacher_weight.shape)} and dtype {teacher_weight.dtype}, not "
+            f"[{len(weight)}, {known.states.shape[1]}] {weight.dtype}: the columns of the student and the width of the teacher's hidden "
+            "states, so the distributions would not be over one vocabulary. Give its rows for the student's columns, in its dtype."
+        )
+    states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
+    return Teacher(form=policy_loss.terms.whole_form, slots=known.slots, states=states, weight=teacher_weight)
+
+
+class TeacherLogits:
+    """The teacher's logits of the chunks that are under way, each made once, in buffers that are used again.
+
+    Args:
+        teacher: of the wanted rows.
+        vocabulary: of student and teacher.
+    """
+
+    def __init__(self, teacher: Teacher, vocabulary: Vocabulary):
+        self._teacher, self._vocabulary = teacher, vocabulary
+        self._buffers: list[Tensor] = []
+        self._known: dict[int, Tensor] = {}  # by the start of the chunk, the oldest first
+
+    def of(self, chunk: slice, student: Tensor) -> Tensor:
+        """[c, V / tp] of a chunk of the wanted rows, like the student's, with padding hidden."""
+        if chunk.start in self._known:
+            return self._known[chunk.start]
+        if len(self._buffers) < min(self._vocabulary.ranks, 2):
+            self._buffers.append(torch.empty_like(student))  # the first chunk is the longest
+        else:
+            self._known.pop(next(iter(self._known)))
+            self._buffers.append(self._buffers.pop(0))
+        out = self._buffers[-1][: len(student)]
+        states = self._teacher.states.index_select(0, self._teacher.slots[chunk])
+        product_into(states, self._teacher.weight.t(), out)
+        self._known[chunk.start] = self._vocabulary.hide_padding(out)
+        return out

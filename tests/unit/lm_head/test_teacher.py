@@ -1,0 +1,281 @@
+"""The fused head beside a teacher, from both hidden states, against the losses and gradients written out row by row in float64."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import teacher_oracle
+import threads
+import torch
+from compare import scalar_error, tensor_error
+from teacher_parts import SHARE, Parts
+
+from megatron_pg.batch.fields import StreamFields, TeacherStates, TopK
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss, teacher_triton
+from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # as tests/unit/lm_head/test_lm_head.py
+IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
+
+pytestmark = [  # of Triton's interpreter, which computes in NumPy
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "chunk_rows", lambda *_: 4)
+    monkeypatch.setattr(products, "block_rows", lambda *_: 8)
+
+
+def moved(parts: Parts, device: str) -> Parts:
+    """On the device."""
+    fields, teacher = parts.policy_loss.fields, parts.policy_loss.fields.teacher_hidden
+    known = {name: values.to(device) for name, values in fields.per_token().items()}
+    states = TeacherStates(slots=teacher.slots.to(device), states=teacher.states.to(device))
+    policy_loss = replace(parts.policy_loss, fields=replace(type(fields).of(known), teacher_hidden=states))
+    tables = {name: getattr(parts, name).to(device) for name in ("hidden", "weight", "teacher_weight")}
+    return replace(parts, policy_loss=policy_loss, **tables)
+
+
+def run(parts: Parts, head: Head, *, temperature: float = 0.7, tp_group=None, rank: int = 0, **options) -> tuple:
+    """The result, and the gradients by hidden states and this rank's rows of the weight, at an upstream gradient of 3."""
+    ranks = 1 if tp_group is None else tp_group.size()
+    weight, teacher_weight = (each.chunk(ranks)[rank] for each in (parts.weight, parts.teacher_weight))
+    leaves = [each.detach().clone().requires_grad_() for each in (parts.hidden, weight)]
+    vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=parts.size, tp_group=tp_group)
+    given = {"grad_scale": 3.0, "teacher_weight": teacher_weight} | options
+    out = policy_gradient_head_loss(*leaves, parts.policy_loss, vocabulary, head, **given)
+    (3 * out.loss).backward()
+    return out, *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("has_own_tokens", [True, False])
+def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, mode, has_own_tokens):
+    parts = Parts.draw(kind, dtype, has_own_tokens=has_own_tokens)
+    loss, *gradients = parts.expected(0.7)
+    out, *found = run(moved(parts, DEVICE), Head(mode=mode, impl=impl))
+    assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
+    for ours, theirs in zip(found, gradients, strict=True):
+        assert tensor_error(ours.cpu(), 1.5 * theirs) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+def test_wide_rows_whose_length_no_vector_divides(kind, split):
+    """More than one group of tiles, a tail, and a gradient that is written over the logits."""
+    parts = Parts.draw(kind, torch.float32, rows=6, size=5003, padding=0)
+    loss, *gradients = parts.expected(0.7)
+    head = Head(impl="triton", backward="split" if split else "bf16")
+    out, *found = run(moved(parts, DEVICE), head)
+    assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[torch.float32]
+    for ours, theirs in zip(found, gradients, strict=True):
+        assert tensor_error(ours.cpu(), 1.5 * theirs) <= LIMITS[torch.float32]
+
+
+@pytest.mark.skipif(CUDA, reason="ranks are threads of one process")
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize(
+    ("impl", "dtype", "ranks"), [(*IMPLS[0], 3), (*IMPLS[2], 2)]
+)  # of three the last holds padding alone
+@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+def test_the_vocabulary_may_lie_over_ranks(kind, impl, dtype, mode, ranks, monkeypatch):
+    lock = threading.Lock()  # the interpreter runs one kernel at a time
+    for name in ("statistics_kernel", "combine_kernel", "mixture_kernel", "gradient_kernel"):
+        monkeypatch.setattr(teacher_triton, name, OneAtATime(getattr(teacher_triton, name), lock))
+    parts = Parts.draw(kind, dtype, size=30, padding=18)
+    loss, *gradients = parts.expected(0.7)
+
+    def work(rank: int) -> tuple:
+        group = threads.subgroup(lambda r: 0, ranks, rank)
+        return run(parts, Head(mode=mode, impl=impl), tp_group=group, rank=rank)
+
+    found = threads.run(ranks, work)
+    for out, of_hidden, _ in found:
+        assert torch.equal(out.stream_losses, found[0][0].stream_losses)
+        assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
+        assert tensor_error(of_hidden, 1.5 * gradients[0]) <= LIMITS[dtype]
+    assert tensor_error(torch.cat([each[2] for each in found]), 1.5 * gradients[1]) <= LIMITS[dtype]
+
+
+class OneAtATime:
+    """A kernel that waits for the others."""
+
+    def __init__(self, kernel: object, lock: threading.Lock):
+        self._kernel, self._lock = kernel, lock
+
+    def __getitem__(self, grid: tuple[int]):
+        def launch(*arguments: object, **options: object) -> None:
+            with self._lock:
+                self._kernel[grid](*arguments, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize("mode", ["forward", "recompute"])
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
+    parts = Parts.draw(kind, dtype)
+    fields, stream = parts.policy_loss.fields, parts.policy_loss.terms.streams[0]
+    states = TeacherStates(slots=torch.arange(len(parts.hidden)), states=parts.hidden)
+    fields = replace(fields, teacher_hidden=states, weights=torch.zeros_like(fields.weights))
+    terms = replace(parts.policy_loss.terms, streams=(stream,))
+    parts = replace(parts, policy_loss=PolicyLoss(terms, fields), teacher_weight=parts.weight)
+    out, *found = run(moved(parts, DEVICE), Head(mode=mode, impl=impl))
+    least = 0.0 if kind != "full_jsd" and not CUDA else 100 * torch.finfo(dtype).eps
+    assert float(out.stream_losses.abs().max()) <= least
+    assert all(float(each.abs().max()) <= 100 * least for each in found)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
+    parts = Parts.draw(f"full_{kind}", torch.float64, has_own_tokens=False)
+    fields, teacher = parts.policy_loss.fields, parts.policy_loss.fields.teacher_hidden
+    logits = (teacher.states @ parts.teacher_weight.t())[:, : parts.size]
+    logprobs = (logits / 0.7).log_softmax(1)[teacher.slots]
+    ids = torch.arange(parts.size).expand(len(logprobs), -1).int()
+    topk = TopK(ids=ids, logprobs=logprobs, tails=torch.zeros(len(ids), dtype=torch.float64))
+    stream, *rest = parts.policy_loss.terms.streams
+    named = replace(stream, kind=f"topk_{kind}", tail_floor=1e-6)
+    other = replace(parts.policy_loss.terms, streams=(named, *rest))
+    named_loss = PolicyLoss(other, replace(fields, teacher_hidden=None, teacher_topk=topk))
+    found, wanted = run(parts, Head(impl="torch")), run(replace(parts, policy_loss=named_loss), Head(impl="torch"))
+    assert tensor_error(found[0].stream_losses, wanted[0].stream_losses) <= 1e-13
+    assert all(tensor_error(*pair) <= 1e-12 for pair in zip(found[1:], wanted[1:], strict=True))
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("whose", ["student", "teacher"])
+def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
+    """In the row that has it, of the loss and of the gradient; the other rows are as they were."""
+    parts = Parts.draw(kind, dtype, has_own_tokens=False)
+    wanted = run(moved(parts, DEVICE), Head(impl=impl))
+    states = parts.hidden if whose == "student" else parts.policy_loss.fields.teacher_hidden.states
+    states[2, 3] = torch.nan
+    found = run(moved(parts, DEVICE), Head(impl=impl))
+    others = torch.arange(len(parts.hidden)) != 2
+    assert found[0].loss.isnan()
+    assert found[0].stream_losses[0, 2].isnan()
+    assert found[1][2].isnan().all()
+    assert torch.equal(found[1][others], wanted[1][others])
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
+    """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is there."""
+    parts = Parts.draw("full_forward_kl", dtype, rows=5, size=3, padding=0, width=3)
+    stream = parts.policy_loss.terms.streams[0]
+    logits, theirs = torch.tensor([[0.0, 400.0, 3.0]] * 2), torch.tensor([[400.0, 0.0, 3.0]] * 2)
+    states = TeacherStates(slots=torch.arange(2), states=theirs.to(dtype))
+    both = torch.ones(2, dtype=torch.bool)
+    zeros = torch.zeros(2, dtype=torch.float64)
+    nothing = {"policy_mask": torch.zeros_like(both), **dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)}
+    fields = replace(parts.policy_loss.fields, teacher_hidden=states, mask=both, **nothing)
+    own = StreamFields(mask=both, weights=torch.tensor([1.0, 2.0]))
+    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), streams={"t": own})
+    eye = torch.eye(3, dtype=dtype)
+    for kind, value, sign in (("full_forward_kl", 400.0, 1.0), ("full_reverse_kl", 400.0, 0.0)):
+        terms = replace(parts.policy_loss.terms, streams=(replace(stream, kind=kind, weight=1.0),), grad_divisor=1.0)
+        policy_loss = PolicyLoss(terms, fields)
+        near = replace(parts, hidden=logits.to(dtype), weight=eye, teacher_weight=eye, policy_loss=policy_loss)
+        out, of_hidden, _ = run(moved(near, DEVICE), Head(impl=impl), temperature=1.0)
+        assert (out.stream_losses.cpu() - value).abs().max() <= 1e-4
+        wanted = 3 * sign * torch.tensor([[-1.0, 1.0, 0.0], [-2.0, 2.0, 0.0]], dtype=dtype)
+        assert (of_hidden.cpu() - wanted).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+def test_a_micro_batch_without_a_token_of_the_stream_is_one_of_the_rest(impl, dtype):
+    parts = Parts.draw("full_jsd", dtype)
+    fields = parts.policy_loss.fields
+    nobody = replace(fields.streams["t"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
+    empty = TeacherStates(slots=torch.zeros_like(fields.teacher_hidden.slots), states=torch.zeros(0, 1, dtype=dtype))
+    fields = replace(fields, streams={"t": nobody}, teacher_hidden=empty)
+    without = replace(parts.policy_loss.terms, streams=parts.policy_loss.terms.streams[1:])
+    found, wanted = (
+        run(moved(replace(parts, policy_loss=PolicyLoss(terms, fields)), DEVICE), Head(impl=impl))
+        for terms in (parts.policy_loss.terms, without)
+    )
+    assert torch.equal(found[0].loss, wanted[0].loss)
+    assert all(torch.equal(*pair) for pair in zip(found[1:], wanted[1:], strict=True))
+    assert not found[0].stream_losses[0].any()
+
+
+def test_without_gradient_the_loss_is_the_same():
+    parts = Parts.draw("full_reverse_kl", torch.float64)
+    vocabulary = Vocabulary.of(len(parts.weight), temperature=0.7, vocab_size=parts.size)
+    found = policy_gradient_head_loss(
+        parts.hidden,
+        parts.weight,
+        parts.policy_loss,
+        vocabulary,
+        Head(impl="torch"),
+        teacher_weight=parts.teacher_weight,
+    )
+    assert scalar_error(float(found.loss), parts.expected(0.7)[0], 10.0) <= 1e-12
+
+
+def test_the_teachers_logits_take_half_of_the_memory(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "LOGITS_BYTES", 4 * 48 * 256 * 8)
+    asked = []
+    chunk_rows = products.chunk_rows
+    monkeypatch.setattr(products, "chunk_rows", lambda *given: asked.append(chunk_rows(*given)) or asked[-1])
+    parts = Parts.draw("full_jsd", torch.float32)
+    run(parts, Head(impl="torch"))
+    plain = replace(parts.policy_loss, terms=replace(parts.policy_loss.terms, streams=()))
+    run(replace(parts, policy_loss=plain), Head(impl="torch"))
+    assert asked == [1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"teacher_weight": None}, "teacher_weight is missing"),
+        ({"teacher_weight": torch.zeros(48, 11, dtype=torch.float64)}, r"has shape \(48, 11\)"),
+        ({"teacher_weight": torch.zeros(47, 12, dtype=torch.float64)}, r"not \[48, 12\] torch.float64"),
+        ({"teacher_weight": torch.zeros(48, 12)}, r"dtype torch.float32"),
+    ],
+)
+def test_another_head_is_refused(change, message):
+    parts = Parts.draw("full_forward_kl", torch.float64)
+    with pytest.raises(ValueError, match=message):
+        run(parts, Head(impl="torch"), **change)
+
+
+def test_what_cannot_be_is_refused():
+    parts = Parts.draw("full_jsd", torch.float64)
+    terms = parts.policy_loss.terms
+    other = Stream(name="h", kind="full_jsd", weight=1.0, mixture=SHARE / 2, on="rl")
+    two = PolicyLoss(replace(terms, streams=(terms.streams[0], other)), parts.policy_loss.fields)
+    with pytest.raises(ValueError, match="two divergences from a teacher's hidden states"):
+        run(replace(parts, policy_loss=two), Head(impl="torch"))
+    with pytest.raises(ValueError, match="only the fused head makes"):
+        policy_gradient_loss(torch.zeros(15, 48), parts.policy_loss, Vocabulary.of(48), impl="torch")
+    plain = PolicyLoss(replace(terms, streams=terms.streams[:1]), parts.policy_loss.fields)
+    with pytest.raises(ValueError, match="the distribution of a teacher"):
+        run(replace(parts, policy_loss=plain), Head(mode="odds", impl="torch"))
+    missing = replace(parts.policy_loss.fields, teacher_hidden=None)
+    with pytest.raises(ValueError, match="teacher_hidden is missing"):
+        run(replace(parts, policy_loss=PolicyLoss(terms, missing)), Head(impl="torch"))
+
+
+def test_beside_an_objective_with_a_row_the_rest_is_one_launch(monkeypatch):
+    """Of every chunk: the surrogate kernel has been asked, and torch has not."""
+    from megatron_pg.lm_head import triton_reader
+
+    parts, calls = Parts.draw("full_reverse_kl", torch.float32, has_own_tokens=False), []
+    surrogate = triton_reader.surrogate_and_slopes
+    monkeypatch.setattr(triton_reader, "surrogate_and_slopes", lambda *given: calls.append(1) or surrogate(*given))
+    run(moved(parts, DEVICE), Head(impl="triton"))
+    assert len(calls) == -(-int(parts.policy_loss.fields.mask.sum()) // 4)
