@@ -7,9 +7,18 @@ from collections.abc import Iterator
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron_pg.kernels import one_launch, surrogate, topk_loss, topk_rows, topk_triton, triton_loss, vocab_parallel
+from megatron_pg.kernels import (
+    one_launch,
+    segments,
+    surrogate,
+    topk_loss,
+    topk_rows,
+    topk_triton,
+    triton_loss,
+    vocab_parallel,
+)
 
-MODULES = (one_launch, surrogate, topk_loss, topk_rows, topk_triton, triton_loss, vocab_parallel)
+MODULES = (one_launch, segments, surrogate, topk_loss, topk_rows, topk_triton, triton_loss, vocab_parallel)
 NOTHING = ("empty", "empty_like", "new_empty", "detach", "alias", "scalar_tensor")
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from launch_count import counted
 from objective_parts import ESTIMATORS, build
 from stream_terms import kl_and_entropy
 
@@ -13,7 +14,7 @@ from megatron_pg.batch.fields import StreamFields
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.declarations.streams import AS_POLICY, Stream
-from megatron_pg.kernels import LossTerms, PolicyLoss, segments
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss, segments
 from megatron_pg.kernels.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
 
 pytestmark = [
@@ -138,6 +139,26 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, mo
             assert torch.equal(slopes[1], gradients[1])
     evidence(cases=len(errors), worst=max(errors))
     assert max(errors) <= LIMIT
+
+
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
+    """Seven with the 1 that the backward begins with, where torch would make a hundred."""
+    slots = torch.tensor([0, 0, 1, 1])
+    lengths, counts = torch.tensor([2, 2, 0]), torch.tensor([2.0, 2.0], dtype=torch.float64)
+    sequences = Sequences(slots=slots, order=torch.arange(4), lengths=lengths, counts=counts)
+    ones = torch.ones(4)
+    fields = TokenFields(
+        targets=slots, old_logprobs=-ones, advantages=ones, weights=ones, mask=ones > 0, sequences=sequences
+    )
+    leaf = torch.randn(4, 33, requires_grad=True)
+    with counted(monkeypatch) as found:
+        loss = PolicyLoss(LossTerms(objective=build(name)), fields)
+        out = policy_gradient_loss(leaf.view_as(leaf), loss, Vocabulary.of(33), entropy=True)
+        torch.autograd.grad(out.loss, leaf)
+    kernels = dict.fromkeys(("statistics_kernel", "segment_kernel", "surrogate_kernel", "gradient_kernel"), 1)
+    assert found == kernels | dict.fromkeys(("sum", "ones_like", "mul"), 1)
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.2])
