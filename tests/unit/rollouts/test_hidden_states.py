@@ -5,23 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from sample_fields import FIELDS
 
 from megatron_pg import RolloutWriter, Sample, pack, read_rollouts
 from megatron_pg.rollouts.file import version_of
 from megatron_pg.rollouts.hidden_states import encoded, hidden_states_of
 from megatron_pg.rollouts.lines import RolloutFileError
 
-FIELDS = {
-    "tokens": [5, 6, 7, 8, 9],
-    "response_length": 3,
-    "loss_mask": [1, 1, 0],
-    "old_logprobs": [-1.5, -2.0, 0.0],
-    "advantage": 0.5,
-    "prompt_id": 1,
-    "rollout_id": 2,
-    "reward": 1.0,
-    "step": 0,
-}
 STATES = torch.tensor([[0.5, -1.0], [3.0, 1e-3], [2.0, 0.0]])
 
 

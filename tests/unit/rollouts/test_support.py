@@ -6,22 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from sample_fields import FIELDS
 
 from megatron_pg import RolloutFileError, RolloutWriter, Sample, read_rollouts
 from megatron_pg.rollouts.file import version_of
 from megatron_pg.rollouts.support import Support, support_of
 
-FIELDS = {
-    "tokens": [5, 6, 7, 8, 9],
-    "response_length": 3,
-    "loss_mask": [1, 1, 0],
-    "old_logprobs": [-1.5, -2.0, 0.0],
-    "advantage": 0.5,
-    "prompt_id": 1,
-    "rollout_id": 2,
-    "reward": 1.0,
-    "step": 0,
-}
 FLAT = {"ids": [7, 3, 8, 4], "offsets": [0, 2, 4, 4]}
 
 
