@@ -36,6 +36,8 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
                 "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this micro-batch "
                 "are over what could be sampled. Leave out one of the stream and the support."
             )
+    if terms.whole_form is not None:
+        known["teacher_hidden.slots"] = fields.teacher_hidden.slots
     for name, found in known.items():
         is_table = name in (f"{TOPK}ids", f"{TOPK}logprobs")
         if found.shape[:1] != size or found.dim() != 1 + is_table:
