@@ -138,12 +138,14 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--accuracy-only", action="store_true")
     parser.add_argument("--columns", type=int, help="of the one shape to run")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants to run, beside grpo")
     args = parser.parse_args()
+    named = {name: terms for name, terms in variants() if args.only is None or name in ("grpo", *args.only)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     shapes = [shape for shape in SHAPES if args.columns in (None, shape[1])]
     if not args.accuracy_only:
-        print_times(shapes, dict(variants()), args.repetitions)
-    print_errors(shapes, dict(variants()))
+        print_times(shapes, named, args.repetitions)
+    print_errors(shapes, named)
 
 
 if __name__ == "__main__":
