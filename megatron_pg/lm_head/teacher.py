@@ -28,14 +28,9 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     """That of a loss over a teacher's whole vocabulary, beside the student's weight [V / tp, H]; None: no row here has one.
 
     Raises:
-        ValueError: the teacher's weight is missing, or is of no such head; a stream's mixture is not one of its kind.
+        ValueError: the teacher's weight is missing, or is of no such head.
     """
-    known, form = policy_loss.fields.teacher_hidden, policy_loss.terms.whole_form
-    if not (form.share is None if form.name != "jsd" else form.share is not None and 0 < form.share < 1):
-        raise ValueError(
-            f"mixture={form.share} of a stream full_{form.name} cannot be: full_jsd has its β, between 0 and 1, and the others have none, so "
-            "another divergence would be trained. Use Stream.resolved, which knows the default."
-        )
+    known = policy_loss.fields.teacher_hidden
     if teacher_weight is None:
         raise ValueError(
             "teacher_weight is missing, so a stream over a teacher's whole vocabulary would have no logits of it. Give the rows of its "
@@ -54,7 +49,7 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
             "states, so the distributions would not be over one vocabulary. Give its rows for the student's columns, in its dtype."
         )
     states = known.states.to(weight.device, non_blocking=True).to(weight.dtype)
-    return Teacher(form=form, slots=known.slots, states=states, weight=teacher_weight)
+    return Teacher(form=policy_loss.terms.whole_form, slots=known.slots, states=states, weight=teacher_weight)
 
 
 class TeacherLogits:

@@ -274,12 +274,14 @@ def test_what_cannot_be_is_refused():
         run(replace(parts, policy_loss=PolicyLoss(terms, missing)), Head(impl="torch"))
 
 
-@pytest.mark.parametrize(("kind", "mixture"), [("full_jsd", None), ("full_jsd", 1.0), ("full_forward_kl", 0.3)])
+@pytest.mark.parametrize(
+    ("kind", "mixture"), [("full_jsd", None), ("full_jsd", 1.0), ("full_forward_kl", 0.3), ("topk_jsd", None)]
+)
 def test_a_mixture_that_the_kind_does_not_have_is_refused(kind, mixture):
     """What says that there is a mixture and what says which divergence it is would not agree."""
-    parts = Parts.draw(kind, torch.float64)
+    parts = Parts.draw("full_jsd", torch.float64)
     first, *rest = parts.policy_loss.terms.streams
-    terms = replace(parts.policy_loss.terms, streams=(replace(first, mixture=mixture), *rest))
+    terms = replace(parts.policy_loss.terms, streams=(replace(first, kind=kind, mixture=mixture), *rest))
     other = replace(parts, policy_loss=PolicyLoss(terms, parts.policy_loss.fields))
     with pytest.raises(ValueError, match=f"mixture={mixture} of a stream {kind} cannot be"):
         run(other, Head(impl="torch"))
