@@ -54,7 +54,7 @@ class PackedBatch:
             *(self.optional_values(name) for name in OPTIONAL),
             *(sample.routed_experts for sample in self.samples),
             *(values for s in self.samples if (t := s.teacher_topk) is not None for values in (t.ids, t.logprobs)),
-            *(s.teacher_hidden.view(torch.uint8) for s in self.samples if s.teacher_hidden is not None),
+            *(s.teacher_hidden.contiguous().view(torch.uint8) for s in self.samples if s.teacher_hidden is not None),
             *(values for s in self.samples if s.support is not None for values in (s.support.ids, s.support.offsets)),
             *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
         ):

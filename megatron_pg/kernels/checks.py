@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_pg.batch.fields import TOPK
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
+from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.kernels.policy_loss import PolicyLoss
 
 
@@ -19,6 +20,8 @@ def check_impl(impl: str) -> None:
 def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:
     """Refuse fields that are missing, misshapen or not where `values`, logits or hidden states, are; factors not > 0."""
     terms, fields = policy_loss.terms, policy_loss.fields
+    for stream in terms.streams:
+        _check_mixture(stream)
     needed = {
         **dict.fromkeys(("mask", "advantages", "weights"), True),
         **dict.fromkeys(terms.reads - {"old_logprobs"}, True),  # which may be the model's own
@@ -36,6 +39,8 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
                 "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this micro-batch "
                 "are over what could be sampled. Leave out one of the stream and the support."
             )
+    if terms.whole_form is not None:
+        known["teacher_hidden.slots"] = fields.teacher_hidden.slots
     for name, found in known.items():
         is_table = name in (f"{TOPK}ids", f"{TOPK}logprobs")
         if found.shape[:1] != size or found.dim() != 1 + is_table:
@@ -55,6 +60,16 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would vanish or change sign. Use 1.")
+
+
+def _check_mixture(stream: Stream) -> None:
+    """Refuse a share β or α that the divergence does not have, or the lack of one."""
+    found, has_one = stream.mixture, KINDS[stream.kind].mixture is not None
+    if not (found is not None and 0 < found < 1 if has_one else found is None):
+        raise ValueError(
+            f"mixture={found} of a stream {stream.kind} cannot be: some divergences have a share between 0 and 1 and the others none, so "
+            "another one would be trained. Use Stream.resolved, which knows the default."
+        )
 
 
 def check_for_triton(values: Tensor) -> None:

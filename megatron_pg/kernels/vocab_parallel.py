@@ -45,6 +45,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _):
+        if grad_logprobs is None and grad_entropy is None:  # of a loss that stops both
+            return None, None, None, None, None
         logits, targets, mask, *rows = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         slopes = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs, grad_entropy

@@ -85,14 +85,17 @@ class TeacherHead:
 def _find(path: str, name: str) -> TeacherHead:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER_BYTES:
-            raise ValueError("it does not begin with a header")
-        header: Any = json.loads(file.read(length).decode("utf-8"))
         size = file.seek(0, 2)
+        if length > min(_MOST_HEADER_BYTES, size - 8):
+            raise ValueError("it does not begin with a header")
+        file.seek(8)
+        header: Any = json.loads(file.read(length).decode("utf-8"))
     if name not in header:
         raise ValueError(f"it holds {', '.join(sorted(set(header) - {'__metadata__'})[:5])}")
     entry = header[name]
     (rows, width), (begin, end) = entry["shape"], entry["data_offsets"]
+    if any(type(number) is not int for number in (rows, width, begin, end)) or min(rows, width) < 1:
+        raise ValueError(f"it has the shape {entry['shape']} at {entry['data_offsets']}")
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"it is in {entry['dtype']}")
     dtype = _DTYPES[entry["dtype"]]

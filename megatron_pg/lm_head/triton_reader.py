@@ -136,7 +136,7 @@ class TritonTeacherReader(EagerTeacherReader):
             return super().loss_and_slopes(policy_loss, rows)
         found, slopes = surrogate_and_slopes(rest, rows.logprobs, rows.entropy)
         others = iter(() if found.stream_losses is None else found.stream_losses)
-        terms, weights, losses = policy_loss.terms, [], []
+        terms, loss, weights, losses = policy_loss.terms, found.loss, [], []
         for stream in terms.streams:
             if not stream.reads_hidden:
                 losses.append(next(others))
@@ -144,7 +144,7 @@ class TritonTeacherReader(EagerTeacherReader):
             own = policy_loss.fields.of_stream(stream.name)
             weights.append(torch.where(own.mask, stream.weight * own.weights, 0).to(found.loss.dtype))
             losses.append(torch.where(own.mask, rows.divergence, 0))
+            loss = loss + (weights[-1] * losses[-1]).sum()  # NaN at a weight of 0, too
         weight = sum(weights[1:], start=weights[0])
-        loss = found.loss + (weight * torch.where(weight == 0, 0, rows.divergence)).sum()
         by_divergence = weight if terms.grad_divisor == 1.0 else weight / terms.grad_divisor
         return replace(found, loss=loss, stream_losses=torch.stack(losses)), (*slopes, by_divergence)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_pg.rollouts import lines
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, ORIGINS, POLICY, REQUIRED, REQUIRED_OF_ALL
 from megatron_pg.rollouts.hidden_states import encoded
 from megatron_pg.rollouts.lines import (
@@ -170,11 +171,17 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
             f"it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
         )
     try:
-        return _encoded(record)
+        line = _encoded(record)
     except (TypeError, ValueError, RecursionError) as error:  # of extra: the rest has been checked
         raise ValueError(
             f"extra of sample {sample.sample_id} holds what JSON cannot ({printable(str(error))}). Give plain values."
         ) from error
+    if len(line) > lines.MAX_LINE_BYTES:
+        raise ValueError(
+            f"sample {sample.sample_id} would be a line of {len(line)} bytes, and no reader takes more than {lines.MAX_LINE_BYTES}. Give hidden "
+            "states in bfloat16, or cut the sample."
+        )
+    return line
 
 
 def _record_of(sample: Sample) -> dict[str, Any]:

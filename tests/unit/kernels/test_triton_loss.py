@@ -696,6 +696,29 @@ def test_an_entropy_gradient_goes_through_the_same_kernel():
     assert worst(x.grad.cpu(), wanted) <= 2e-6
 
 
+class _Stopped(torch.autograd.Function):
+    """A sum that has no gradient by its first two arguments."""
+
+    @staticmethod
+    def forward(ctx, logprobs, entropy, logits):
+        ctx.shape = logits.shape
+        return logprobs.sum() + entropy.sum() + logits.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None, gradient.expand(ctx.shape)
+
+
+def test_a_loss_that_stops_both_gradients_gives_none():
+    from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
+
+    logits = torch.randn(3, 9, device=DEVICE, requires_grad=True)
+    targets, mask = torch.arange(3, device=DEVICE), torch.ones(3, dtype=torch.bool, device=DEVICE)
+    logprobs, entropy, _ = logprobs_and_entropy(logits, targets, mask, Vocabulary.of(9), inplace=False)
+    _Stopped.apply(logprobs, entropy, logits).backward()
+    assert torch.equal(logits.grad, torch.ones_like(logits))
+
+
 def test_the_oracle_notices_a_wrong_gradient():
     """The comparison above can fail: off by one rounding too many, NaN, and a missing row are all seen."""
     case = base()

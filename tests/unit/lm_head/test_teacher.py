@@ -265,9 +265,39 @@ def test_what_cannot_be_is_refused():
     plain = PolicyLoss(replace(terms, streams=terms.streams[:1]), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="the distribution of a teacher"):
         run(replace(parts, policy_loss=plain), Head(mode="odds", impl="torch"))
+    states = parts.policy_loss.fields.teacher_hidden
+    longer = replace(parts.policy_loss.fields, teacher_hidden=replace(states, slots=states.slots.repeat(2)))
+    with pytest.raises(ValueError, match=r"teacher_hidden.slots has shape \(30,\) for \(15,\) targets"):
+        run(replace(parts, policy_loss=PolicyLoss(terms, longer)), Head(impl="torch"))
     missing = replace(parts.policy_loss.fields, teacher_hidden=None)
     with pytest.raises(ValueError, match="teacher_hidden is missing"):
         run(replace(parts, policy_loss=PolicyLoss(terms, missing)), Head(impl="torch"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mixture"), [("full_jsd", None), ("full_jsd", 1.0), ("full_forward_kl", 0.3), ("topk_jsd", None)]
+)
+def test_a_mixture_that_the_kind_does_not_have_is_refused(kind, mixture):
+    """What says that there is a mixture and what says which divergence it is would not agree."""
+    parts = Parts.draw("full_jsd", torch.float64)
+    first, *rest = parts.policy_loss.terms.streams
+    terms = replace(parts.policy_loss.terms, streams=(replace(first, kind=kind, mixture=mixture), *rest))
+    other = replace(parts, policy_loss=PolicyLoss(terms, parts.policy_loss.fields))
+    with pytest.raises(ValueError, match=f"mixture={mixture} of a stream {kind} cannot be"):
+        run(other, Head(impl="torch"))
+
+
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+def test_a_number_that_is_none_stays_visible_at_a_weight_of_zero(impl, dtype):
+    parts = Parts.draw("full_reverse_kl", dtype, has_own_tokens=False)
+    fields = parts.policy_loss.fields
+    own = replace(fields.streams["t"], weights=fields.streams["t"].weights.clone())
+    own.weights[2], fields.teacher_hidden.states[2, 3] = 0.0, torch.nan
+    fields = replace(fields, streams={"t": own})
+    moved_parts = moved(replace(parts, policy_loss=replace(parts.policy_loss, fields=fields)), DEVICE)
+    out, of_hidden, _ = run(moved_parts, Head(impl=impl))
+    assert out.loss.isnan()
+    assert of_hidden[2].isnan().all()
 
 
 def test_beside_an_objective_with_a_row_the_rest_is_one_launch(monkeypatch):

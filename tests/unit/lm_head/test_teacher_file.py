@@ -53,6 +53,10 @@ def test_a_path_with_a_colon_needs_the_name(tmp_path):
         ({"data_offsets": [-48, 12]}, "it was cut short"),
         ({"dtype": ["F32"]}, "unhashable"),
         ({"shape": "ab"}, ""),
+        ({"shape": [5.0, 3]}, r"it has the shape \[5.0, 3\]"),
+        ({"shape": [-5, -3]}, "it has the shape"),
+        ({"shape": [5, 0], "data_offsets": [12, 12]}, "it has the shape"),
+        ({"data_offsets": [12.0, 72.0]}, r"it has the shape \[5, 3\] at \[12.0, 72.0\]"),
     ],
 )
 def test_another_entry_is_refused(entry, reason, tmp_path):
@@ -66,7 +70,8 @@ def test_another_entry_is_refused(entry, reason, tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "Expecting value"),
+        (b"", "does not begin with a header"),
+        ((50).to_bytes(8, "little") + b'{"weight": 1}', "does not begin with a header"),  # cut in it
         (b"\x80\x04\x95" + b"\xff" * 40, "does not begin with a header"),  # a pickle
         ((2).to_bytes(8, "little") + b"[]", "it holds"),
         ((1).to_bytes(8, "little") + b"\xff", "decode"),

@@ -8,6 +8,7 @@ import torch
 from sample_fields import FIELDS
 
 from megatron_pg import RolloutWriter, Sample, pack, read_rollouts
+from megatron_pg.rollouts import lines
 from megatron_pg.rollouts.file import version_of
 from megatron_pg.rollouts.hidden_states import encoded, hidden_states_of
 from megatron_pg.rollouts.lines import RolloutFileError
@@ -114,6 +115,26 @@ def test_a_line_of_a_file_that_says_something_else_is_refused(tmp_path):
         path.write_text(text.replace(old, new))
         with pytest.raises(RolloutFileError, match=r"teacher_hidden=.* has the wrong type or range"):
             read_rollouts(path)
+
+
+def test_a_line_that_no_reader_takes_is_not_written(tmp_path, monkeypatch):
+    path, sample = tmp_path / "r.jsonl", Sample.build(**FIELDS, teacher_hidden=STATES)
+    with RolloutWriter(path, version=2) as writer:
+        writer.write([sample])
+        length = len(path.read_bytes().splitlines(keepends=True)[1])
+        monkeypatch.setattr(lines, "MAX_LINE_BYTES", length)
+        writer.write([sample])
+        monkeypatch.setattr(lines, "MAX_LINE_BYTES", length - 1)
+        with pytest.raises(ValueError, match=f"would be a line of {length} bytes, and no reader takes more than"):
+            writer.write([sample])
+    monkeypatch.undo()
+    assert len(read_rollouts(path)) == 2
+
+
+def test_a_micro_batch_does_not_depend_on_how_the_states_lie():
+    samples = [Sample.build(**FIELDS, teacher_hidden=STATES)]
+    turned = [dataclasses.replace(samples[0], teacher_hidden=STATES.t().contiguous().t())]
+    assert pack(turned, qkv_format="thd").digest == pack(samples, qkv_format="thd").digest
 
 
 def test_a_micro_batch_has_those_of_the_tokens_that_are_asked_for():
