@@ -114,6 +114,7 @@ class Flags:
             pg_fused_head="recompute" if have_whole(self.terms) else None,
             pg_metrics="with_entropy",
             pg_kernel="torch",
+            padded_vocab_size=cases.VOCABULARY,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
