@@ -124,8 +124,15 @@ class RolloutWriter:
 
 def version_of(samples: Sequence[Sample]) -> int:
     """The first version of the format that has all their fields."""
-    names = {name for sample in samples for name in _record_of(sample)}
-    return max((FIELDS[name].since for name in names & FIELDS.keys()), default=VERSIONS[0])
+    later = [(each.since, name) for name, each in FIELDS.items() if each.since > VERSIONS[0]]
+    return max((since for since, name in later if any(_has(each, name) for each in samples)), default=VERSIONS[0])
+
+
+def _has(sample: Sample, name: str) -> bool:
+    """Whether the line of a sample has a field that not every line has."""
+    if name == "stream":
+        return sample.stream != POLICY
+    return bool(sample.masks) if name == "masks" else getattr(sample, name) is not None
 
 
 def _check_goes_on(path: Path, if_exists: str) -> int:

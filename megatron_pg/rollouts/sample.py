@@ -131,12 +131,11 @@ class Sample:
                     f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the stream of --pg-stream "
                     "that the sample is of."
                 )
+        trained = torch.stack([mask, *self.masks.values()]).any(dim=0) if self.masks else mask
         for name in TOKEN_SETS:
             if (sets := getattr(self, name)) is not None:
-                trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
                 check_token_sets(name, sets, len(mask), trained, label)
         if self.teacher_hidden is not None:
-            trained = torch.stack([mask, *self.masks.values()]).any(dim=0)
             check_hidden_states(self.teacher_hidden, len(mask), trained, label)
         if self.support is not None:
             check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
