@@ -7,7 +7,6 @@ in .venv/triton-RELEASE too.
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -128,11 +127,7 @@ def test_it_compiles_for_other_chips_and_with_other_releases(full, evidence):
 def compiled(chip: int, names: list[str], triton: Path | None = None) -> list[dict]:
     """What `compile_all` prints, with the installed Triton or another."""
     first = () if triton is None else (triton,)
-    environment = processes.environment(*first) | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, str(chip), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = processes.compiled_by(__file__, str(chip), *names, first=first, TRITON_DEFAULT_FP_FUSION="1")
     assert [f["name"] for f in found] == names
     return found
 

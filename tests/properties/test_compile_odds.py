@@ -6,7 +6,6 @@ interpreter, which the other tests use, is chosen when they are imported.
 
 import json
 import re
-import subprocess
 import sys
 
 import processes
@@ -63,11 +62,7 @@ def compile_all(widths: list[int]) -> None:
     'The product of the head\'s mode "odds" compiled for sm_90: tensor cores, tiles copied whole, no spills, it fits'
 )
 def test_the_product_is_made_of_whole_tiles_and_fits(evidence):
-    environment = processes.environment() | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, *map(str, WIDTHS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = processes.compiled_by(__file__, *map(str, WIDTHS), TRITON_DEFAULT_FP_FUSION="1")
     assert [kernel["width"] for kernel in found] == [*WIDTHS]
     for kernel in found:
         assert kernel["spills"] == 0, kernel

@@ -5,8 +5,6 @@ Triton's interpreter, which the other tests use, takes what the compiler refuses
 
 import json
 import re
-import subprocess
-import sys
 
 import processes
 import pytest
@@ -69,12 +67,7 @@ def compile_all() -> None:
     "Kernels over a teacher's whole vocabulary compiled for sm_80 to sm_120: no spills, whole vectors, they fit"
 )
 def test_the_kernels_compile_without_spills(evidence):
-    environment = processes.environment() | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=1800, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = processes.compiled_by(__file__)
     assert len(found) == len(CAPABILITIES) * (1 + 4 * len(FORMS))
     for kernel in found:
         assert kernel["spills"] == 0, kernel

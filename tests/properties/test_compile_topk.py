@@ -4,8 +4,6 @@ Triton's interpreter, which the other tests use, takes what the compiler refuses
 """
 
 import json
-import subprocess
-import sys
 
 import processes
 import pytest
@@ -66,12 +64,7 @@ def compile_all() -> None:
 
 @pytest.mark.proof("Kernels of a teacher's likeliest tokens compiled for sm_90: no spills")
 def test_the_kernels_compile_without_spills(evidence):
-    environment = processes.environment() | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=1800, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = processes.compiled_by(__file__)
     assert len(found) == 2 * (6 + 2 * 6)
     assert not [kernel for kernel in found if kernel["spills"]]
     evidence(cases=len(found))

@@ -69,6 +69,15 @@ def run(command: Sequence[str], env: Mapping[str, str], *, check: bool = True) -
     return wait_for(begin(command, env), check=check)
 
 
+def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variables: str) -> list[dict]:
+    """What a script prints, a JSON object per line, in a process of its own: whether kernels are compiled is chosen when they are imported."""
+    command = [sys.executable, script, *words]
+    env = environment(*first) | {"TRITON_INTERPRET": "0"} | variables
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def beside_each_other(*jobs: Callable) -> list:
     """Their results, two jobs at a time."""
     with ThreadPoolExecutor(max_workers=2) as pool:
