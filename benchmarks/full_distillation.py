@@ -104,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
         "--megabytes", type=int, nargs="+", help="of logits held at a time, beside the package's own choice"
     )
@@ -111,10 +112,10 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     small = Taught(Problem(512, 8192, width=512))
-    for kind in KINDS:
+    for kind in given.kinds:
         print(errors(small, kind), flush=True)
     taught = Taught(Problem(given.rows))
-    modes = [(mode, terms) for mode in ("forward", "recompute") for terms in (PLAIN, *map(terms_of, KINDS))]
+    modes = [(mode, terms) for mode in ("forward", "recompute") for terms in (PLAIN, *map(terms_of, given.kinds))]
     for held in (None, *(given.megabytes or ())):
         if held is not None:
             products.LOGITS_BYTES = held * 10**6

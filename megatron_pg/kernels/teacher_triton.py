@@ -7,8 +7,6 @@ Statistics are of `tiles`, in the log2 domain: m, s, t and the target's logit of
 A summand is 0 where its power of two is, however far the other policy; both policies equal, every summand is 0.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -108,9 +106,9 @@ def _sums_of(rows: TeacherRows) -> tuple[Tensor, ...]:
     return rows.peaks, rows.totals, rows.teacher_peaks, rows.teacher_totals
 
 
-def _numbers_of(form: Form) -> tuple[float, float, float]:
-    """β, and the base-2 logarithms of β and 1 - β, of a jsd."""
-    return (0.0, 0.0, 0.0) if form.share is None else (form.share, math.log2(form.share), math.log2(1.0 - form.share))
+def _numbers_of(form: Form) -> tuple[float, float]:
+    """β and 1 - β of a jsd."""
+    return (0.0, 0.0) if form.share is None else (form.share, 1.0 - form.share)
 
 
 @triton.jit
@@ -158,6 +156,18 @@ def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
 
 
 @triton.jit
+def _pair_of_tiles(z_row, y_row, group, TILE: tl.constexpr, UNROLL: tl.constexpr):
+    """The group's tiles of both rows, float32."""
+    of_student = ()
+    of_teacher = ()
+    for k in tl.static_range(UNROLL):
+        at = (group * UNROLL + k) * TILE
+        of_student = of_student + (tl.load(z_row + at, eviction_policy="evict_first").to(tl.float32),)
+        of_teacher = of_teacher + (tl.load(y_row + at, eviction_policy="evict_first").to(tl.float32),)
+    return of_student, of_teacher
+
+
+@triton.jit
 def statistics_kernel(
     students,
     teachers,
@@ -190,12 +200,7 @@ def statistics_kernel(
     y_row = teachers + row * teacher_stride + offsets
     full = valid // (TILE * UNROLL)
     for group in range(full):
-        of_student = ()
-        of_teacher = ()
-        for k in tl.static_range(UNROLL):
-            at = (group * UNROLL + k) * TILE
-            of_student = of_student + (tl.load(z_row + at, eviction_policy="evict_first").to(tl.float32),)
-            of_teacher = of_teacher + (tl.load(y_row + at, eviction_policy="evict_first").to(tl.float32),)
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL)
         m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, of_student, of_teacher, c, FORM)
     for start in range(full * (TILE * UNROLL), valid, TILE):
         here = offsets < valid - start
@@ -260,12 +265,28 @@ def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: t
 
 
 @triton.jit
-def _log_mixture(log_q, log_p, NUMBERS: tl.constexpr):
-    """log2(β p + (1 - β) q) from base-2 logarithms."""
-    a = log_p + NUMBERS[1]
-    b = log_q + NUMBERS[2]
-    gap = tl.where(a == b, 0.0, tl.where(a > b, b - a, a - b))  # -inf - -inf would be NaN
-    return tl.where(a > b, a, b) + tl.log2(1.0 + tl.exp2(gap))
+def _over_mixture(log_q, log_p, NUMBERS: tl.constexpr):
+    """log2 of q and of p over the mixture β p + (1 - β) q, and what part of the larger q and p are, from base-2 logarithms."""
+    gap = tl.where(log_p == log_q, 0.0, log_p - log_q)  # -inf - -inf would be NaN
+    smaller = tl.exp2(-tl.abs(gap))
+    of_p = tl.where(gap > 0, 1.0, smaller)
+    of_q = tl.where(gap > 0, smaller, 1.0)
+    log_m = tl.log2(NUMBERS[0] * of_p + NUMBERS[1] * of_q)  # over the larger's
+    return tl.minimum(-gap, 0.0) - log_m, tl.minimum(gap, 0.0) - log_m, of_q, of_p
+
+
+@triton.jit
+def add_mixtures(of_p, of_q, students, teachers, c, ends, NUMBERS: tl.constexpr):
+    """Adds tuples of tiles to each thread's Σ p log2(p / mixture) and Σ q log2(q / mixture)."""
+    m, n, log_s, log_w = ends
+    for k in tl.static_range(len(students)):
+        log_q = tl.fma(students[k], c, -m) - log_s
+        log_p = tl.fma(teachers[k], c, -n) - log_w
+        over_q, over_p, share_q, share_p = _over_mixture(log_q, log_p, NUMBERS)
+        larger = tl.exp2(tl.maximum(log_q, log_p))
+        of_p += tl.sum(_times(larger * share_p, over_p), axis=1)
+        of_q += tl.sum(_times(larger * share_q, over_q), axis=1)
+    return of_p, of_q
 
 
 @triton.jit
@@ -294,20 +315,22 @@ def mixture_kernel(
     y_row = teachers + row * teacher_stride + offsets
     of_p = tl.zeros((THREADS,), tl.float32)
     of_q = of_p
-    m = tl.load(peaks + row)
-    log_s = tl.log2(tl.load(totals + row))
-    n = tl.load(teacher_peaks + row)
-    log_w = tl.log2(tl.load(teacher_totals + row))
-    for start in range(0, valid, TILE):
+    ends = (
+        tl.load(peaks + row),
+        tl.load(teacher_peaks + row),
+        tl.log2(tl.load(totals + row)),
+        tl.log2(tl.load(teacher_totals + row)),
+    )
+    full = valid // (TILE * UNROLL)
+    for group in range(full):
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL)
+        of_p, of_q = add_mixtures(of_p, of_q, of_student, of_teacher, c, ends, NUMBERS)
+    for start in range(full * (TILE * UNROLL), valid, TILE):
         here = offsets < valid - start
         z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
-        log_q = tl.fma(z, c, -m) - log_s
-        log_p = tl.fma(y, c, -n) - log_w
-        log_m = _log_mixture(log_q, log_p, NUMBERS)
-        of_p += tl.sum(_times(tl.exp2(log_p), log_p - log_m), axis=1)
-        of_q += tl.sum(_times(tl.exp2(log_q), log_q - log_m), axis=1)
-    centre = (1.0 - NUMBERS[0]) * LN2 * tl.sum(of_q, 0)
+        of_p, of_q = add_mixtures(of_p, of_q, (z,), (y,), c, ends, NUMBERS)
+    centre = NUMBERS[1] * LN2 * tl.sum(of_q, 0)
     tl.store(sums + row * 2, NUMBERS[0] * LN2 * tl.sum(of_p, 0) + centre)
     tl.store(sums + row * 2 + 1, centre)
 
@@ -326,9 +349,8 @@ def _pair_gradient(z, y, column, target, c, ends, factors, FORM: tl.constexpr, N
     elif FORM == "reverse_kl":
         gradient += _times(power, (d - u) * pull)
     else:
-        log_q = d - log_s
-        log_m = _log_mixture(log_q, u - log_w, NUMBERS)
-        gradient += _times(power, (log_q - log_m) * pull)
+        over_q, _, _, _ = _over_mixture(d - log_s, u - log_w, NUMBERS)
+        gradient += _times(power, over_q * pull)
     return tl.where(column == target, gradient + a, gradient)
 
 
@@ -385,7 +407,7 @@ def gradient_kernel(
         pull = g * LN2 / total
         constant -= pull * (log_s - log_w)
     else:
-        pull = g * LN2 * (1.0 - NUMBERS[0]) / total
+        pull = g * LN2 * NUMBERS[1] / total
     factors = (constant, -e * LN2 / total, a, pull)
     ends = (tl.load(peaks + row), tl.load(teacher_peaks + row), log_s, log_w)
     z_row = students + row * student_stride + start + offsets
