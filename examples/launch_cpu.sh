@@ -57,12 +57,13 @@ ROLLOUT_ARGS=(
 
 GRPO_ARGS=(
     --loss-aggregation sample_mean
-    --pg-clip-eps-low 0.2
-    --pg-clip-eps-high 0.28 # with another --pg-objective: the numbers that it reads
     --pg-temperature 1.0
     --pg-metrics basic
     --pg-kernel torch
 )
+if [[ " $* " != *" --pg-objective "* ]]; then # another one brings the numbers that it reads
+    GRPO_ARGS+=(--pg-clip-eps-low 0.2 --pg-clip-eps-high 0.28)
+fi
 
 OPTIMIZER_ARGS=(
     --optimizer adam

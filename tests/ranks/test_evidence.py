@@ -1,6 +1,8 @@
 """The experiments of docs/evidence.md, each with a few steps: they run, go on where they were cut, and are shown."""
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,9 @@ from pathlib import Path
 import evidence
 import launches
 import processes
+import pytest
+
+from megatron_pg.args import add_arguments, validate_args
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
@@ -22,6 +27,25 @@ def program(folder: Path, what: str, *flags: str) -> subprocess.CompletedProcess
     given = ["--scale", "cpu", "--seeds", "1", "--runs", str(folder)]
     environment = processes.environment()
     return subprocess.run([*command, *given], capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+@pytest.mark.filterwarnings("ignore::megatron_pg.flags.errors.ArgumentNotice")
+@pytest.mark.parametrize("scale", evidence.SCALES)
+def test_the_flags_of_every_arm_are_accepted(scale, tmp_path):
+    """With those that its launcher gives: what a run would be refused for at once."""
+    python = tmp_path / "python"
+    python.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    runs = evidence.Runs(tmp_path, evidence.SCALES[scale])
+    command = ["bash", str(ROOT / "examples" / evidence.SCALES[scale].launcher)]
+    for name in (*evidence.STARTS, *evidence.ARMS):
+        environment = os.environ | {"PYTHON": str(python), "PROCESSES": "1"}
+        flags = runs.flags(name, 1, tmp_path / "saved")
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, check=True, env=environment)
+        words = done.stdout.splitlines()
+        assert words[-len(flags) :] == flags
+        args, _ = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(words)
+        assert validate_args(args) is args
 
 
 @launches.launch
