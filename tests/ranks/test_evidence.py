@@ -29,7 +29,9 @@ def program(folder: Path, what: str, *flags: str) -> subprocess.CompletedProcess
     return subprocess.run([*command, *given], capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
 
-@pytest.mark.filterwarnings("ignore::megatron_pg.flags.errors.ArgumentNotice")
+@pytest.mark.filterwarnings(
+    "ignore::megatron_pg.flags.errors.ArgumentNotice", "ignore::megatron_pg.flags.errors.ArgumentWarning"
+)
 @pytest.mark.parametrize("scale", evidence.SCALES)
 def test_the_flags_of_every_arm_are_accepted(scale, tmp_path):
     """With those that its launcher gives: what a run would be refused for at once."""
