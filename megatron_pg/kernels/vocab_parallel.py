@@ -224,13 +224,15 @@ def statistics_kernel(
                 at = begin + (group * UNROLL + k) * TILE
                 tiles = tiles + (tl.load(z_row + at, eviction_policy="evict_first"),)
             m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
-        whole = (end - begin) // TILE  # without a mask: one that no vector shares would make the loads scalar
-        for k in range(full * UNROLL, whole):
-            tile = tl.load(z_row + begin + k * TILE)
-            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
-        for start in range(begin + whole * TILE, end, TILE):
-            tile = tl.load(z_row + start, mask=offsets < end - start, other=minus_infinity("plain"))
-            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
+        if begin + full * (TILE * UNROLL) < end:
+            # whole tiles have one mask for all: one that no vector shares would make the loads scalar
+            whole = (end - begin) // TILE
+            at = begin + whole * TILE
+            tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity("plain")),)
+            for k in tl.static_range(UNROLL - 1):
+                i = full * UNROLL + k
+                tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity("plain")),)
+            m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
     peak, total, shifted = tl.reduce((m, s, t), 0, merge)
     total = tl.where(live, total, 1.0)
     if WHOLE:
@@ -343,14 +345,19 @@ def gradient_kernel(
                 out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a, BENDS)
                 tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
         else:
-            for k in tl.static_range(UNROLL):
-                at = column + k * TILE
-                here = (at >= 0) & (at < valid)
-                tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"), eviction_policy="evict_first")
-                out = _tile_gradient(tile, at, target, c, peak, bend, constant, a, BENDS)
-                out = tl.where(here, out, 0.0)
-                known = (at >= 0) & (at < columns)
-                tl.store(g_row + k * TILE, out.to(dtype), mask=known, eviction_policy="evict_first")
+            TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
+            for first_tile in tl.static_range(0, UNROLL, TOGETHER):
+                masked = ()
+                for k in tl.static_range(first_tile, first_tile + TOGETHER):
+                    here = (column + k * TILE >= 0) & (column + k * TILE < valid)
+                    tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"), eviction_policy="evict_first")
+                    masked = masked + (tile,)
+                for k in tl.static_range(first_tile, first_tile + TOGETHER):
+                    at = column + k * TILE
+                    out = _tile_gradient(masked[k - first_tile], at, target, c, peak, bend, constant, a, BENDS)
+                    out = tl.where((at >= 0) & (at < valid), out, 0.0)
+                    known = (at >= 0) & (at < columns)
+                    tl.store(g_row + k * TILE, out.to(dtype), mask=known, eviction_policy="evict_first")
     else:
         zeros = tl.zeros((THREADS, WORDS), dtype)
         for k in tl.static_range(UNROLL):
