@@ -40,6 +40,11 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
         raise ValueError(
             "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one. Leave out one of them."
         )
+    if known.states.dim() != 2:
+        raise ValueError(
+            f"the teacher's hidden states have shape {tuple(known.states.shape)}, not [m, H_T], so no product with its head could be made. "
+            "Give one row per state."
+        )
     if not len(known.states):
         return None
     if teacher_weight.shape != (len(weight), known.states.shape[1]) or teacher_weight.dtype != weight.dtype:

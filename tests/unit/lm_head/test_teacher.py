@@ -261,6 +261,10 @@ def test_what_cannot_be_is_refused():
     two = PolicyLoss(replace(terms, streams=(terms.streams[0], other)), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="two divergences from a teacher's hidden states"):
         run(replace(parts, policy_loss=two), Head(impl="torch"))
+    flat = replace(parts.policy_loss.fields.teacher_hidden, states=torch.zeros(15, dtype=torch.float64))
+    one = PolicyLoss(terms, replace(parts.policy_loss.fields, teacher_hidden=flat))
+    with pytest.raises(ValueError, match=r"have shape \(15,\), not \[m, H_T\]"):
+        run(replace(parts, policy_loss=one), Head(impl="torch"))
     with pytest.raises(ValueError, match="only the fused head makes"):
         policy_gradient_loss(torch.zeros(15, 48), parts.policy_loss, Vocabulary.of(48), impl="torch")
     plain = PolicyLoss(replace(terms, streams=terms.streams[:1]), parts.policy_loss.fields)
