@@ -22,7 +22,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
-from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity, values
+from megatron_pg.kernels.tiles import (
+    FLOOR,
+    FUSED,
+    LN2,
+    LOWEST,
+    accumulate,
+    logprob_and_entropy,
+    merge,
+    minus_infinity,
+    values,
+)
 from megatron_pg.kernels.topk_loss import teacher_of
 from megatron_pg.kernels.topk_terms import add_terms, gradient_terms, named_terms, tail_terms
 from megatron_pg.kernels.topk_triton import take_and_hide
@@ -186,6 +196,7 @@ def launch(
         **shape.constants(logits.dtype, entropy=entropy or constants["BONUS"]),
         num_warps=shape.warps,
         maxnreg=shape.registers,
+        **FUSED,
     )
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0

@@ -8,7 +8,7 @@ correction touches.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from megatron_pg.objectives.row import Row
 from megatron_pg.objectives.streams import Categories, StreamTokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """What the loss of a step is made of. The same on every rank."""
 
@@ -34,29 +34,29 @@ class LossTerms:
     grad_divisor: float = 1.0  # of the gradient, not the loss
     entropy_support: str = "full"  # what entropies are over: the whole vocabulary, or "kept", a token's support
 
-    @property
+    @cached_property
     def reads_sequences(self) -> bool:
         """Whether a token's loss depends on its whole sequence."""
         return self.objective.reads_sequences or self.opsm_anchor is not None
 
-    @property
+    @cached_property
     def reads(self) -> frozenset[str]:
         """Fields of the samples that streams and OPSM need."""
         anchor = () if self.opsm_anchor is None else (self.opsm_anchor,)
         return frozenset((*anchor, *(name for stream in self.streams for name in stream.reads)))
 
-    @property
+    @cached_property
     def reads_topk(self) -> bool:
         """Whether a loss is over the teacher's likeliest tokens."""
         return any(stream.reads_topk for stream in self.streams)
 
-    @property
+    @cached_property
     def whole_form(self) -> Form | None:
         """The divergence from the teacher's hidden states; None: nothing reads them."""
         found = next((stream for stream in self.streams if stream.reads_hidden), None)
         return None if found is None else Form(str(KINDS[found.kind].whole_form), found.mixture)
 
-    @property
+    @cached_property
     def reads_entropy(self) -> bool:
         """Whether the entropy is in the loss."""
         return any(stream.kind == "entropy" for stream in self.streams)
@@ -82,7 +82,7 @@ class PolicyGradientLoss:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PolicyLoss:
     """The loss of one micro-batch as a function of its log-probabilities, `loss(logprobs, entropy)`.
 
@@ -94,7 +94,7 @@ class PolicyLoss:
     terms: LossTerms
     fields: TokenFields
 
-    @property
+    @cached_property
     def row(self) -> Row | None:
         """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch.
 
@@ -108,18 +108,18 @@ class PolicyLoss:
         has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
         return None if has_more else self.terms.objective.row
 
-    @property
+    @cached_property
     def is_by_token(self) -> bool:
         """Whether kernels have the whole loss of a token from its logits: it has a row, or would have without one top-k stream."""
         rest, count = self.without_topk, sum(stream.reads_topk for stream in self.terms.streams)
         return bool(rest.row) and count <= 1 and not self.terms.reads_sequences and self.fields.support is None
 
-    @property
+    @cached_property
     def without_topk(self) -> "PolicyLoss":
         """The loss without the streams over the teacher's likeliest tokens."""
         return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_topk))
 
-    @property
+    @cached_property
     def without_hidden(self) -> "PolicyLoss":
         """The loss without the streams over the teacher's hidden states."""
         return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_hidden))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.kernels.terms import numbers_of
+from megatron_pg.kernels.tiles import FUSED
 
 BLOCK = 1024
 LOG_RATIO, ADVANTAGE, DRIFT, OWN, WEIGHT, SUMS = (tl.constexpr(i) for i in range(6))
@@ -62,6 +63,7 @@ def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dic
         **constants,
         BLOCK=BLOCK,
         num_warps=8,
+        **FUSED,
     )
 
 

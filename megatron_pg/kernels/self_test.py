@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_pg.batch.fields import StreamFields, TokenFields, TopK
 from megatron_pg.kernels import one_launch
-from megatron_pg.kernels.policy_loss import PolicyLoss
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.kernels.terms import term_constants
 from megatron_pg.kernels.topk_loss import teacher_of
@@ -74,14 +74,26 @@ def _flaw(
         name: (getattr(found, name), getattr(wanted, name)) for name in _names(entropy)
     }
     different = [name for name, (ours, theirs) in pairs.items() if not _are_close(ours, theirs, _TOLERANCE)]
+    if (found.loss - wanted.loss).abs() > _TOLERANCE * _size(loss, wanted):
+        different.append("loss")
     if not _are_close(gradient.float(), wanted_gradient, _ROUNDING[dtype]):
         different.append("gradient")
     return f"gives another {' and '.join(different)} than the reference" if different else None
 
 
 def _names(entropy: bool) -> tuple[str, ...]:
-    names = "loss", "token_losses", "logprobs", "log_ratios", "stream_losses"
+    names = "token_losses", "logprobs", "log_ratios", "stream_losses"
     return (*names, "entropy") if entropy else names
+
+
+def _size(loss: PolicyLoss, found: PolicyGradientLoss) -> Tensor:
+    """Sum of the absolute values of all that the loss sums, however much of it cancels."""
+    size = (loss.fields.corrected_weights * found.token_losses).abs().sum()
+    for stream, values in zip(
+        loss.terms.streams, () if found.stream_losses is None else found.stream_losses, strict=True
+    ):
+        size += stream.weight * (loss.fields.of_stream(stream.name).weights * values).abs().sum()
+    return size
 
 
 def _are_close(ours: Tensor | None, theirs: Tensor | None, relative: float) -> bool:

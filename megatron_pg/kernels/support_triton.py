@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pg.kernels import vocab_parallel
 from megatron_pg.kernels.support import Restriction, SupportRows
-from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, merge
+from megatron_pg.kernels.tiles import FLOOR, FUSED, LN2, LOWEST, accumulate, merge
 from megatron_pg.kernels.vocab_parallel import log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -66,6 +66,7 @@ def statistics(
         log2_scale(vocabulary),
         BLOCK=BLOCK,
         num_warps=WARPS,
+        **FUSED,
     )
     return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
@@ -114,6 +115,7 @@ def write_gradient(
         WHOLE_ENTROPY=restriction.whole_entropy,
         BLOCK=BLOCK,
         num_warps=WARPS,
+        **FUSED,
     )
     if restriction.whole_entropy:
         is_read, of_rows, of_logprob = mask, rows.of_all, torch.where(is_whole, of_logprob, 0)
@@ -122,7 +124,7 @@ def write_gradient(
     slopes = of_logprob, of_entropy
     vocab_parallel.write_gradient(logits, gradient, targets, is_read, of_rows, slopes, vocabulary)
     support_put_kernel[(len(logits),)](
-        gradient, mask, *_sets(restriction), values, *where, gradient.stride(0), BLOCK=BLOCK, num_warps=WARPS
+        gradient, mask, *_sets(restriction), values, *where, gradient.stride(0), BLOCK=BLOCK, num_warps=WARPS, **FUSED
     )
 
 

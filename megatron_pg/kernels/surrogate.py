@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.segments import ADVANTAGE, DRIFT, LOG_RATIO, OWN, WEIGHT, SequenceFields, sequence_fields
 from megatron_pg.kernels.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
+from megatron_pg.kernels.tiles import FUSED
 
 BLOCK = 256
 
@@ -101,6 +102,7 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
             SEQUENCES=terms.reads_sequences,
             **sequences.constants,
             BLOCK=BLOCK,
+            **FUSED,
         )
     return _PerToken(*(values if known else None for values, known in zip(out.unbind(), is_found, strict=True)))
 

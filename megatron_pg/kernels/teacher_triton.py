@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.teacher import Form, Slopes, TeacherRows
-from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, logprob_and_entropy
-from megatron_pg.kernels.vocab_parallel import COMBINE_ROWS, UNROLL, launch_of, log2_scale
+from megatron_pg.kernels.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy
+from megatron_pg.kernels.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
+
+MIX, WRITE = Walk(warps=8, unroll=4), Walk(warps=1, unroll=8)
 
 
 def statistics(student: Tensor, teacher: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> Tensor:
@@ -31,7 +33,7 @@ def statistics(student: Tensor, teacher: Tensor, targets: Tensor, form: Form, vo
         student.stride(0),
         teacher.stride(0),
         log2_scale(vocabulary),
-        **launch_of(student),
+        **READ.options(student),
         FORM=form.name,
     )
     return shares
@@ -42,7 +44,16 @@ def combine(shares: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary)
     ranks, rows, _ = shares.shape
     out = torch.empty(len(TeacherRows._fields), rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), FORM=form.name, BLOCK=COMBINE_ROWS
+        shares,
+        targets,
+        out,
+        ranks,
+        rows,
+        vocabulary.size,
+        log2_scale(vocabulary),
+        FORM=form.name,
+        BLOCK=COMBINE_ROWS,
+        **FUSED,
     )
     return TeacherRows(*out)
 
@@ -59,7 +70,7 @@ def mixture_sums(student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form
         student.stride(0),
         teacher.stride(0),
         log2_scale(vocabulary),
-        **launch_of(student),
+        **MIX.options(student),
         NUMBERS=_numbers_of(form),
     )
     return sums
@@ -76,8 +87,7 @@ def write_gradient(
     vocabulary: Vocabulary,
 ) -> None:
     """As of `teacher`, in any floating dtype."""
-    block = launch_of(student)
-    blocks = triton.cdiv(student.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
+    blocks = WRITE.blocks(student, student.shape[1])
     gradient_kernel[(len(student) * blocks,)](
         student,
         teacher,
@@ -96,7 +106,7 @@ def write_gradient(
         teacher.stride(0),
         out.stride(0),
         log2_scale(vocabulary),
-        **block,
+        **WRITE.options(student),
         FORM=form.name,
         NUMBERS=_numbers_of(form),
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 FLOOR = tl.constexpr(-(2.0**31))
 LOWEST = tl.constexpr(-1000.0)  # 2^-1000 is 0, and 0 * -1000 is 0 where 0 * -inf would be NaN
 LN2 = tl.constexpr(0.6931471805599453)
+FUSED = {"enable_fp_fusion": True}  # of every launch; what is the default changes from release to release of Triton
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.kernels import divergences
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.surrogate import surrogate_loss
+from megatron_pg.kernels.tiles import FUSED
 from megatron_pg.kernels.topk_rows import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -88,6 +89,7 @@ class _Divergences(torch.autograd.Function):
                 **constants_of(stream),
                 FIRST=number == 0,
                 **block_of(ids),
+                **FUSED,
             )
         ctx.save_for_backward(by_head, by_tail)
         ctx.set_materialize_grads(False)

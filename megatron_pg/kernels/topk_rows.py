@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels import logprobs
-from megatron_pg.kernels.tiles import LN2
+from megatron_pg.kernels.tiles import FUSED, LN2
 from megatron_pg.kernels.topk import Slopes, TopKRows
 from megatron_pg.kernels.vocab_parallel import log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -42,6 +42,7 @@ def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabula
         vocabulary.size,
         log2_scale(vocabulary),
         **block_of(ids),
+        **FUSED,
     )
     logprob, entropy, total, peak = single
     tail, tail_total = double
@@ -69,6 +70,7 @@ def coefficients(
         vocabulary.size,
         log2_scale(vocabulary),
         **block_of(ids),
+        **FUSED,
     )
     return factors, named
 

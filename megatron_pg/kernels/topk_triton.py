@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels import vocab_parallel
-from megatron_pg.kernels.tiles import FLOOR, LOWEST
+from megatron_pg.kernels.tiles import FLOOR, FUSED, LOWEST
 from megatron_pg.kernels.topk import Slopes, TopKRows
 from megatron_pg.kernels.topk_rows import block_of, coefficients, combine
-from megatron_pg.kernels.vocab_parallel import UNROLL, launch_of, log2_scale
+from megatron_pg.kernels.vocab_parallel import WRITE, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -66,8 +66,7 @@ def write_gradient(
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits, whether the ids are hidden in those or not."""
     factors, named = coefficients(targets, mask, ids, rows, slopes, vocabulary)
-    block = launch_of(logits)
-    blocks = triton.cdiv(logits.shape[1], block["THREADS"] * block["WORDS"] * UNROLL)
+    blocks = WRITE.blocks(logits, logits.shape[1])
     tail_gradient_kernel[(len(logits) * blocks,)](
         logits,
         gradient,
@@ -82,7 +81,7 @@ def write_gradient(
         logits.stride(0),
         gradient.stride(0),
         log2_scale(vocabulary),
-        **block,
+        **WRITE.options(logits),
     )
     put(gradient, ids, mask, named, vocabulary)
 
@@ -102,6 +101,7 @@ def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vo
         logits.stride(0),
         log2_scale(vocabulary),
         **block_of(ids),
+        **FUSED,
     )
     return found
 
@@ -119,6 +119,7 @@ def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vo
         table.stride(0),
         *values.stride(),
         **block_of(ids),
+        **FUSED,
     )
 
 

@@ -11,6 +11,7 @@ from megatron_pg.declarations.one_launch import Path, path_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.support_triton import support_rows_of
 from megatron_pg.kernels.surrogate import surrogate_loss
+from megatron_pg.kernels.tiles import FUSED
 from megatron_pg.kernels.topk_loss import topk_loss
 from megatron_pg.kernels.topk_triton import topk_rows_of
 from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
@@ -94,7 +95,14 @@ class _OneLaunch(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         processors = torch.cuda.get_device_properties(gradient.device).multi_processor_count
         rescale_kernel[(4 * processors,)](
-            gradient, grad_loss, ctx.grad_scale, *gradient.shape, gradient.stride(0), BLOCK=RESCALE_BLOCK, num_warps=8
+            gradient,
+            grad_loss,
+            ctx.grad_scale,
+            *gradient.shape,
+            gradient.stride(0),
+            BLOCK=RESCALE_BLOCK,
+            num_warps=8,
+            **FUSED,
         )
         return gradient, None, None, None, None
 

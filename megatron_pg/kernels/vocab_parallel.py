@@ -6,6 +6,7 @@ zero, are not read.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,13 +14,39 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels.logprobs import Rows
-from megatron_pg.kernels.tiles import FLOOR, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
+from megatron_pg.kernels.tiles import FLOOR, FUSED, LN2, LOWEST, accumulate, logprob_and_entropy, merge, minus_infinity
 from megatron_pg.kernels.vocabulary import Vocabulary
 
-WARPS = 8
 VECTOR_BYTES = 16  # of one load of one thread
-UNROLL = 4  # tiles in flight
 COMBINE_ROWS = 128
+
+
+class Walk(NamedTuple):
+    """How a program walks over a row: what is in flight covers the memory's latency, and no more than that fits at the row's end."""
+
+    warps: int
+    unroll: int  # tiles in flight, a vector of each thread in each
+
+    def options(self, logits: Tensor) -> dict[str, int]:
+        """How a kernel that walks over these logits is launched."""
+        return {
+            "THREADS": 32 * self.warps,
+            "WORDS": words_of(logits),
+            "UNROLL": self.unroll,
+            "num_warps": self.warps,
+        } | FUSED
+
+    def blocks(self, logits: Tensor, columns: int) -> int:
+        """Programs of a row of `columns`, each of which takes what is in flight at once."""
+        return triton.cdiv(columns, 32 * self.warps * self.unroll * words_of(logits))
+
+
+def words_of(logits: Tensor) -> int:
+    """Numbers in a vector."""
+    return VECTOR_BYTES // logits.element_size()
+
+
+READ, WRITE = Walk(warps=4, unroll=4), Walk(warps=2, unroll=8)
 
 
 def logprobs_and_entropy(
@@ -56,18 +83,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def launch_of(logits: Tensor) -> dict[str, int]:
-    """How a kernel that walks over logits is launched."""
-    words = VECTOR_BYTES // logits.element_size()
-    return {"THREADS": 32 * WARPS, "WORDS": words, "UNROLL": UNROLL, "num_warps": WARPS}
-
-
 def _is_shifted(*matrices: Tensor) -> bool:
     """Whether rows begin beside multiples of a vector, all matrices' alike, and the first one on one.
 
     Kernels then read from the multiple before each row, and hide what is not the row's.
     """
-    words = VECTOR_BYTES // matrices[0].element_size()
+    words = words_of(matrices[0])
     strides, dtypes = {each.stride(0) for each in matrices}, {each.dtype for each in matrices}
     starts = all(each.data_ptr() % VECTOR_BYTES == 0 for each in matrices)
     return starts and len(strides) == len(dtypes) == 1 and strides.pop() % words != 0
@@ -107,7 +128,7 @@ def _read(
         vocabulary.first,
         logits.stride(0),
         log2_scale(vocabulary),
-        **launch_of(logits),
+        **READ.options(logits),
         SHIFTED=_is_shifted(logits),
         WHOLE=whole,
     )
@@ -118,7 +139,7 @@ def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabular
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS
+        shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS, **FUSED
     )
     return Rows(*out.unbind())
 
@@ -137,9 +158,9 @@ def write_gradient(
     `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss.
     """
     by_logprob, by_entropy = slopes
-    block, shifted = launch_of(logits), _is_shifted(logits, gradient)
-    longest = logits.shape[1] + (block["WORDS"] - 1 if shifted else 0)
-    blocks = triton.cdiv(longest, block["THREADS"] * block["WORDS"] * UNROLL)
+    shifted = _is_shifted(logits, gradient)
+    lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
+    blocks = WRITE.blocks(logits, lead + logits.shape[1])
     gradient_kernel[(len(logits) * blocks,)](
         logits,
         gradient,
@@ -158,7 +179,7 @@ def write_gradient(
         logits.stride(0),
         gradient.stride(0),
         log2_scale(vocabulary),
-        **block,
+        **WRITE.options(logits),
         SHIFTED=shifted,
         BENDS=by_entropy is not None,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
-from megatron_pg.kernels.tiles import LN2
+from megatron_pg.kernels.tiles import FUSED, LN2
 from megatron_pg.lm_head.odds import HEADROOM, LIMIT, EagerOdds, Found
 
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
@@ -60,7 +60,9 @@ class TritonOdds(EagerOdds):
         found = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         where = self._vocabulary.valid, self._vocabulary.first
         width = hidden.shape[1]
-        target_kernel[(len(rows),)](hidden, self._weight, rows, targets, found, *where, width, self._scale, BLOCK=WIDTH)
+        target_kernel[(len(rows),)](
+            hidden, self._weight, rows, targets, found, *where, width, self._scale, BLOCK=WIDTH, **FUSED
+        )
         return found
 
     def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, odds: Tensor) -> Tensor:
@@ -84,6 +86,7 @@ class TritonOdds(EagerOdds):
             **t.constants,
             num_warps=t.warps,
             num_stages=t.stages,
+            **FUSED,
         )
         return sums.sum(dim=0)
 
@@ -91,7 +94,9 @@ class TritonOdds(EagerOdds):
         """By a kernel."""
         sums, found = torch.empty(2, shares.shape[1], dtype=torch.float32, device=shares.device)
         grid = (triton.cdiv(len(sums), ROWS),)
-        logprob_kernel[grid](shares, targets, sums, found, len(shares), len(sums), self._vocabulary.size, BLOCK=ROWS)
+        logprob_kernel[grid](
+            shares, targets, sums, found, len(shares), len(sums), self._vocabulary.size, BLOCK=ROWS, **FUSED
+        )
         return sums, found
 
     def weigh(
@@ -100,11 +105,13 @@ class TritonOdds(EagerOdds):
         """By a kernel, a program per row."""
         where = self._vocabulary.valid, self._vocabulary.first
         scalars = odds.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
-        weigh_kernel[(len(states),)](states, odds, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH)
+        weigh_kernel[(len(states),)](
+            states, odds, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH, **FUSED
+        )
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
         """By a kernel, a program per row."""
-        scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH)
+        scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH, **FUSED)
 
 
 def _multiprocessors(device: torch.device) -> int:

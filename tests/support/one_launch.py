@@ -18,10 +18,13 @@ class Launches(list):
         self._names = names
 
     def __getitem__(self, grid: tuple[int]):
-        def launch(*positional: object, num_warps: int, maxnreg: int, **constants: object) -> SimpleNamespace:
+        def launch(
+            *positional: object, num_warps: int, maxnreg: int, enable_fp_fusion: bool, **constants: object
+        ) -> SimpleNamespace:
             arguments = dict(zip(self._names, positional, strict=False)) | constants
             arguments["c"] = float(torch.tensor(arguments["c"]))  # as kernels have it
             assert list(arguments) == self._names
+            assert enable_fp_fusion
             assert 0 < grid[0] <= arguments["rows"]
             assert 32 * num_warps == arguments["THREADS"]
             self.append(arguments)

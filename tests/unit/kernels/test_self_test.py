@@ -81,7 +81,7 @@ def test_a_divergence_over_likeliest_tokens_is_tried_with_a_teacher(launches):
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
-@pytest.mark.parametrize("what", ["gradients", "results", "spills"])
+@pytest.mark.parametrize("what", ["gradients", "results", "loss", "spills"])
 def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch, what):
     compute = in_torch._compute
 
@@ -91,6 +91,8 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
             k.gradients[5, 17] += 0.02 * k.gradients.abs().max()
         elif what == "results":
             k.results[2, 5] += 0.001 * k.results[2].abs().max()
+        elif what == "loss":
+            k.results[1] += 1e-4 * k.results[1].abs()
         else:
             spilling.append(k)
 
@@ -98,12 +100,31 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
     monkeypatch.setattr(in_torch, "_compute", wrongly)
     if what == "spills":
         monkeypatch.setattr(self_test.one_launch, "launch", _with_spills(self_test.one_launch.launch))
-    told = {"gradients": "another gradient", "results": "another logprobs", "spills": "keeps 8 values in memory"}
+    told = {
+        "gradients": "another gradient",
+        "results": "another logprobs",
+        "loss": "another loss",
+        "spills": "keeps 8 values in memory",
+    }
     with pytest.warns(UserWarning, match=f"{told[what]}.* on a chip: three launches do its work"):
         assert not self_test.agrees(torch.zeros(3, 80), loss_of("grpo"), VOCABULARY, entropy=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         assert not self_test.agrees(torch.zeros(3, 80), loss_of("grpo"), VOCABULARY, entropy=True)
+
+
+@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
+def test_rounding_of_terms_that_cancel_is_no_flaw(launches, monkeypatch):
+    compute = in_torch._compute
+
+    def rounding(k):
+        compute(k)
+        k.results[1] += 1e-5 * k.results[1].abs()
+
+    monkeypatch.setattr(in_torch, "_compute", rounding)
+    for columns in range(64, 1024, 16):
+        loss = loss_of("grpo", **(BOTH if columns % 32 else {}))
+        assert self_test.agrees(torch.zeros(3, columns), loss, Vocabulary.of(columns), entropy=True), columns
 
 
 def _with_spills(launch):
