@@ -11,7 +11,7 @@ import pytest
 
 CAPABILITIES = (80, 90, 100, 120)
 FORMS = ("forward_kl", "reverse_kl", "jsd")
-REGISTERS, THREADS = 65536, 768  # of a multiprocessor; what keeps enough loads in flight
+REGISTERS, THREADS = 65536, 640  # of a multiprocessor; what keeps enough loads in flight
 NUMBERS = ("valid", "first", "columns", "vocab_size", "blocks", "ranks", "rows")
 STRIDES = ("student_stride", "teacher_stride", "gradient_stride")
 
