@@ -114,12 +114,12 @@ class PolicyLoss:
         rest, count = self.without_topk, sum(stream.reads_topk for stream in self.terms.streams)
         return bool(rest.row) and count <= 1 and not self.terms.reads_sequences and self.fields.support is None
 
-    @cached_property
+    @property
     def without_topk(self) -> "PolicyLoss":
         """The loss without the streams over the teacher's likeliest tokens."""
         return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_topk))
 
-    @cached_property
+    @property
     def without_hidden(self) -> "PolicyLoss":
         """The loss without the streams over the teacher's hidden states."""
         return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_hidden))

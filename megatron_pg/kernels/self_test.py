@@ -74,7 +74,7 @@ def _flaw(
         name: (getattr(found, name), getattr(wanted, name)) for name in _names(entropy)
     }
     different = [name for name, (ours, theirs) in pairs.items() if not _are_close(ours, theirs, _TOLERANCE)]
-    if (found.loss - wanted.loss).abs() > _TOLERANCE * _size(loss, wanted):
+    if not (found.loss - wanted.loss).abs() <= _TOLERANCE * _size(loss, wanted):  # NaN, too
         different.append("loss")
     if not _are_close(gradient.float(), wanted_gradient, _ROUNDING[dtype]):
         different.append("gradient")
@@ -89,9 +89,8 @@ def _names(entropy: bool) -> tuple[str, ...]:
 def _size(loss: PolicyLoss, found: PolicyGradientLoss) -> Tensor:
     """Sum of the absolute values of all that the loss sums, however much of it cancels."""
     size = (loss.fields.corrected_weights * found.token_losses).abs().sum()
-    for stream, values in zip(
-        loss.terms.streams, () if found.stream_losses is None else found.stream_losses, strict=True
-    ):
+    losses = () if found.stream_losses is None else found.stream_losses
+    for stream, values in zip(loss.terms.streams, losses, strict=True):
         size += stream.weight * (loss.fields.of_stream(stream.name).weights * values).abs().sum()
     return size
 

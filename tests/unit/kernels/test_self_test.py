@@ -81,7 +81,7 @@ def test_a_divergence_over_likeliest_tokens_is_tried_with_a_teacher(launches):
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
-@pytest.mark.parametrize("what", ["gradients", "results", "loss", "spills"])
+@pytest.mark.parametrize("what", ["gradients", "results", "loss", "NaN", "spills"])
 def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch, what):
     compute = in_torch._compute
 
@@ -93,6 +93,8 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
             k.results[2, 5] += 0.001 * k.results[2].abs().max()
         elif what == "loss":
             k.results[1] += 1e-4 * k.results[1].abs()
+        elif what == "NaN":
+            k.results[1, 2] = float("nan")
         else:
             spilling.append(k)
 
@@ -104,6 +106,7 @@ def test_a_kernel_that_does_not_is_left_out_with_a_warning(launches, monkeypatch
         "gradients": "another gradient",
         "results": "another logprobs",
         "loss": "another loss",
+        "NaN": "another loss",
         "spills": "keeps 8 values in memory",
     }
     with pytest.warns(UserWarning, match=f"{told[what]}.* on a chip: three launches do its work"):

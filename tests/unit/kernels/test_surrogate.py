@@ -1,6 +1,8 @@
 """The loss from log-probabilities in one launch, against `PolicyLoss` in float64: every row, KL estimator and the bonus."""
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -201,6 +203,21 @@ def test_what_is_not_finite_at_a_trained_token_stays_visible(name, field):
         assert len(broken) or name == "vespo"  # whose gradient stops where the product of ratios is clamped
     else:
         assert broken.tolist() == [at]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_a_loss_keeps_its_fields_no_longer_than_it_is_there(name):
+    loss, logprobs, entropy = drawn(name, 5)
+    known = weakref.ref(loss)
+    found = surrogate_loss(loss, logprobs.detach(), entropy.detach())
+    assert loss.is_by_token == (name == "grpo")
+    gc.disable()
+    try:
+        del loss
+        assert known() is None, gc.get_referrers(known())
+    finally:
+        gc.enable()
+    assert found.loss.isfinite()
 
 
 def test_no_token_at_all_is_a_loss_of_0():
