@@ -7,6 +7,7 @@ The logits are random and every row is trained, as in `grpo_kernel.py`, whose cl
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -107,7 +108,7 @@ def gradient_error(columns: int, dtype: torch.dtype, terms: LossTerms) -> float:
 
 
 def print_times(shapes: list, named: dict[str, LossTerms], repetitions: int) -> None:
-    """One line per variant: over a copy, over `grpo`, and milliseconds."""
+    """One line per variant: over a copy, over `grpo`, and milliseconds; each as it comes on stderr."""
     print("| over a copy (over grpo; ms) | " + " | ".join(f"{rows} × {columns}" for rows, columns, _ in shapes) + " |")
     print("|---|" + "---:|" * len(shapes))
     copies, found = [], {name: [] for name in named}
@@ -118,6 +119,7 @@ def print_times(shapes: list, named: dict[str, LossTerms], repetitions: int) -> 
         copies.append(copy_ms(master, repetitions))
         for name, terms in named.items():
             found[name].append(median_ms(master, ours(terms, fields), repetitions))
+            print(f"{rows} x {columns}, {name}: {found[name][-1] / copies[-1]:.2f}", file=sys.stderr, flush=True)
     for name, times in found.items():
         together = zip(times, copies, found["grpo"], strict=True)
         cells = (f"{time / copy:.2f} ({time / plain:.2f}; {time:.3f})" for time, copy, plain in together)
