@@ -67,4 +67,4 @@ def wait_no_longer_than(silence: timedelta) -> None:
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(silence, group)
     wait = distributed_c10d.Work.wait
-    distributed_c10d.Work.wait = lambda work: wait(work, 1.5 * silence)
+    distributed_c10d.Work.wait = lambda work, longest=1.5 * silence: wait(work, longest)
