@@ -9,23 +9,22 @@ import re
 
 import processes
 import pytest
+import torch
 
-WORDS = {"bf16": 8, "fp32": 4}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 REGISTERS, THREADS = 65536, 1024  # of a multiprocessor; what keeps enough loads in flight
 STRIDES = ("stride", "logits_stride", "gradients_stride")
 NUMBERS = ("rows", "valid", "first", "columns", "vocab_size", "blocks", *STRIDES)
 
 
 def variants(dtype: str, is_shifted: bool):
-    """Kernel and what it is compiled for."""
+    """Kernel, and what it is launched with beside its arguments."""
     from megatron_pg.kernels import vocab_parallel as by
 
-    def tile(walk):
-        return {"THREADS": 32 * walk.warps, "WORDS": WORDS[dtype], "UNROLL": walk.unroll, "SHIFTED": is_shifted}
-
+    logits = torch.empty(0, dtype=DTYPES[dtype])
     for flag in (False, True):
-        yield by.statistics_kernel, tile(by.READ) | {"WHOLE": flag}
-        yield by.gradient_kernel, tile(by.WRITE) | {"BENDS": flag}
+        yield by.statistics_kernel, by.READ.options(logits) | {"SHIFTED": is_shifted, "WHOLE": flag}
+        yield by.gradient_kernel, by.WRITE.options(logits) | {"SHIFTED": is_shifted, "BENDS": flag}
 
 
 def compile_all() -> None:
@@ -34,11 +33,12 @@ def compile_all() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
 
-    for dtype, is_shifted in itertools.product(WORDS, (False, True)):
+    for dtype, is_shifted in itertools.product(DTYPES, (False, True)):
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "mask": "*i1", "c": "fp32"}
         types |= dict.fromkeys(NUMBERS, "i32")
-        for kernel, constants in variants(dtype, is_shifted):
+        for kernel, options in variants(dtype, is_shifted):
             names = kernel.arg_names
+            constants = {name: options.pop(name) for name in names if name in options}
             signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
             even = () if is_shifted else ("valid", "columns", *STRIDES)
             aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in even]
@@ -48,7 +48,6 @@ def compile_all() -> None:
                 constexprs={(names.index(name),): value for name, value in constants.items()},
                 attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
             )
-            options = {"num_warps": constants["THREADS"] // 32}
             built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
             usage, code = disassembled(built.asm["cubin"])
             figures = {
@@ -64,7 +63,7 @@ def compile_all() -> None:
 @pytest.mark.proof("Kernels over rows of logits compiled for sm_90: no spills, whole vectors, they fit")
 def test_the_kernels_compile_without_spills(evidence):
     found = processes.compiled_by(__file__)
-    assert len(found) == len(WORDS) * 2 * 4
+    assert len(found) == len(DTYPES) * 2 * 4
     for kernel in found:
         assert kernel["spills"] == 0, kernel
         assert kernel["registers"] * THREADS <= REGISTERS, kernel
