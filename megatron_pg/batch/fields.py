@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class TokenFields:
 
     def per_token(self) -> dict[str, Any]:
         """The fields that are known but support and hidden states, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = dict(zip(_NAMES, _values(self), strict=True))
         if self.teacher_topk is not None:
             found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
         for stream, own in self.streams.items():
@@ -152,3 +153,7 @@ class TokenFields:
         support = None if self.support is None else self.support.at(rows)
         hidden = None if self.teacher_hidden is None else self.teacher_hidden.at(rows)
         return replace(found, support=support, teacher_hidden=hidden)
+
+
+_NAMES = tuple(each.name for each in fields(TokenFields))
+_values = attrgetter(*_NAMES)

@@ -58,14 +58,16 @@ class Shape:
     streamed: int  # tiles on their way at a time, of those that fit nowhere; 0 if all fit
     programs: int  # per multiprocessor
     registers: int  # per thread
+    ahead: bool = False  # the fields of a row are read while the row before it is written
 
     @classmethod
+    @lru_cache
     def of_row(cls, row_bytes: int) -> "Shape":
         """The fastest of those measured on an H200 (docs/kernels.md)."""
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
             groups, per, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
-            return cls(warps=4, groups=groups, per=per, lag=lag, kept=0, streamed=0, programs=5, registers=96)
+            return cls(4, groups, per, lag, kept=0, streamed=0, programs=5, registers=96, ahead=True)
         if row_bytes <= 20 * 4096:
             kept = -(-row_bytes // 4096) - 10
             return cls(warps=8, groups=10, per=1, lag=6, kept=kept, streamed=0, programs=3, registers=80)
@@ -91,6 +93,7 @@ class Shape:
             "LAG": self.lag,
             "KEPT": self.kept,
             "STREAMED": self.streamed,
+            "AHEAD": self.ahead,
             "ENTROPY": entropy,
         }
 
@@ -122,6 +125,12 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program can have."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a call of its own takes the host longer than a small launch's arguments."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def loss_and_gradient(
@@ -170,7 +179,7 @@ def launch(
     )
     shape = Shape.of_row(valid * logits.element_size())
     if most_programs is None:
-        most_programs = shape.programs * torch.cuda.get_device_properties(logits.device).multi_processor_count
+        most_programs = shape.programs * multiprocessors(logits.device)
     compiled = one_launch_kernel[(min(len(logits), most_programs),)](
         logits,
         gradient,
@@ -323,6 +332,33 @@ def _stream_gradients(
         start = ahead
 
 
+@gluon.jit
+def _fields_of(
+    row, live, sources, columns, names, logits_stride, KL: gl.constexpr, BONUS: gl.constexpr, FORM: gl.constexpr
+):
+    """The target's column and logit, and what else the loss reads of a row; 0 where it is not live or no term reads it."""
+    logits, targets, old_logprobs, advantages, weights, other_logprobs, kl_weights, bonus_weights, named_logits = (
+        sources
+    )
+    target = gl.load(targets + row, mask=live, other=0)
+    exists = (target >= 0) & (target < columns)
+    column = gl.where(exists, target, 0)
+    at = logits + row * logits_stride + column if FORM is None else named_logits + row * (names + 4) + 3
+    logit = gl.where(exists, gl.load(at, mask=live, other=0.0).to(gl.float32), float("nan"))
+    old_logprob = gl.load(old_logprobs + row, mask=live, other=0.0).to(gl.float32)
+    weight = gl.load(weights + row, mask=live, other=0.0).to(gl.float32)
+    advantage = gl.load(advantages + row, mask=live, other=0.0).to(gl.float32)
+    other_logprob = 0.0
+    kl_weight = 0.0
+    bonus_weight = 0.0
+    if KL is not None:
+        other_logprob = gl.load(other_logprobs + row, mask=live, other=0.0).to(gl.float32)
+        kl_weight = gl.load(kl_weights + row, mask=live, other=0.0).to(gl.float32)
+    if BONUS:
+        bonus_weight = gl.load(bonus_weights + row, mask=live, other=0.0).to(gl.float32)
+    return column, logit, old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight
+
+
 @gluon.jit(do_not_specialize=["rows", "names"])
 def one_launch_kernel(
     logits,
@@ -372,6 +408,7 @@ def one_launch_kernel(
     LAG: gl.constexpr,
     KEPT: gl.constexpr,
     STREAMED: gl.constexpr,
+    AHEAD: gl.constexpr,
     ENTROPY: gl.constexpr,
 ):
     """See the module; every program takes every `num_programs`-th row. Widths and offsets are in words."""
@@ -406,8 +443,21 @@ def one_launch_kernel(
     z_stride = logits_stride // PAIR
     width = columns // PAIR
     after = (SLOTS + KEPT) * TILE  # first streamed word
+    sources = (
+        logits,
+        targets,
+        old_logprobs,
+        advantages,
+        weights,
+        other_logprobs,
+        kl_weights,
+        bonus_weights,
+        named_logits,
+    )
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(mask + row) != 0
+    if AHEAD:
+        fields = _fields_of(row, live, sources, columns, names, logits_stride, KL, BONUS, FORM)
     limit = gl.where(live, width, 0)
     z_row = z_words + row * z_stride
     for g in gl.static_range(GROUPS):
@@ -431,6 +481,9 @@ def one_launch_kernel(
 
     while row < rows:
         # the row's loss, from the statistics of all its words
+        if not AHEAD:
+            fields = _fields_of(row, live, sources, columns, names, logits_stride, KL, BONUS, FORM)
+        target, target_logit, old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight = fields
         slope = 0.0
         bend = 0.0
         peak = 0.0
@@ -442,8 +495,6 @@ def one_launch_kernel(
         log_ratio = 0.0
         entropy = 0.0
         key = 0
-        target = gl.to_tensor(0).to(gl.int64)
-        target_logit = 0.0
         is_named = 0.0
         token = gl.full((NAMES,), -1, gl.int32, by_name)
         named_logit = gl.full((NAMES,), 0.0, gl.float32, by_name)
@@ -452,41 +503,22 @@ def one_launch_kernel(
         mass = 0.0
         teacher_weight = 0.0
         if live:
-            target = gl.load(targets + row)
-            exists = (target >= 0) & (target < columns)
-            target = gl.where(exists, target, 0)
-            if FORM is None:
-                target_logit = gl.load(logits + row * logits_stride + target, mask=exists, other=float("nan")).to(
-                    gl.float32
-                )
-            else:
+            if FORM is not None:
                 share = named_logits + row * (names + 4)
                 token = gl.load(ids + row * names + name, mask=name < names, other=-1)
                 named_logit = gl.load(share + 4 + name, mask=token >= 0, other=0.0)
                 log_p = gl.load(teacher_logprobs + row * names + name, mask=token >= 0, other=0.0).to(gl.float32)
                 teacher_tail = gl.load(teacher_tails + row).to(gl.float32)
                 teacher_weight = teacher_coef * gl.load(teacher_weights + row).to(gl.float32)
-                target_logit = gl.where(exists, gl.load(share + 3), float("nan"))
                 m_named = gl.load(share)
                 s_named = gl.load(share + 1)
                 t_named = gl.load(share + 2)
-            weight = gl.load(weights + row).to(gl.float32)
-            advantage = gl.load(advantages + row).to(gl.float32)
-            other_logprob = 0.0
-            kl_weight = 0.0
-            bonus_weight = 0.0
-            if KL is not None:
-                other_logprob = gl.load(other_logprobs + row).to(gl.float32)
-                kl_weight = gl.load(kl_weights + row).to(gl.float32)
-            if BONUS:
-                bonus_weight = gl.load(bonus_weights + row).to(gl.float32)
             peak, total, shifted = gl.reduce((m, s, t), 0, merge)
             if FORM is not None:
                 tail_peak = peak
                 tail_total = total
                 peak, total, shifted = merge(peak, total, shifted, m_named, s_named, t_named)
             logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
-            old_logprob = gl.load(old_logprobs + row).to(gl.float32)
             log_ratio = logprob - old_logprob
             policy, slope = ROW(logprob, old_logprob, advantage, (p0, p1, p2, p3))
             loss, slope, bend, kl = loss_terms(
@@ -634,6 +666,8 @@ def one_launch_kernel(
                 gl.store(gradients + row * gradients_stride + token, named.to(dtype), mask=token >= 0)
         if RESTORED:  # which all threads have read
             gl.store(logits + row * logits_stride + token, named_logit.to(logits.dtype.element_ty), mask=token >= 0)
+        if AHEAD:
+            fields = _fields_of(following, live_next, sources, columns, names, logits_stride, KL, BONUS, FORM)
         if STREAMED > 0:  # the registers of the kept tiles serve the streamed ones first
             if live_next:
                 m, s, t = _stream_statistics(

@@ -7,8 +7,9 @@ correction touches.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -80,6 +81,14 @@ class PolicyGradientLoss:
     student_mass: Tensor | None = (
         None  # Σ_S q, 0 where nothing reads the teacher's likeliest tokens; None: nothing does
     )
+
+    @property
+    def per_token(self) -> tuple[Tensor | None, ...]:
+        """All but the loss, in their order."""
+        return _per_token(self)
+
+
+_per_token = attrgetter(*(each.name for each in fields(PolicyGradientLoss) if each.name != "loss"))
 
 
 @dataclass(frozen=True, eq=False)

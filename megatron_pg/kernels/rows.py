@@ -42,13 +42,6 @@ def log1p(x):
     return tl.where((x > -NEAR) & (x < NEAR), small, tl.log(total))
 
 
-@triton.jit
-def log1mexp(x):
-    """log(1 - e^x) for x <= 0."""
-    near = x > -LN2
-    return tl.where(near, tl.log(-expm1(tl.where(near, x, -LN2))), log1p(-tl.exp(tl.where(near, -LN2, x))))
-
-
 # --- objectives ---
 
 
@@ -117,10 +110,10 @@ def dppo_tv(logprob, old_logprob, advantage, numbers):
 
 @triton.jit
 def dppo_kl(logprob, old_logprob, advantage, numbers):
-    """The same; a token that was certain has no rest, and a rest of 0 contributes 0."""
+    """The same, with the logarithm of a quotient for that of both rests; a token that was certain has none, which contributes 0."""
     new = tl.where(logprob > 0, 0.0, logprob)
     rest = -expm1(old_logprob)
-    others = tl.where(rest > 0, rest * (log1mexp(old_logprob) - log1mexp(new)), 0.0)
+    others = tl.where(rest > 0, rest * tl.log(rest / tl.abs(expm1(new))), 0.0)
     divergence = tl.exp(old_logprob) * (old_logprob - new) + others
     above = (new > old_logprob) & (divergence > numbers[1])
     below = (new < old_logprob) & (divergence > numbers[0])

@@ -35,42 +35,45 @@ class _PerToken(NamedTuple):
 
 def surrogate_loss(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> PolicyGradientLoss:
     """What `policy_loss(logprobs, entropy)` is, for one that has a row and for [T] float32 each, 0 where masked."""
-    loss, *found = _Surrogate.apply(logprobs, entropy, policy_loss)
-    return _result(policy_loss, logprobs.detach(), entropy.detach(), loss, _PerToken(*found))
+    return PolicyGradientLoss(*_Surrogate.apply(logprobs, entropy, policy_loss))
 
 
 def surrogate_and_slopes(
     policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
 ) -> tuple[PolicyGradientLoss, tuple[Tensor, Tensor]]:
     """The same without autograd, and the derivatives of the loss by each log-probability and entropy."""
-    found = _evaluate(policy_loss, logprobs, entropy)
-    bend = torch.zeros_like(found.slope) if found.bend is None else found.bend
-    return _result(policy_loss, logprobs, entropy, found.losses.sum(), found), (found.slope, bend)
-
-
-def _result(
-    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor, loss: Tensor, found: _PerToken
-) -> PolicyGradientLoss:
-    streams = stream_losses(policy_loss, found.kl, entropy)
-    kept = None if found.kept is None else found.kept != 0
-    of_sequences = found.sequence_log_ratios, found.sequence_advantages
-    return PolicyGradientLoss(loss, found.policy, logprobs, found.log_ratios, entropy, streams, kept, *of_sequences)
+    found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
+    return found, (slope, torch.zeros_like(slope) if bend is None else bend)
 
 
 class _Surrogate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprobs, entropy, policy_loss):
-        found = _evaluate(policy_loss, logprobs, entropy)
-        ctx.save_for_backward(found.slope, found.bend)
+        found, slope, bend = loss_and_slopes(policy_loss, logprobs, entropy)
+        ctx.save_for_backward(slope, bend)
         ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
-        ctx.mark_non_differentiable(*(values for values in found if values is not None))
-        return found.losses.sum(), *found
+        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
+        return found.loss, *found.per_token
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, *_):
         slope, bend = ctx.saved_tensors
         return slope * grad_loss, None if bend is None else bend * grad_loss, None
+
+
+def loss_and_slopes(
+    policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor
+) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
+    """The loss and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
+    found = _evaluate(policy_loss, logprobs, entropy)
+    streams = stream_losses(policy_loss, found.kl, entropy)
+    kept = None if found.kept is None else found.kept != 0
+    of_sequences = found.sequence_log_ratios, found.sequence_advantages
+    loss = PolicyGradientLoss(
+        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, streams, kept, *of_sequences
+    )
+    return loss, found.slope, found.bend
 
 
 def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _PerToken:

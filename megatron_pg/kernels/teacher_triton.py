@@ -172,8 +172,8 @@ def _pair_of_tiles(z_row, y_row, group, TILE: tl.constexpr, UNROLL: tl.constexpr
     of_teacher = ()
     for k in tl.static_range(UNROLL):
         at = (group * UNROLL + k) * TILE
-        of_student = of_student + (tl.load(z_row + at, eviction_policy="evict_first").to(tl.float32),)
-        of_teacher = of_teacher + (tl.load(y_row + at, eviction_policy="evict_first").to(tl.float32),)
+        of_student = of_student + (tl.load(z_row + at).to(tl.float32),)
+        of_teacher = of_teacher + (tl.load(y_row + at).to(tl.float32),)
     return of_student, of_teacher
 
 
@@ -429,12 +429,12 @@ def gradient_kernel(
         of_student = ()
         of_teacher = ()
         for k in tl.static_range(UNROLL):
-            of_student = of_student + (tl.load(z_row + k * TILE, eviction_policy="evict_first"),)
-            of_teacher = of_teacher + (tl.load(y_row + k * TILE, eviction_policy="evict_first"),)
+            of_student = of_student + (tl.load(z_row + k * TILE),)
+            of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
         for k in tl.static_range(UNROLL):
             at = column + k * TILE
             out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS)
-            tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
+            tl.store(g_row + k * TILE, out.to(dtype))
     else:
         for k in tl.static_range(UNROLL):
             at = column + k * TILE

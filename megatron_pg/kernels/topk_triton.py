@@ -196,7 +196,7 @@ def tail_gradient_kernel(
         tiles = ()
         for k in tl.static_range(UNROLL):
             at = start + k * TILE
-            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"), eviction_policy="evict_first")
+            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"))
             tiles = tiles + (tile,)
         for k in tl.static_range(UNROLL):
             at = start + k * TILE
@@ -204,9 +204,9 @@ def tail_gradient_kernel(
             gradient = tl.exp2(x) * tl.fma(tl.maximum(x, LOWEST), by_x, outside)
             gradient = tl.where(offsets + at == target, gradient + at_target, gradient)
             gradient = tl.where(offsets + at < valid, gradient, 0.0)
-            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at, eviction_policy="evict_first")
+            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at)
     else:
         zeros = tl.zeros((THREADS, WORDS), dtype)
         for k in tl.static_range(UNROLL):
             at = start + k * TILE
-            tl.store(g_row + at, zeros, mask=offsets < columns - at, eviction_policy="evict_first")
+            tl.store(g_row + at, zeros, mask=offsets < columns - at)

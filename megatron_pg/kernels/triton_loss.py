@@ -8,13 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.one_launch import Path, path_of
+from megatron_pg.kernels.logprobs import Rows
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.support_triton import support_rows_of
-from megatron_pg.kernels.surrogate import surrogate_loss
+from megatron_pg.kernels.surrogate import loss_and_slopes, surrogate_loss
 from megatron_pg.kernels.tiles import FUSED
 from megatron_pg.kernels.topk_loss import topk_loss
 from megatron_pg.kernels.topk_triton import topk_rows_of
-from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy
+from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy, rows_of, write_gradient
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -41,6 +42,8 @@ def triton_loss(
         return topk_loss(policy_loss, outputs, ids, vocabulary)
     if restriction is not None:
         logprobs, entropies = support_rows_of(logits, targets, mask, restriction, vocabulary, inplace=inplace)
+    elif policy_loss.row:
+        return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
     else:
         logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
     return surrogate_loss(policy_loss, logprobs, entropies) if policy_loss.row else policy_loss(logprobs, entropies)
@@ -79,10 +82,8 @@ class _OneLaunch(torch.autograd.Function):
             torch.autograd.graph.increment_version(logits)
         ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
         ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
-        per_token = found.token_losses, found.logprobs, found.log_ratios, found.entropy, found.stream_losses
-        known = (values for values in (*per_token, found.student_mass) if values is not None)
-        ctx.mark_non_differentiable(*known)
-        return found.loss, *per_token, None, None, None, found.student_mass
+        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
+        return found.loss, *found.per_token
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -92,9 +93,10 @@ class _OneLaunch(torch.autograd.Function):
                 "backward ran a second time through one grpo_loss, whose gradient was made once and handed over. "
                 "Call grpo_loss again, or use impl='torch'."
             )
+        from megatron_pg.kernels import one_launch
+
         gradient, ctx.gradient = ctx.gradient, None
-        processors = torch.cuda.get_device_properties(gradient.device).multi_processor_count
-        rescale_kernel[(4 * processors,)](
+        rescale_kernel[(4 * one_launch.multiprocessors(gradient.device),)](
             gradient,
             grad_loss,
             ctx.grad_scale,
@@ -105,6 +107,31 @@ class _OneLaunch(torch.autograd.Function):
             **FUSED,
         )
         return gradient, None, None, None, None
+
+
+class _TwoPasses(torch.autograd.Function):
+    """A loss that has a row: the logits are read in the forward, and read and their gradient written in the backward."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, mask, policy_loss, vocabulary, inplace):
+        rows = rows_of(logits, targets, mask, vocabulary)
+        found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+        ctx.save_for_backward(logits, targets, mask, *rows, slope, bend)
+        ctx.vocabulary, ctx.inplace = vocabulary, inplace
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
+        return found.loss, *found.per_token
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, *_):
+        logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        slopes = slope, bend
+        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary, upstream=grad_loss)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None, None
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -152,10 +152,11 @@ def write_gradient(
     rows: Rows,
     slopes: tuple[Tensor, Tensor | None],
     vocabulary: Vocabulary,
+    upstream: Tensor | None = None,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
 
-    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss.
+    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss. `upstream`: [] their factor; None: 1.
     """
     by_logprob, by_entropy = slopes
     shifted = _is_shifted(logits, gradient)
@@ -171,6 +172,8 @@ def write_gradient(
         rows.totals,
         by_logprob.contiguous(),
         by_logprob if by_entropy is None else by_entropy.contiguous(),
+        by_logprob if upstream is None else upstream,
+        len(logits),
         logits.shape[1],
         vocabulary.valid,
         vocabulary.first,
@@ -182,6 +185,7 @@ def write_gradient(
         **WRITE.options(logits),
         SHIFTED=shifted,
         BENDS=by_entropy is not None,
+        SCALED=upstream is not None,
     )
 
 
@@ -243,7 +247,7 @@ def statistics_kernel(
             tiles = ()
             for k in tl.static_range(UNROLL):
                 at = begin + (group * UNROLL + k) * TILE
-                tiles = tiles + (tl.load(z_row + at, eviction_policy="evict_first"),)
+                tiles = tiles + (tl.load(z_row + at),)
             m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
         if begin + full * (TILE * UNROLL) < end:
             # whole tiles have one mask for all: one that no vector shares would make the loads scalar
@@ -308,7 +312,7 @@ def _tile_gradient(tile, column, target, c, peak, bend, constant, a, BENDS: tl.c
     return tl.where(column == target, gradient + a, gradient)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
     logits,
     gradients,
@@ -319,6 +323,8 @@ def gradient_kernel(
     totals,
     grad_logprobs,
     grad_entropies,
+    upstream,
+    rows,
     columns,
     valid,
     first,
@@ -332,21 +338,28 @@ def gradient_kernel(
     UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr,
     BENDS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients."""
+    """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients.
+
+    The last row comes first: what `statistics_kernel` read last is still in the L2 cache.
+    """
     TILE: tl.constexpr = THREADS * WORDS
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (rows - 1 - tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
     offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     target = tl.load(targets + row)
     total = tl.load(totals + row)
     exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
     target -= first
+    scale = c * LN2
+    if SCALED:
+        scale *= tl.load(upstream)
     # an objective that compares and clips has slope 0 where the log-probability is NaN
-    a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
+    a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * scale
     e = 0.0
     if BENDS:
-        e = tl.load(grad_entropies + row) * (c * LN2)
+        e = tl.load(grad_entropies + row) * scale
     z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
     g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
     z_row = logits + z_start + start + offsets
@@ -361,29 +374,29 @@ def gradient_kernel(
         if inside:
             tiles = ()
             for k in tl.static_range(UNROLL):
-                tiles = tiles + (tl.load(z_row + k * TILE, eviction_policy="evict_first"),)
+                tiles = tiles + (tl.load(z_row + k * TILE),)
             for k in tl.static_range(UNROLL):
                 out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a, BENDS)
-                tl.store(g_row + k * TILE, out.to(dtype), eviction_policy="evict_first")
+                tl.store(g_row + k * TILE, out.to(dtype))
         else:
             TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
             for first_tile in tl.static_range(0, UNROLL, TOGETHER):
                 masked = ()
                 for k in tl.static_range(first_tile, first_tile + TOGETHER):
                     here = (column + k * TILE >= 0) & (column + k * TILE < valid)
-                    tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"), eviction_policy="evict_first")
+                    tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
                     masked = masked + (tile,)
                 for k in tl.static_range(first_tile, first_tile + TOGETHER):
                     at = column + k * TILE
                     out = _tile_gradient(masked[k - first_tile], at, target, c, peak, bend, constant, a, BENDS)
                     out = tl.where((at >= 0) & (at < valid), out, 0.0)
                     known = (at >= 0) & (at < columns)
-                    tl.store(g_row + k * TILE, out.to(dtype), mask=known, eviction_policy="evict_first")
+                    tl.store(g_row + k * TILE, out.to(dtype), mask=known)
     else:
         zeros = tl.zeros((THREADS, WORDS), dtype)
         for k in tl.static_range(UNROLL):
             at = column + k * TILE
             if inside:
-                tl.store(g_row + k * TILE, zeros, eviction_policy="evict_first")
+                tl.store(g_row + k * TILE, zeros)
             else:
-                tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns), eviction_policy="evict_first")
+                tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns))

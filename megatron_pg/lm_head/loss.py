@@ -1,7 +1,7 @@
 """The policy-gradient loss from hidden states: its gradient made with it, chunk by chunk, or by `heads` in the backward."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -201,8 +201,7 @@ def _losses(
 def _spread(parts: list[PolicyGradientLoss], rows: Tensor, size: int) -> list[Tensor | None]:
     """The per-token values of all chunks, [T] each (those of streams [n, T]), 0 where nothing is trained."""
     found = []
-    for name in (field.name for field in fields(PolicyGradientLoss) if field.name != "loss"):
-        values = [getattr(part, name) for part in parts]
+    for values in zip(*(part.per_token for part in parts), strict=True):
         known = None if values[0] is None else torch.cat(values, dim=-1)
         found.append(None if known is None else known.new_zeros(*known.shape[:-1], size).index_copy_(-1, rows, known))
     return found
