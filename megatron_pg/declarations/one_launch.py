@@ -1,8 +1,8 @@
-"""Where the one-launch kernel runs: the chip and the Triton that its figures are of, and what else may take it."""
+"""Where the one-launch kernel runs: the chip and the releases of Triton that its tests ran on, and what else may take it."""
 
 from dataclasses import dataclass
 
-TRIED_CAPABILITY, TRIED_TRITON = 9, (3, 6)  # of the figures in docs/kernels.md
+_TRIED_CAPABILITY, _TRIED_TRITONS = 9, ((3, 6), (3, 8))  # of the figures in docs/kernels.md
 _LEAST_CAPABILITY = 8  # asynchronous copies
 
 
@@ -19,11 +19,11 @@ def path_of(capability: tuple[int, int], triton: str) -> Path:
     """The path on a GPU of this compute capability with this release of Triton."""
     release = tuple(int(part) for part in triton.split(".")[:2])
     chip = ".".join(map(str, capability))
-    if release < TRIED_TRITON:
+    if release < _TRIED_TRITONS[0]:
         return Path(False, False, f"three launches: one needs Triton 3.6 or later, and this is {triton}")
     if capability[0] < _LEAST_CAPABILITY:
         return Path(False, False, f"three launches: one needs compute capability 8.0 or later, and this is {chip}")
-    if (capability[0], release) == (TRIED_CAPABILITY, TRIED_TRITON):
+    if capability[0] == _TRIED_CAPABILITY and release in _TRIED_TRITONS:
         return Path(True, True, "one launch where a row fits")
-    tried = f"tried with Triton 3.6 on compute capability 9, not {triton} on {chip}"
+    tried = f"tried with Triton 3.6 and 3.8 on compute capability 9, not {triton} on {chip}"
     return Path(True, False, f"one launch where a row fits and a test at its first use agrees ({tried})")

@@ -62,8 +62,9 @@ class Shape:
 
     @classmethod
     @lru_cache
-    def of_row(cls, row_bytes: int) -> "Shape":
+    def of_row(cls, columns: int, itemsize: int) -> "Shape":
         """The fastest of those measured on an H200 (docs/kernels.md)."""
+        row_bytes = columns * itemsize
         if row_bytes <= 20 * 2048:
             tiles = -(-row_bytes // 2048)
             groups, per, lag = (5, 1, 2) if tiles <= 5 else (5, 2, 2) if tiles <= 10 else (10, 2, 3)
@@ -80,7 +81,8 @@ class Shape:
             lag = min(4, groups - 2)
             kept = tiles - 4 * groups
             return cls(warps=16, groups=groups, per=4, lag=lag, kept=kept, streamed=0, programs=1, registers=128)
-        return cls(warps=16, groups=7, per=4, lag=3, kept=18, streamed=5, programs=1, registers=128)
+        lag, kept, streamed = (3, 18, 5) if itemsize == 4 else (2, 16, 4)
+        return cls(16, groups=7, per=4, lag=lag, kept=kept, streamed=streamed, programs=1, registers=128)
 
     def constants(self, dtype: torch.dtype, *, entropy: bool) -> dict[str, object]:
         """What the kernel is compiled for, beside the types of its arguments."""
@@ -111,7 +113,7 @@ def supports(logits: Tensor, vocabulary: Vocabulary) -> bool:
 
     float16 is left to the kernels whose gradient is made in the backward, where the loss scale is known.
     """
-    shape = Shape.of_row(vocabulary.valid * logits.element_size())
+    shape = Shape.of_row(vocabulary.valid, logits.element_size())
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0
     return (
         logits.dtype in KINDS
@@ -177,7 +179,7 @@ def launch(
         if is_taught
         else out
     )
-    shape = Shape.of_row(valid * logits.element_size())
+    shape = Shape.of_row(valid, logits.element_size())
     if most_programs is None:
         most_programs = shape.programs * multiprocessors(logits.device)
     compiled = one_launch_kernel[(min(len(logits), most_programs),)](

@@ -46,7 +46,7 @@ def compile_all(chip: int, names: list[str]) -> None:
 
     for name in names:
         columns, dtype, loss = name.split(":")
-        shape = one_launch.Shape.of_row(int(columns) * {"bf16": 2, "fp32": 4}[dtype])
+        shape = one_launch.Shape.of_row(int(columns), {"bf16": 2, "fp32": 4}[dtype])
         constants = shape.constants({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], entropy=True)
         of_policy, _, form = loss.partition("|")
         objective, _, estimator = of_policy.partition("+")

@@ -24,7 +24,9 @@ CUDA = torch.cuda.is_available()
     ("capability", "triton", "takes", "is_tried", "text"),
     [
         ((9, 0), "3.6.0", True, True, "one launch where a row fits"),
-        ((9, 0), "3.9.0", True, False, "tried with Triton 3.6 on compute capability 9, not 3.9.0 on 9.0"),
+        ((9, 0), "3.8.0", True, True, "one launch where a row fits"),
+        ((9, 0), "3.7.1", True, False, "not 3.7.1 on 9.0"),
+        ((9, 0), "3.9.0", True, False, "tried with Triton 3.6 and 3.8 on compute capability 9, not 3.9.0 on 9.0"),
         ((10, 0), "3.6.1", True, False, "a test at its first use agrees"),
         ((8, 9), "3.7.1", True, False, "not 3.7.1 on 8.9"),
         ((9, 0), "3.5.1", False, False, "three launches: one needs Triton 3.6 or later, and this is 3.5.1"),

@@ -207,7 +207,7 @@ def test_what_is_not_finite_at_a_trained_token_stays_visible(name, field):
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_a_loss_keeps_its_fields_no_longer_than_it_is_there(name):
-    loss, logprobs, entropy = drawn(name, 5)
+    loss, logprobs, entropy = poisoned(*drawn(name, 5))
     known = weakref.ref(loss)
     found = surrogate_loss(loss, logprobs.detach(), entropy.detach())
     assert loss.is_by_token == (name == "grpo")
