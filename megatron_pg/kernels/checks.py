@@ -22,11 +22,14 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     terms, fields = policy_loss.terms, policy_loss.fields
     for stream in terms.streams:
         _check_mixture(stream)
-    needed = ["mask", "advantages", "weights", *(terms.reads - {"old_logprobs"})]  # which may be the model's own
-    needed += ["sequences"] if terms.reads_sequences else []
-    needed += [terms.opsm_anchor] if terms.opsm_anchor else []
-    for name in needed:
-        if getattr(fields, name) is None:
+    needed = {
+        **dict.fromkeys(("mask", "advantages", "weights"), True),
+        **dict.fromkeys(terms.reads - {"old_logprobs"}, True),  # which may be the model's own
+        "sequences": terms.reads_sequences,
+        **({terms.opsm_anchor: True} if terms.opsm_anchor else {}),
+    }
+    for name, is_needed in needed.items():
+        if is_needed and getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
     size, known = fields.targets.shape, fields.per_token()
     if (support := fields.support) is not None:

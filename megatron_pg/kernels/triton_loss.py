@@ -128,7 +128,7 @@ class _TwoPasses(torch.autograd.Function):
         logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         slopes = slope, bend
-        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary, upstream=grad_loss)
+        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary, grad_loss=grad_loss)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None, None

@@ -152,11 +152,11 @@ def write_gradient(
     rows: Rows,
     slopes: tuple[Tensor, Tensor | None],
     vocabulary: Vocabulary,
-    upstream: Tensor | None = None,
+    grad_loss: Tensor | None = None,
 ) -> None:
     """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
 
-    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss. `upstream`: [] their factor; None: 1.
+    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss. `grad_loss`: [] their factor; None: 1.
     """
     by_logprob, by_entropy = slopes
     shifted = _is_shifted(logits, gradient)
@@ -172,7 +172,7 @@ def write_gradient(
         rows.totals,
         by_logprob.contiguous(),
         by_logprob if by_entropy is None else by_entropy.contiguous(),
-        by_logprob if upstream is None else upstream,
+        by_logprob if grad_loss is None else grad_loss,
         len(logits),
         logits.shape[1],
         vocabulary.valid,
@@ -185,7 +185,7 @@ def write_gradient(
         **WRITE.options(logits),
         SHIFTED=shifted,
         BENDS=by_entropy is not None,
-        SCALED=upstream is not None,
+        SCALED=grad_loss is not None,
     )
 
 
@@ -323,7 +323,7 @@ def gradient_kernel(
     totals,
     grad_logprobs,
     grad_entropies,
-    upstream,
+    grad_loss,
     rows,
     columns,
     valid,
@@ -354,7 +354,7 @@ def gradient_kernel(
     target -= first
     scale = c * LN2
     if SCALED:
-        scale *= tl.load(upstream)
+        scale *= tl.load(grad_loss)
     # an objective that compares and clips has slope 0 where the log-probability is NaN
     a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * scale
     e = 0.0
