@@ -3,14 +3,15 @@ import os
 import time
 from pathlib import Path
 
-import launches
-import proof
 import pytest
 import torch
-from namespaces import rank_zero, user_code  # noqa: F401, fixtures
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before any test imports one
+
+import launches  # what they launch has the environment of now
+import proof
+from namespaces import rank_zero, user_code  # noqa: F401, fixtures
 
 EVIDENCE = pytest.StashKey[proof.Evidence]()
 START = pytest.StashKey[float]()

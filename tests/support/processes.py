@@ -14,19 +14,20 @@ import numpy as np
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+ENVIRONMENT = dict(os.environ)  # before any test changes it: launches are made beside the tests, by other threads
 HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """This process's environment, with the package, the tests and the examples importable, and `first` before all."""
+    """The environment that the tests were started with, with the package, the tests and the examples importable, and `first` before all."""
     paths = [
         *map(str, first),
         *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")),
         str(ROOT / "examples"),
         str(ROOT),
-        os.environ.get("PYTHONPATH", ""),
+        ENVIRONMENT.get("PYTHONPATH", ""),
     ]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 RUNNING: set[subprocess.Popen] = set()
