@@ -15,7 +15,6 @@ import triton.language as tl
 from megatron_pg.objectives import MAX_LOG_RATIO
 
 BOUND = tl.constexpr(MAX_LOG_RATIO)
-LN2 = tl.constexpr(0.6931471805599453)
 NEAR = tl.constexpr(0.5)  # where e^x - 1 and log(1 + x) would lose digits
 
 
