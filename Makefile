@@ -4,9 +4,10 @@
 #   PIP_ARGS     further arguments of pip, for instance where PyTorch's CPU build comes from
 # `make papers` recomputes docs/papers.md's figures; `make docs` writes the generated page and pictures of docs/.
 # `make site` writes the pages and an API reference to .site/; `make dist` writes source archive and wheel to dist/.
-# `make prove` runs every case that docs/proof.md counts, also on the other megatron-core releases named by RELEASES
-# (0.18.2 and 0.19.2 need Python 3.12: make prove PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), and in the loops of other
-# trainers whose checkouts are folders of HOSTS (slime, miles, nemo_rl); kernels are compiled with every Triton of TRITONS, too.
+# `make prove` runs every case that docs/proof.md counts and writes that page, `make prove PART=ranks` one of its parts (the page
+# lists them). Part releases runs on the other megatron-core releases named by RELEASES (0.18.2 and 0.19.2 need Python 3.12:
+# make prove PART=releases PYTHON=python3.12 RELEASES="0.16.1 0.18.2 0.19.2"), part hosts in the loops of other trainers whose
+# checkouts are folders of HOSTS (slime, miles, nemo_rl), and part kernels compiles with every Triton of TRITONS.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
@@ -14,6 +15,7 @@ MEGATRON_CORE ?= 0.17.1
 RELEASES ?= 0.16.1
 TRITONS ?= 3.7.1 3.8.0 3.9.0
 HOSTS ?=
+PART ?=
 ARGS ?=
 
 BIN := .venv/bin
@@ -31,8 +33,12 @@ demo: .venv/ready
 test: .venv/ready $(VERL)
 	$(BIN)/python -m pytest -q $(ARGS)
 
-prove: .venv/ready $(VERL) $(patsubst %,.venv/triton-%,$(TRITONS)) $(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES)))
-	HOSTS=$(HOSTS) $(BIN)/python -m pytest -q tests -m proof --tier=full --proof-page=docs/proof.md $(ARGS)
+# What a part of the proof installs, when that part is asked for or all of them are.
+needs = $(if $(or $(if $(PART),,all),$(filter $(1),$(PART))),$(2))
+
+prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
+		$(call needs,releases,$(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES))))
+	HOSTS=$(HOSTS) $(BIN)/python tests/support/proof.py $(PART) $(if $(ARGS),-- $(ARGS))
 
 papers: .venv/ready
 	@for name in $(PAPERS); do $(BIN)/python papers/$$name.py || exit 1; done

@@ -1,6 +1,5 @@
 import gc
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import proof
 from namespaces import rank_zero, user_code  # noqa: F401, fixtures
 
 EVIDENCE = pytest.StashKey[proof.Evidence]()
-START = pytest.StashKey[float]()
 BACKGROUND = pytest.StashKey[launches.Background]()
 
 
@@ -22,12 +20,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--tier", choices=["fast", "full"], default="fast", help="full: every case that docs/proof.md counts"
     )
-    parser.addoption("--proof-page", type=Path, help="write the table of the marked tests to this page")
+    parser.addoption("--proof-rows", type=Path, help="write the rows of the marked tests to this file, as JSON")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "proof(row): the test's cases are counted in this row of docs/proof.md")
-    config.stash[EVIDENCE], config.stash[START] = proof.Evidence(), time.monotonic()
+    config.stash[EVIDENCE] = proof.Evidence()
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +36,11 @@ def full(pytestconfig):
 
 @pytest.fixture
 def evidence(request):
-    """`evidence(cases=..., worst=...)` counts cases that passed, in the row that the test is marked with."""
+    """Counts cases in the row that the test is marked with.
+
+    `evidence(cases=n)`, with `worst=` and `tolerance=` where there is a relative error, which must be within it, and with
+    `slowest=`, the seconds of the slowest case, where the row is about time.
+    """
     row = request.node.get_closest_marker("proof").args[0]
     return lambda **figures: request.config.stash[EVIDENCE].add(row, **figures)
 
@@ -66,7 +68,10 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: bool(launches.jobs_of(item)))  # what is waited for comes last
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
+    for item in session.items:
+        if marker := item.get_closest_marker("proof"):
+            session.config.stash[EVIDENCE].expect(marker.args[0], item.nodeid.partition("::")[0].removeprefix("tests/"))
     gc.collect()
     gc.freeze()  # torch and Megatron are a million objects, which every collection would go over
 
@@ -78,21 +83,15 @@ def pytest_runtest_makereport(item, call):
     if marker:  # setup too: launches of real ranks are fixtures
         background = item.config.stash.get(BACKGROUND, None)
         behind, background.seconds = background.seconds, 0.0
-        item.config.stash[EVIDENCE].finish(marker.args[0], passed=report.passed, seconds=report.duration + behind)
+        skipped = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else None
+        seconds = report.duration + behind
+        item.config.stash[EVIDENCE].finish(marker.args[0], passed=report.passed, seconds=seconds, skipped=skipped)
     return report
 
 
 def pytest_sessionfinish(session):
-    path, evidence = session.config.getoption("--proof-page"), session.config.stash[EVIDENCE]
-    if path is not None:
-        path.write_text(proof.page(evidence, "make prove", time.monotonic() - session.config.stash[START]))
-        if not evidence.holds():
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.getoption("--proof-page") is not None:
-        terminalreporter.write_line("\n" + config.stash[EVIDENCE].table())
+    if (path := session.config.getoption("--proof-rows")) is not None:
+        session.config.stash[EVIDENCE].write(path)
 
 
 @pytest.fixture(autouse=True)

@@ -103,4 +103,4 @@ def test_a_dynamic_step_equals_one_process_on_the_same_documents(layout, full, e
             empty += any(not cell for row in step.cells for cell in row)
         done += len(numbered)
     assert empty or layout.data == 1, "no rank was filled up with empty micro-batches"
-    evidence(cases=done, worst=worst)
+    evidence(cases=done, worst=worst, tolerance=BOUNDS[torch.float64].gradient)

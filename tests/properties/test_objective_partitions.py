@@ -53,7 +53,7 @@ def worst_over_layouts(objective: str, count: int, seed: str = "") -> float:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, full, evidence):
     count = 62 if full else 2
-    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count))
+    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count), tolerance=LIMIT)
 
 
 @pytest.mark.proof("Fused head: every objective and term over layouts, float64: within 1e-12 of the oracle")
@@ -61,7 +61,7 @@ def test_loss_terms_and_gradients_equal_the_oracle_in_every_layout(objective, fu
 @pytest.mark.usefixtures("through_the_fused_head")
 def test_the_fused_head_equals_the_oracle_in_every_layout(objective, full, evidence):
     count = 30 if full else 1
-    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"))
+    evidence(cases=count * len(LAYOUTS), worst=worst_over_layouts(objective, count, "fused"), tolerance=LIMIT)
 
 
 @pytest.mark.parametrize(

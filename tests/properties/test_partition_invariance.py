@@ -87,7 +87,7 @@ class Trial:
         found = {number: getattr(error, kind) for number, error in self.errors.items()}
         bad = {f"numbered_case(..., {n})": error for n, error in found.items() if not error <= bound}
         assert not bad, f"{kind} out of bounds: {bad}"
-        evidence(cases=len(found), worst=max(found.values()))
+        evidence(cases=len(found), worst=max(found.values()), tolerance=bound)
 
 
 @functools.cache

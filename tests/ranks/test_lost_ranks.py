@@ -56,9 +56,7 @@ def result_of(results, case: Case) -> dict:
     return json.loads((results / case.name / "result.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.proof(
-    "Faults: a rank killed, stopped or failing inside a step is a named error on the other (worst: seconds)"
-)
+@pytest.mark.proof("Faults: a rank killed, stopped or failing inside a step is a named error on the other")
 def test_a_lost_rank_is_a_named_error_on_the_other(results, cases, evidence):
     found = {case: result_of(results, case) for case in cases if not case.through_pretrain}
     for case, result in found.items():
@@ -68,12 +66,12 @@ def test_a_lost_rank_is_a_named_error_on_the_other(results, cases, evidence):
         )
         assert re.match(named, result["errors"][survivor]), (case, result)
         assert result["exit codes"][survivor] == 1, (case, result)  # its own: what hangs is killed
-    evidence(cases=len(found), worst=max(result["seconds"] for result in found.values()))
+    evidence(cases=len(found), slowest=max(result["seconds"] for result in found.values()))
 
 
 @pytest.mark.proof(
     "Faults under `pretrain`: a rank killed, stopped or failing anywhere in a job on 2 and 4 ranks is a named error on "
-    "every other one (worst: seconds until the last one has ended)"
+    "every other one"
 )
 def test_a_rank_that_pretrain_loses_is_a_named_error_on_every_other_one(results, cases, evidence):
     found = {case: result_of(results, case) for case in cases if case.through_pretrain}
@@ -83,7 +81,7 @@ def test_a_rank_that_pretrain_loses_is_a_named_error_on_every_other_one(results,
             assert names_the_loss(case, rank, result["errors"]), (case, result)
         if case.kind == "raise" and case.point != "batch":  # every rank has that one, so rank 0 shows it
             assert result["errors"][case.victim].startswith(OWN), (case, result)  # nothing stands before it
-    evidence(cases=len(found), worst=max(result["seconds"] for result in found.values()))
+    evidence(cases=len(found), slowest=max(result["seconds"] for result in found.values()))
 
 
 OWN = "ArithmeticError: this rank fails on its own"

@@ -146,7 +146,7 @@ def test_flags_of_memory_and_speed_change_no_number(runs, full, evidence):
         assert codes(runs[flags, 2]) == {0}, flags
         worst = difference(runs[flags, 2], runs[base, 2])
         assert worst <= limit, (flags, worst)
-        evidence(cases=1, worst=worst)
+        evidence(cases=1, worst=worst, tolerance=limit)
 
 
 @pytest.mark.proof("Flags of real scripts: two data-parallel ranks train another model as one does (three steps)")
@@ -158,7 +158,7 @@ def test_flags_of_the_model_train_the_same_on_two_ranks_as_on_one(runs, full, ev
         assert difference(runs[flags, 2], runs["", 2]) > 1e-3, flags  # it is another model
         worst = difference(runs[flags, 2], runs[flags, 1])
         assert worst < NOISE, (flags, worst)
-        evidence(cases=1, worst=worst)
+        evidence(cases=1, worst=worst, tolerance=NOISE)
 
 
 @pytest.mark.proof("Flags of real scripts: what cannot run on a CPU ends with a message, as the page has it")

@@ -1,7 +1,7 @@
 """The supported megatron-core releases: Megatron's scaling of the loss, gradients on real ranks, recipes.
 
-The installed release runs with every test; the others lie under .venv/megatron-core-<version>, where `make prove` puts
-them, and run in the full tier: 0.16.1 always, and whatever else lies there.
+The installed release runs with every test. The others run in the full tier, from .venv/megatron-core-<version>, where
+`make prove` puts those that RELEASES names.
 """
 
 import json
@@ -43,11 +43,9 @@ from rank_cases import (
 )
 
 INSTALLED = metadata.version("megatron-core")
-BESIDE = {path.name.removeprefix("megatron-core-") for path in (processes.ROOT / ".venv").glob("megatron-core-*")}
-OTHERS = sorted(({"0.16.1"} | BESIDE) - {INSTALLED})
+OTHERS = ["0.16.1", "0.18.2", "0.19.2"]  # beside 0.17.1, which the Makefile installs
 CONTRACT_LIMIT = 1e-14
-# whose wheel carries megatron.training; from 0.18 it needs Python 3.12
-TRAINING = [v for v in OTHERS if Version("0.17") <= Version(v) < Version("0.18" if sys.version_info < (3, 12) else "1")]
+TRAINING = [v for v in OTHERS if Version(v) >= Version("0.17")]  # whose wheel carries megatron.training
 LACKING = {"0.16.1": {"experts", "hybrid"}}  # its router needs Transformer Engine
 HYBRID = [v for v in OTHERS if Version(v) >= Version("0.17")]  # the others' takes no pattern of layers
 SOME_FAULTS = ["dp2-constant-nan", "pp2-token_mean-raises", "tp2-constant-peers"]
@@ -64,7 +62,8 @@ def folder(request, full) -> Path:
     if not full:
         pytest.skip("other releases run in `make prove`, which installs them")
     path = processes.ROOT / ".venv" / f"megatron-core-{request.param}"
-    assert path.is_dir(), f"{path.name} is not installed; `make prove` puts it there"
+    if not path.is_dir():
+        pytest.skip(f'needs megatron-core {request.param}: make prove RELEASES="{request.param}"')
     return path
 
 
@@ -79,13 +78,12 @@ def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["release"] == release
-    assert figures["worst"] <= CONTRACT_LIMIT
     assert all(lucky <= 0.1 * figures["cases"] for lucky in figures["lucky"])  # the refused pairs of tuple and flag
     assert not any(error <= CONTRACT_LIMIT for error in figures["seeded"])
-    evidence(cases=figures["cases"], worst=figures["worst"])
+    evidence(cases=figures["cases"], worst=figures["worst"], tolerance=CONTRACT_LIMIT)
 
 
-@pytest.mark.proof(f"megatron-core {INSTALLED}: both contracts exact through forward_step_calc_loss")
+@pytest.mark.proof("megatron-core, installed release: both contracts exact through forward_step_calc_loss")
 def test_both_contracts_are_exact(full, evidence):
     check_contract(INSTALLED, 750 if full else 100, evidence)
 
@@ -124,7 +122,8 @@ def test_gradients_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
             max(worst_difference(gradients(one, c.removesuffix("-oracle")), gradients(one, c)) for c in oracles) < LIMIT
         )
         worst = [compare(two, one, [*cases, *replayed])] + ([compare_balanced(two, one, balanced)] if balanced else [])
-        evidence(cases=len(cases) + len(oracles) + len(balanced) + len(replayed), worst=max(worst))
+        count = len(cases) + len(oracles) + len(balanced) + len(replayed)
+        evidence(cases=count, worst=max(worst), tolerance=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_a_hybrid_models_gradients_in_other_releases(folder, tmp_path, evidence)
     alone = [*REFERENCES, *hybrid(ALIKE)]
     with processes.finished([processes.start(2, two, hybrid(FAST), folder), processes.start(1, one, alone, folder)]):
         compare_alike(one, ALIKE)
-        evidence(cases=len(FAST), worst=compare(two, one, hybrid(FAST)))
+        evidence(cases=len(FAST), worst=compare(two, one, hybrid(FAST)), tolerance=LIMIT)
 
 
 @pytest.mark.parametrize("folder", named("FSDP, gradients on 2 real ranks equal one process"), indirect=True)
@@ -150,7 +149,7 @@ def test_gradients_under_fsdp_in_other_releases(folder, tmp_path, evidence):
     cases = [case for case in cases if not LACKING.get(release, set()).intersection(case.split("-"))]
     alone = sorted(set(map(reference_of, cases)))
     with processes.finished([processes.start(2, two, cases, folder), processes.start(1, one, alone, folder)]):
-        evidence(cases=len(cases), worst=compare(two, one, cases))
+        evidence(cases=len(cases), worst=compare(two, one, cases), tolerance=LIMIT)
 
 
 @pytest.mark.parametrize("folder", named("recipes, gradients on 2 real ranks equal plain loops"), indirect=True)
@@ -160,11 +159,15 @@ def test_recipes_on_real_ranks_in_other_releases(folder, tmp_path, evidence):
     reducers = found["slime_recipe"]
     errors = recipe_runs.errors_in_train_rl(found["rl_recipe"])
     errors += recipe_runs.errors_in_their_trainer(reducers) + recipe_runs.errors_in_ours(reducers)
-    evidence(cases=len(errors), worst=max(errors))
+    evidence(cases=len(errors), worst=max(errors), tolerance=recipe_runs.LIMIT)
 
 
-@pytest.mark.parametrize("folder", named(f"the plain script prints what {INSTALLED} prints", TRAINING), indirect=True)
+@pytest.mark.parametrize(
+    "folder", named("the plain script prints what the installed release prints", TRAINING), indirect=True
+)
 def test_the_plain_script_in_other_releases(folder, evidence):
+    if sys.version_info < (3, 12) and Version(folder.name.rpartition("-")[2]) >= Version("0.18"):
+        pytest.skip("its megatron.training needs Python 3.12")
     here, there = (
         recipe_runs.steps_of(recipe_runs.launch(*recipe_runs.CONSTANT, first=first)) for first in ([], [folder])
     )

@@ -293,7 +293,7 @@ def few_programs(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: few)
 
 
-@pytest.mark.proof("T6 Triton kernels against float64")
+@pytest.mark.proof("T6 Triton kernels against float64 (error: of the gradient, in units of its rounding bound)")
 @pytest.mark.parametrize("block", range(8))
 def test_random_cases_equal_the_oracle(block, full, evidence, poisoned_memory, few_programs):
     rng = random.Random(f"kernel{block}")
@@ -303,7 +303,7 @@ def test_random_cases_equal_the_oracle(block, full, evidence, poisoned_memory, f
         vocabularies = SMALL + LARGE * 2 if CUDA else SMALL
         case = random_case(rng, vocabularies, [1, 3, 17, 150] if CUDA else [1, 2, 3, 5])
         found.append(check(case))
-    evidence(cases=cases, worst=max(found))
+    evidence(cases=cases, worst=max(found), tolerance=2.0 if CUDA else 1.0)
 
 
 def base(**changes) -> Case:

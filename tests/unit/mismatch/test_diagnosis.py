@@ -144,8 +144,7 @@ def test_the_ratio_of_temperatures_is_estimated(temperature, drawn_from, evidenc
     (test,) = diagnose(gap).found
     assert test.cause == "temperature"
     worst = abs(test.estimate["trainer_over_engine"] / temperature - 1)
-    assert worst < 0.03
-    evidence(cases=1, worst=worst)
+    evidence(cases=1, worst=worst, tolerance=0.03)
 
 
 @pytest.mark.parametrize("choose", [top_p(0.8), top_p(0.9), top_k(8), top_k(1)])
