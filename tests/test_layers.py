@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_pg"
@@ -175,7 +176,7 @@ def test_importing_the_package_needs_neither_megatron_nor_cuda():
         "assert not [m for m in sys.modules if m == 'megatron' or m.startswith('megatron.')]\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.PACKAGE)
 
 
 UNIT = Path(__file__).parent / "unit"

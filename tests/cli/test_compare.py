@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import re
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import processes
 import pytest
 from rollout_files import HEADER, RECORD, damaged, malformed_lines
 
@@ -416,7 +416,7 @@ def without_packages(command: str) -> subprocess.CompletedProcess:
         "import sys; sys.modules |= {'numpy': None, 'torch': None}; from megatron_pg.cli import main; "
         f"sys.exit(main({command.split()!r}))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=processes.PACKAGE)
 
 
 def test_without_a_package_there_is_a_message_and_the_help():
@@ -454,8 +454,8 @@ def test_a_large_file_is_compared_in_time_and_memory(tmp_path, full):
         "    seconds, kibibytes = used.ru_utime + used.ru_stime, used.ru_maxrss\n"
         "    print(json.dumps([seconds, kibibytes]), file=sys.stderr)\n"
     )
-    command, environment = [sys.executable, str(tmp_path / "measured.py")], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, str(tmp_path / "measured.py")]
+    done = subprocess.run(command, env=processes.environment(), capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["samples"] == samples
     seconds, kibibytes = json.loads(done.stderr.splitlines()[-1])
     assert seconds < PROCESSOR_SECONDS

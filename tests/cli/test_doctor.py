@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 from megatron_pg.cli import doctor, main
@@ -160,7 +161,7 @@ def test_this_machine(full):
         "import sys\nfrom megatron_pg.cli import main, terminal\n"
         "terminal.DELAY = 0.0\nsys.exit(main(['doctor', '--json']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=processes.PACKAGE, capture_output=True, text=True)
     said = json.loads(done.stdout)
     found = {finding["name"]: finding for finding in said["findings"]}
     assert done.returncode == (0 if said["ok"] else 1)

@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import launches
+import processes
 import pytest
 
 from megatron_pg.args import add_arguments, own_arguments
@@ -511,14 +512,15 @@ def test_torch_is_not_imported_and_it_is_fast(words):
     seconds = []
     for _ in range(3):  # processor time: the tests share their machine
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.PACKAGE, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.6  # torch alone takes longer
 
 
 def test_it_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "megatron_pg", "--version"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "megatron_pg", "--version"]
+    done = subprocess.run(command, cwd=processes.PACKAGE, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("megatron-pg 0.")
 

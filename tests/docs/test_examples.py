@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import launches
+import processes
 import pytest
 import run_folder
 import torch
@@ -148,9 +149,7 @@ def sampled_by_ranks(folder, full):
         "        found[size] += [sample.tokens.tolist() for sample in samples]\n"
         "print('FOUND', json.dumps(found))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "examples", capture_output=True, text=True, check=True
-    )
+    done = processes.run([sys.executable, "-W", "ignore", "-c", code], processes.environment())
     return json.loads(done.stdout.split("FOUND")[1])
 
 
@@ -182,9 +181,7 @@ def refusals(folder, full):
         "    except ValueError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "examples", capture_output=True, text=True, check=True
-    )
+    done = processes.run([sys.executable, "-W", "ignore", "-c", code], processes.environment())
     return done.stdout
 
 

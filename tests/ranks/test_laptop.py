@@ -31,7 +31,7 @@ def metrics(folder, full):
     for name in ("cpu_megatron.py", "recipes/rollouts.jsonl"):
         shutil.copy(ROOT / "examples" / name, folder)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(processes.PACKAGE)}
     processes.run(["bash", "-c", 'cd "$0" && bash launch.sh', str(folder)], environment)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -1,5 +1,6 @@
 """Launches of tests/ranks.py on real processes, and what they left behind."""
 
+import importlib.util
 import json
 import math
 import os
@@ -14,6 +15,8 @@ import numpy as np
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+# The folder that the tests import the package from: a copy of it may be on PYTHONPATH, and what they start tests the same one.
+PACKAGE = Path(importlib.util.find_spec("megatron_pg").origin).parents[1]
 ENVIRONMENT = dict(os.environ)  # before any test changes it: launches are made beside the tests, by other threads
 HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
@@ -24,6 +27,7 @@ def environment(*first: Path) -> dict[str, str]:
         *map(str, first),
         *(str(TESTS / folder) for folder in ("support", "oracles", "ranks")),
         str(ROOT / "examples"),
+        str(PACKAGE),
         str(ROOT),
         ENVIRONMENT.get("PYTHONPATH", ""),
     ]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from namespaces import (
     DIVISOR_FLAG,
@@ -599,7 +600,7 @@ from megatron_pg.flags.banner import banner
 assert "(Σ m·ℓ)/(N_r·L)" in banner(args)
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "megatron", "numpy", "triton"}))
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=processes.PACKAGE)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
 

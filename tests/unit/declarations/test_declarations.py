@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 import megatron_pg
@@ -63,4 +64,4 @@ def test_a_close_name_or_another_frameworks_word_is_hinted_at(word, hint):
 def test_the_declarations_need_no_torch():
     rooms = [path.stem for path in (Path(megatron_pg.__file__).parent / "declarations").glob("[!_]*.py")]
     code = f"import sys, {', '.join(f'megatron_pg.declarations.{room}' for room in rooms)}\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=processes.PACKAGE)

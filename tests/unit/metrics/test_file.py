@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import processes
 import pytest
 
 from megatron_pg.metrics.file import MetricsFile
@@ -112,7 +113,8 @@ print(file.num_missing)
 
 def test_a_disk_that_fills_up_ends_the_file_with_one_warning_and_not_the_training(tmp_path):
     path = tmp_path / "m.jsonl"
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, path], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", FULL_DISK, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=processes.PACKAGE)
     assert read(path) == [(1, 0), (2, 0), (3, 0)]  # whole lines: the fourth was cut short and taken back
     assert done.stdout == "4\n"
     assert done.stderr.count("m.jsonl cannot be written any more") == 1
