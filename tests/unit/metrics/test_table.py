@@ -13,13 +13,14 @@ from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
-from megatron_pg.metrics.samples import SampleFacts, encode_facts, fact_sums, largest_facts
+from megatron_pg.metrics.samples import SampleFacts, encode_facts, fact_sums, largest_facts, unit_facts
 from megatron_pg.metrics.table import LIMITS, Limit, red_flags
 from megatron_pg.objectives import objective_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
-FACTS = SampleFacts(fact_sums(encode_facts([])), largest_facts(encode_facts([])), torch.zeros(2, dtype=torch.int64))
+NONE = unit_facts(encode_facts([]))
+FACTS = SampleFacts(fact_sums(NONE), largest_facts(NONE), torch.zeros(2, dtype=torch.int64))
 PLAN = SimpleNamespace(
     num_tokens=2, num_trained=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None, facts=FACTS
 )
@@ -90,7 +91,7 @@ def test_hand_worked_values(name, batch, expected):
     assert value(name, batch) == pytest.approx(expected, rel=1e-14)
 
 
-ALL = ("clip", "kl", "entropy", "streams", "sequence", "correction")
+ALL = ("clip", "kl", "entropy", "further", "sequence", "correction")
 KL_AND_ENTROPY = dataclasses.replace(TERMS, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01))
 OF_STREAMS = {"stream_losses": [[2.0, 4.0, 0.0], [-2.0, -4.0, 0.0]]}
 U = [0.5, 0.25, 0.0]
@@ -135,7 +136,7 @@ def test_the_loss_is_the_sum_of_its_terms():
     weights = {"kl.weights": [0.5, 0.25], "entropy.weights": [0.5, 0.25]}
     batch = tokens([1, 1], terms=KL_AND_ENTROPY, **fields, **weights)
     expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
-    assert value("loss", batch, features=("kl", "entropy", "streams")) == pytest.approx(expected, rel=1e-14)
+    assert value("loss", batch, features=("kl", "entropy", "further")) == pytest.approx(expected, rel=1e-14)
 
 
 def test_an_objective_without_bounds_has_no_clip_metrics():
@@ -152,7 +153,8 @@ def test_extrema_survive_batches_and_ranks_without_a_token():
 
 def test_a_metric_without_a_contribution_is_absent_never_zero():
     reduction = Reduction("with_entropy")
-    assert reduction.finish(reduction.identity(), PLAN) == {}
+    of_the_plan = {"num_tokens", "num_tokens_masked", "num_samples", "num_rollouts"}
+    assert reduction.finish(reduction.identity(), PLAN).keys() == of_the_plan
     found = reduction.finish(reduction.partial(tokens([1, 1])).tolist(), PLAN)
     assert not {"kl_new_ref", "mismatch_kl", "mismatch_max", "num_prompts"} & found.keys()
     assert reduction.lacking(found) == {
