@@ -134,7 +134,7 @@ FIELDS = {
     "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
-    "environment": Field(is_environment, is_required=False, since=2),
+    "environment": Field(is_environment, is_required=False),
     "weight_version": Field(lambda value: is_int(value) and 0 <= value < 2**62, is_required=False, is_origin=True),
     "worker": Field(is_id, is_required=False, is_origin=True),
     "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
