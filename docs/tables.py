@@ -96,7 +96,7 @@ ELSEWHERE = {  # what a metric is called there
     },
 }
 ONLY_WITH = {
-    "streams": "with a KL or entropy term or `--pg-stream` only",
+    "further": "with a KL or entropy term, `--pg-stream` or `--mtp-num-layers` only",
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
     "mtp": "with `--mtp-num-layers` only",
@@ -115,7 +115,7 @@ DIVIDED_BY = {
     "max": "none (maximum)",
     "min": "none (minimum)",
     "step": "none (of the plan)",
-    "sample": "over samples",
+    "rollout": "over rollouts",
     "ratio": "formed from reduced sums",
     "rank": "formed from each rank's sums",
 }

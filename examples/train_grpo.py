@@ -456,6 +456,11 @@ def check_example(args) -> None:
             f"--demonstrations-per-step {args.demonstrations_per_step} are drawn beside what is sampled in steps; --rollouts and --docs-per-step "
             "have no such steps. Leave one of them out."
         )
+    if args.demonstrations_per_step and args.microbatch_means:
+        raise ValueError(
+            f"--microbatch-means {args.microbatch_means} reweighs advantages, and the samples of --demonstrations-per-step "
+            f"{args.demonstrations_per_step} have none. Leave one of them out."
+        )
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
     if args.microbatch_means and (
         args.loss_aggregation != "token_mean" or args.global_batch_size % args.microbatch_means or size > 1

@@ -128,6 +128,11 @@ def pretrain(
             "forward_step_func has no effect here: the policy-gradient loss is computed inside the model, so yours would never be "
             "called. Leave it out."
         )
+    if rest.get("process_non_loss_data_func") is not None and rest.get("non_loss_data_func") is None:
+        raise ValueError(
+            "process_non_loss_data_func without non_loss_data_func makes Megatron run a forward on the last rank alone, where the step's "
+            "exchange would wait for the others. Give non_loss_data_func, which every rank calls, or use on_step."
+        )
     session = _Session(on_step, say or _print_whole, metrics_file, routing_replay, dynamic_cp=dynamic_cp)
     provider = chain_args_providers(extra_args_provider, add_arguments)
     keywords = {

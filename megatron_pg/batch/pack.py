@@ -44,7 +44,7 @@ class PackedBatch:
     @property
     def digest(self) -> bytes:
         """48 bits of everything that the loss and the metrics read."""
-        facts = [(sample.reward, sample.truncated, sample.stream, sorted(sample.masks)) for sample in self.samples]
+        facts = [(s.reward, s.truncated, s.environment, s.stream, sorted(s.masks)) for s in self.samples]
         shape = (self.qkv_format, self.padded_lengths, facts, self.cp_ranks)
         content = hashlib.blake2b(repr(shape).encode(), digest_size=6)
         for values in (

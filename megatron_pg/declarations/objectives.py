@@ -306,6 +306,7 @@ OBJECTIVES = {
         averaged_row="megatron_pg.kernels.rows:gmpo_clipped",
     ),
 }
+ELSEWHERE = {"ppo": "grpo", "ppo_clip": "grpo", "vanilla": "grpo", "rloo": "reinforce", "dppo": "dppo_tv or dppo_kl"}
 DEFAULT = "grpo"
 
 

@@ -106,7 +106,7 @@ def correction_numbers(args: argparse.Namespace) -> dict[str, float]:
 def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 over the flags of the loss terms."""
     args = facts.args
-    yield from choice("--pg-objective", args.pg_objective, OBJECTIVES)
+    yield from choice("--pg-objective", args.pg_objective, OBJECTIVES, elsewhere=objectives.ELSEWHERE)
     yield from choice("--pg-correction", args.pg_correction, CORRECTIONS)
     yield from choice("--pg-denominator", args.pg_denominator, DENOMINATORS)
     yield from choice("--pg-aux-aggregation", args.pg_aux_aggregation, AUX_AGGREGATIONS)

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_pg.flags.values import number
 from megatron_pg.rollouts.fields import POLICY, is_stream
 
 _KINDS = tuple(name for name, kind in KINDS.items() if not kind.is_of_a_correction)
+_NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf|nan)", re.ASCII | re.IGNORECASE)
 _MIXTURES = tuple(dict.fromkeys(kind.mixture.option for kind in KINDS.values() if kind.mixture))
 _NUMBERS = ("weight", "divisor", "temperature", *_MIXTURES)
 _OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator", "temperature", *_MIXTURES)
@@ -87,10 +89,13 @@ def parse(text: object) -> Stream:
 
 
 def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"has {option}={text}, which is no number") from None
+    """Plain decimals only: Python's float() also reads 1_0 and the digits of other scripts."""
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"has {option}={text}, which is no number")
+    value = float(text)
+    if value == 0 and any(digit in text.lower().partition("e")[0] for digit in "123456789"):
+        raise ValueError(f"has {option}={text}, which is 0 in float64; the smallest number is 5e-324")
+    return value
 
 
 def _check_policy(stream: Stream) -> None:

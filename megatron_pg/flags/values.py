@@ -1,8 +1,10 @@
 """Rules over one value: a number in its range, a word of several."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
+from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.flags.errors import Violations
 
 
@@ -14,10 +16,17 @@ def number(flag: str, value: object, low: float, high: float, requirement: str) 
         yield "E24", f"{flag} must be {requirement}, got {value}"
 
 
-def choice(flag: str, value: object, choices: Collection[str], rule: str = "E25") -> Violations:
-    """Rule E25 (E50 of the head): one of several words."""
+def choice(
+    flag: str,
+    value: object,
+    choices: Collection[str],
+    rule: str = "E25",
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> Violations:
+    """Rule E25 (E50 of the head): one of several words; `elsewhere`: what other frameworks' words are here."""
     if not (isinstance(value, str) and value in choices):
-        yield rule, f"{flag} {value!r} is not one of {', '.join(choices)}"
+        hint = did_you_mean(value, choices, elsewhere) if isinstance(value, str) else ""
+        yield rule, f"{flag} {value!r} is not one of {', '.join(choices)}{hint}"
 
 
 def is_finite(value: float) -> bool:

@@ -167,10 +167,11 @@ class HostStep:
 
 
 def _check_anchor(settings: LossSettings) -> None:
-    """Refuse to choose by log-probabilities that are known only after the forward."""
-    declared = CORRECTIONS[settings.correction.name].selection
-    if declared is not None and "old_logprobs" in declared.reads:
+    """Refuse a correction that is made from log-probabilities that are known only after the forward."""
+    declared = CORRECTIONS[settings.correction.name]
+    chooses = declared.selection is not None and "old_logprobs" in declared.selection.reads
+    if chooses or declared.factors is not None:
         raise ValueError(
-            f"--pg-correction {settings.correction.name} chooses tokens by old_logprobs before the forward, and the trainer has left out "
+            f"--pg-correction {settings.correction.name} reads old_logprobs before the forward, and the trainer has left out "
             "the pass that makes them. Let it make them, or remove the flag."
         )

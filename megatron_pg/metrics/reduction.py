@@ -8,6 +8,7 @@ once, at the end, by the number of documents that contributed; a metric to which
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.streams import SHORTHANDS, Stream
+from megatron_pg.metrics.samples import SampleFacts
 from megatron_pg.metrics.table import METRICS, Metric, own_metric, stream_metrics
 from megatron_pg.metrics.values import TokenValues
 
-_NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs and metric.kind != "sample"))
+_NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs and metric.kind != "rollout"))
 _FIELDS = (None, *_NEEDED)  # what a sample must have to be counted
+_OF_THE_STEP = ("all", "total", "step", "rollout")  # kinds that need no trained token of the objective
 _NAMES = frozenset(metric.name for metric in METRICS)
 
 
@@ -48,7 +51,7 @@ class Reduction:
                 f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would share a name. "
                 "Choose another."
             )
-        of_streams = [m for stream in streams if stream.name not in features for m in stream_metrics(stream)]
+        of_streams = [m for stream in streams if stream.name not in SHORTHANDS for m in stream_metrics(stream)]
         declared = (*METRICS, *of_streams, *map(own_metric, own))
         levels = METRIC_LEVELS[: METRIC_LEVELS.index(level) + 1]
         active = [m for m in declared if m.level in levels and (m.only_with is None or m.only_with in features)]
@@ -59,7 +62,7 @@ class Reduction:
         self._totals = [metric for metric in active if metric.kind == "total"]
         self._added = [*self._means, *self._sums, *self._totals]
         self._extrema = [metric for metric in active if metric.kind in ("max", "min")]
-        self._derived = [metric for metric in active if metric.kind in ("step", "sample", "ratio", "rank")]
+        self._derived = [metric for metric in active if metric.kind in ("step", "rollout", "ratio", "rank")]
 
     @property
     def needs_entropy(self) -> bool:
@@ -115,11 +118,25 @@ class Reduction:
                 values[metric.name] = total / documents[metric.needs] if metric.kind == "mean" else sign * total
         for metric in self._derived:
             if _is_present(metric, documents, plan):
-                source = {"ratio": values, "rank": ranks}.get(metric.kind, plan)
+                source = {"ratio": values, "rank": ranks, "rollout": plan.facts}.get(metric.kind, plan)
                 with suppress(ZeroDivisionError):  # weights that are all 0
                     values[metric.name] = metric.formula(source)
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
-        return {name: values[name] for name in order if values.get(name) is not None}
+        found = {name: values[name] for name in order if values.get(name) is not None}
+        return found | self._of_environments(plan.facts)
+
+    def _of_environments(self, facts: SampleFacts) -> dict[str, float]:
+        """The metrics over rollouts for each environment by itself."""
+        declared = [metric for metric in self.metrics if metric.kind == "rollout"]
+        formulas = {metric.name: metric.formula for metric in declared}
+        if declared:
+            formulas["num_rollouts"] = attrgetter("num_rollouts")
+        return {
+            f"environment/{environment}/{name}": value
+            for environment, own in facts.environments.items()
+            for name, formula in formulas.items()
+            if (value := formula(own)) is not None
+        }
 
     def lacking(self, values: dict[str, float]) -> dict[str, list[str]]:
         """Metrics that are absent from `values` because no sample has the field: names by field."""
@@ -140,10 +157,10 @@ class Reduction:
 
 
 def _is_present(metric: Metric, documents: dict[str | None, float], plan: Any) -> bool:
-    """Whether a token contributed."""
+    """Whether a token contributed; what is not over the objective's trained tokens is None where it is not known."""
     if metric.stream is not None:
         return plan.streams[metric.stream].num_tokens > 0
-    return metric.kind == "all" or documents.get(metric.needs, documents[None]) != 0
+    return metric.kind in _OF_THE_STEP or documents.get(metric.needs, documents[None]) != 0
 
 
 def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor], neutral: float) -> Tensor:

@@ -1,30 +1,35 @@
-"""What is known of a step's samples as wholes: reward, response length, truncation.
+"""Reward, response length, truncation and environment of a step's rollouts.
 
-Two integers of each sample stand in the plan's table. Over the ranks go integers that add up and largest values, so every
-sample of the step counts once, a prompt group whose rollouts lie on several ranks is whole, and the values are the same on
-every rank, in every layout, to the last bit.
+The plan's table has three integers per sample. The rank that owns a rollout merges those of its samples, so a rollout counts
+once wherever its samples lie. Sums of integers and largest values go over the ranks, so the results are the same to the last
+bit on every rank and in every layout.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
 
-COLUMNS = 2  # of a sample in the table: the bits of its reward; its length, and what it carries
-RANGES = 4  # columns of `reward_ranges`
+COLUMNS = 3  # per sample in the table: bits of the reward, length and flags, key of the environment
+LARGEST, SMALLEST, LAST, FIRST, LENGTH, TRUNCATION = range(6)  # columns of `unit_facts`
+UNIT_COLUMNS = 6
 _HAS_REWARD, _SAYS_TRUNCATED, _IS_TRUNCATED = 1 << 40, 1 << 41, 1 << 42  # above any length
 _UNIT = 1074  # the smallest float64 is 2^-1074, so a reward is a whole number of them, and its square one of theirs
-_LIMB, _SUM, _SQUARES = 32, 68, 135  # bits of an integer that travels; integers of Σ R and of Σ R², for 2^47 samples
-_INT64 = torch.iinfo(torch.int64)
+_LIMB, _SUM, _SQUARES = 32, 68, 135  # bits of an integer that travels; integers of Σ R and of Σ R², for 2^47 rollouts
+_SUMS = 8 + _SUM + _SQUARES  # integers of `fact_sums`
+NOTHING = torch.iinfo(torch.int64).min  # in LARGEST and LAST of a unit without a reward, without a label
+_STARTS = ((NOTHING, "amax"), (~NOTHING, "amin")) * 2 + ((0, "sum"), (0, "amax"))  # of the columns of `unit_facts`
 
 
 def encode_facts(samples: Sequence[Sample]) -> Tensor:
-    """[S, 2] int64 of this process's samples, for the exchange."""
-    rewards = torch.tensor([float(s.reward or 0.0) for s in samples], dtype=torch.float64)
+    """[S, 3] int64 of this process's samples, for the exchange."""
+    rewards = torch.tensor([float(s.reward or 0.0) for s in samples], dtype=torch.float64) + 0.0  # no -0.0
+    bits = torch.where(rewards.isnan(), torch.nan, rewards).view(torch.int64)  # one NaN, so that equal bits are equal rewards
     facts = [
         s.response_length
         + _HAS_REWARD * (s.reward is not None)
@@ -32,20 +37,48 @@ def encode_facts(samples: Sequence[Sample]) -> Tensor:
         + _IS_TRUNCATED * bool(s.truncated)
         for s in samples
     ]
-    return torch.stack([rewards.view(torch.int64), torch.tensor(facts, dtype=torch.int64)], dim=1)
+    keys = [0 if s.environment is None else environment_key(s.environment) for s in samples]
+    return torch.stack([bits, *(torch.tensor(column, dtype=torch.int64) for column in (facts, keys))], dim=1)
 
 
-def _rewards(encoded: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] float64, and [S] bool: whether there is one."""
-    return encoded[:, 0].contiguous().view(torch.float64), encoded[:, 1] & _HAS_REWARD != 0
+def environment_key(name: str) -> int:
+    """62 bits, > 0."""
+    return 1 + (int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 2)
 
 
-def fact_sums(encoded: Tensor) -> Tensor:
-    """[n] int64 of some samples, from `encode_facts`: what adds up over all of them, exactly."""
-    rewards, has_reward = _rewards(encoded)
-    rewards, facts = rewards[has_reward], encoded[:, 1]
-    lengths, says = facts & (_HAS_REWARD - 1), facts & _SAYS_TRUNCATED != 0
-    counts = [lengths > 0, lengths, says, says & (facts & _IS_TRUNCATED != 0), has_reward]
+def unit_facts(encoded: Tensor, rollouts: Tensor | None = None) -> Tensor:
+    """[S, 6] int64 from `encode_facts`: bits of the reward twice, a label twice, length, truncation (0 unknown, 1 no, 2 yes).
+
+    The label of a prompt's sample is its rollout's key, if it has a reward; that of a rollout's sample is its environment's.
+    """
+    rewards, facts, environments = encoded.unbind(dim=1)
+    has_reward = facts & _HAS_REWARD != 0
+    labels, has_label = (environments, environments > 0) if rollouts is None else (rollouts, has_reward)
+    columns = [torch.where(has_reward, rewards, bound) for bound in (NOTHING, ~NOTHING)]
+    columns += [torch.where(has_label, labels, bound) for bound in (NOTHING, ~NOTHING)]
+    truncation = (facts & _SAYS_TRUNCATED != 0).long() + (facts & _IS_TRUNCATED != 0)
+    return torch.stack([*columns, facts & (_HAS_REWARD - 1), truncation], dim=1)
+
+
+def merged_facts(facts: Tensor, units: Tensor, number: int) -> Tensor:
+    """[number, 6] int64 from [n, 6] and the unit of each row: lengths are added, a unit with a truncated sample is truncated."""
+    merged = [
+        torch.full((number,), start, dtype=torch.int64).scatter_reduce(0, units, column, reduce)
+        for column, (start, reduce) in zip(facts.unbind(dim=1), _STARTS, strict=True)
+    ]
+    return torch.stack(merged, dim=1)
+
+
+def _rewards(rollouts: Tensor) -> Tensor:
+    """[n] float64, of the rollouts that have one."""
+    bits = rollouts[:, LARGEST]
+    return bits[bits != NOTHING].view(torch.float64)
+
+
+def fact_sums(rollouts: Tensor) -> Tensor:
+    """[n] int64 of some rollouts, from `merged_facts`: what adds up over all of them, exactly."""
+    rewards, lengths, truncation = _rewards(rollouts), rollouts[:, LENGTH], rollouts[:, TRUNCATION]
+    counts = [lengths > 0, lengths, truncation > 0, truncation > 1, torch.ones_like(rewards)]
     special = [rewards.isnan(), rewards == torch.inf, rewards == -torch.inf]
     values, numbers = rewards[rewards.isfinite()].unique(return_counts=True)
     total = squares = 0
@@ -57,64 +90,59 @@ def fact_sums(encoded: Tensor) -> Tensor:
     return torch.tensor([*(int(count.sum()) for count in (*counts, *special)), *limbs], dtype=torch.int64)
 
 
-def largest_facts(encoded: Tensor) -> Tensor:
-    """[3] float64 of some samples: largest finite reward, the smallest with its sign changed, largest length; -inf without any."""
-    rewards, has_reward = _rewards(encoded)
-    rewards = rewards[has_reward & ~rewards.isnan()]
-    values = [rewards, -rewards, (encoded[:, 1] & (_HAS_REWARD - 1)).double()]
+def largest_facts(rollouts: Tensor) -> Tensor:
+    """[3] float64 of some rollouts: largest reward, the smallest with its sign changed, largest length; -inf without any."""
+    rewards = _rewards(rollouts)
+    rewards = rewards[~rewards.isnan()]
+    values = [rewards, -rewards, rollouts[:, LENGTH].double()]
     return torch.stack([torch.cat([each, each.new_tensor([-torch.inf])]).amax() for each in values])
 
 
-def reward_ranges(encoded: Tensor, rollouts: Tensor) -> Tensor:
-    """[S, 4] int64: bits of the reward twice, key of its rollout twice; what changes no range without a reward."""
-    rewards, has_reward = _rewards(encoded)
-    largest, smallest = (torch.where(has_reward, rewards, bound).view(torch.int64) for bound in (-torch.inf, torch.inf))
-    keys = [torch.where(has_reward, rollouts, bound) for bound in (_INT64.min, _INT64.max)]
-    return torch.stack([largest, smallest, *keys], dim=1)
+def of_environments(rollouts: Tensor, names: Sequence[str]) -> list[Tensor]:
+    """The rollouts of each environment."""
+    return [rollouts[rollouts[:, LAST] == environment_key(name)] for name in names]
 
 
-def merged_ranges(ranges: Tensor, groups: Tensor, number: int) -> Tensor:
-    """[number, 4] int64 from [n, 4]: largest and smallest reward, largest and smallest key of a rollout, of each group."""
-    largest, smallest, last, first = (column.contiguous() for column in ranges.unbind(dim=1))
-
-    def merged(values: Tensor, start: float, reduce: str) -> Tensor:
-        return torch.full((number,), start, dtype=values.dtype).scatter_reduce(0, groups, values, reduce)
-
-    return torch.stack(
-        [
-            merged(largest.view(torch.float64), -torch.inf, "amax").view(torch.int64),
-            merged(smallest.view(torch.float64), torch.inf, "amin").view(torch.int64),
-            merged(last, _INT64.min, "amax"),
-            merged(first, _INT64.max, "amin"),
-        ],
-        dim=1,
-    )
-
-
-def count_ranges(ranges: Tensor) -> Tensor:
-    """[2] int64: groups of which two rollouts carry a reward, and those of them whose rewards are all equal."""
-    largest, smallest = (column.contiguous().view(torch.float64) for column in (ranges[:, 0], ranges[:, 1]))
-    are_groups = ranges[:, 2] > ranges[:, 3]
-    return torch.stack([are_groups.sum(), (are_groups & (largest == smallest)).sum()])
+def count_groups(prompts: Tensor) -> Tensor:
+    """[2] int64: prompts of which two rollouts carry a reward, and those of them whose rewards are all equal."""
+    are_groups = prompts[:, LAST] > prompts[:, FIRST]
+    is_number = ~prompts[:, LARGEST].contiguous().view(torch.float64).isnan()
+    are_equal = (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
+    return torch.stack([are_groups.sum(), (are_groups & are_equal).sum()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFacts:
-    """Statistics over the samples of a step that carry a value; None where no sample does.
+    """Statistics over the rollouts of a step that carry a value; None where no rollout does.
 
     Args:
-        sums: `fact_sums` of all samples.
-        largest: `largest_facts` of all samples.
-        groups: `count_ranges` of all prompts.
+        sums: `fact_sums` of all rollouts.
+        largest: `largest_facts` of all rollouts.
+        groups: `count_groups` of all prompts.
+        environments: the same for the rollouts of each environment, by its name.
     """
 
     sums: Tensor
     largest: Tensor
     groups: Tensor
+    environments: Mapping[str, "SampleFacts"] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sums: Tensor, largest: Tensor, groups: Tensor, names: Sequence[str] = ()) -> "SampleFacts":
+        """From sums and largest values of all rollouts, then of those of each environment, one after the other."""
+        (of_all, *sums_of), (largest_of_all, *largest_of) = sums.split(_SUMS), largest.split(3)
+        parts = zip(names, sums_of, largest_of, strict=True)
+        none = torch.zeros_like(groups)
+        return cls(of_all, largest_of_all, groups, {name: cls(s, most, none) for name, s, most in parts})
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of the objective, fully masked ones included."""
+        return int(self.sums[0])
 
     @property
     def num_rewards(self) -> int | None:
-        """Samples that carry a reward."""
+        """Rollouts that carry a reward."""
         return int(self.sums[4]) or None
 
     @property
@@ -162,7 +190,7 @@ class SampleFacts:
 
     @property
     def response_length(self) -> float | None:
-        """Mean, of response tokens, trained or not."""
+        """Mean over rollouts, of response tokens of all their samples, trained or not."""
         return _share(self.sums[1], self.sums[0])
 
     @property
@@ -172,7 +200,7 @@ class SampleFacts:
 
     @property
     def truncated_fraction(self) -> float | None:
-        """Share of the samples that say whether they are."""
+        """Share of the rollouts of which a sample says whether it is."""
         return _share(self.sums[3], self.sums[2])
 
 

@@ -5,11 +5,11 @@
     mean     over documents (samples with a trained token) of the document's mean over its trained tokens
     sum      over the objective's trained tokens of the step
     all      over the trained tokens of the step, those of streams too
-    total    a sum over other tokens, which the formula has taken over this rank's part of a micro-batch
+    total    a sum that the formula has taken over this rank's part of a micro-batch
     max min  over the trained tokens of the step
     rank     of sums over each data-parallel rank's trained tokens
     step     an integer of the step plan
-    sample   over the samples of the step that carry the value, fully masked ones included (`samples`)
+    rollout  over the rollouts of the step that carry the value, fully masked ones included (`samples`)
     ratio    of sums, formed after they are reduced
     part     a sum that only a ratio needs; not reported
 """
@@ -64,7 +64,7 @@ class Metric:
     unit: str
     meaning: str
     _: KW_ONLY
-    kind: str = "mean"  # or "sum", "all", "total", "max", "min", "rank", "step", "sample", "ratio", "part"
+    kind: str = "mean"  # or "sum", "all", "total", "max", "min", "rank", "step", "rollout", "ratio", "part"
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
@@ -77,14 +77,15 @@ def _k3(x: Tensor) -> Tensor:
     return torch.expm1(-x) + x
 
 
-def _count(name: str, *words: str) -> Metric:
-    """An integer of the step plan, under its name there."""
-    return Metric(name, attrgetter(name), *words, kind="step")
+def _count(name: str, *words: str, is_policys: bool = False) -> Metric:
+    """An integer of the step plan, under its name there; of the objective: only in steps with a rollout of it."""
+    value = attrgetter(name)
+    return Metric(name, (lambda p: value(p) if p.num_rollouts else None) if is_policys else value, *words, kind="step")
 
 
 def _fact(name: str, *words: str, **rest: Any) -> Metric:
     """A property of `SampleFacts`, under its name there."""
-    return Metric(name, attrgetter(f"facts.{name}"), *words, kind="sample", **rest)
+    return Metric(name, attrgetter(name), *words, kind="rollout", **rest)
 
 
 def _of_gap(name: str, formula: Callable[[gap.Sums], Any], *words: str, **rest: Any) -> Metric:
@@ -197,12 +198,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "loss",
         lambda t: t.total,
-        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s",
+        "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss",
         "objective",
-        "the objective and all streams (β·Σ u·k of KL, -η·Σ u·H of entropy, …): what the gradient is of (before `--pg-grad-divisor`)",
-        kind="all",
+        "the objective, all streams (β·Σ u·k of KL, -η·Σ u·H of entropy, …) and multi-token prediction: what the gradient is of (before "
+        "`--pg-grad-divisor`)",
+        kind="total",
         level="none",
-        only_with="streams",
+        only_with="further",
     ),
     Metric(
         "kl_loss",
@@ -274,8 +276,8 @@ METRICS: tuple[Metric, ...] = (
     _fact(
         "num_rewards",
         "Σ 1[has a reward]",
-        "samples",
-        "samples that carry a reward; only they are in the metrics of rewards",
+        "rollouts",
+        "rollouts that carry a reward; only they are in the metrics of rewards",
     ),
     _fact(
         "zero_variance_fraction",
@@ -292,21 +294,21 @@ METRICS: tuple[Metric, ...] = (
     ),
     _fact(
         "response_length",
-        "Σ response_length / num_samples",
+        "Σ response_length / num_rollouts",
         "tokens",
-        "mean number of response tokens, trained or not",
+        "mean number of response tokens of a rollout, trained or not, all its samples together",
         signs=("changes slowly", "a collapse, or a run up to the limit"),
     ),
-    _fact("max_response_length", "max response_length", "tokens", "longest response"),
+    _fact("max_response_length", "max response_length", "tokens", "most response tokens of a rollout"),
     _fact(
         "truncated_fraction",
         "1[truncated]",
         "fraction",
-        "samples with `truncated=True`, of those that say it",
+        "rollouts with a sample that has `truncated=True`, of those with a sample that says it",
         needs="truncated",
         signs=("stable", Limit(high=0.5, cause="most responses end at the length limit: raise it, or mask them")),
     ),
-    _count("num_tokens", "T", "tokens", "tokens that the objective trains"),
+    _count("num_tokens", "T", "tokens", "tokens that the objective trains", is_policys=True),
     Metric(
         "num_tokens_masked",
         lambda plan: plan.num_response_tokens - plan.num_trained,
@@ -327,8 +329,8 @@ METRICS: tuple[Metric, ...] = (
         signs=("0, or a few in a million", "many: tokens and sets are not of one step of the engine"),
     ),
     _count("num_samples", "S", "samples", "training sequences (documents), fully masked ones included"),
-    _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included"),
-    _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id"),
+    _count("num_rollouts", "N_r", "rollouts", "trajectories, fully masked ones included", is_policys=True),
+    _count("num_prompts", "P", "prompts", "prompt groups; absent when samples have no prompt_id", is_policys=True),
     Metric(
         "new_logprobs",
         lambda t: t.result.logprobs,

@@ -22,6 +22,7 @@ class TokenValues:
     result: PolicyGradientLoss
     terms: LossTerms
     totals: Mapping[str, Tensor] = field(default_factory=dict)  # [] of losses over other tokens, by metric
+    vocab_size: int | None = None  # None: larger than any set of named tokens
 
     def __post_init__(self):
         found = {each.name: getattr(self.result, each.name) for each in fields(self.result)}
@@ -97,14 +98,16 @@ class TokenValues:
         return torch.where(self.fields.of_stream(name).mask, self.result.student_mass, 0)
 
     def is_floored(self, stream: Stream) -> Tensor:
-        """Whether the tail of a token's teacher is raised; False off the stream's tokens."""
-        return self.fields.of_stream(stream.name).mask & (self.fields.teacher_topk.tails < stream.tail_floor)
+        """Whether the tail of a token's teacher is raised; False off the stream's tokens, and where every token is named."""
+        teacher = self.fields.teacher_topk
+        is_low = self.fields.of_stream(stream.name).mask & (teacher.tails < stream.tail_floor)
+        return is_low if self.vocab_size is None else is_low & ((teacher.ids >= 0).sum(dim=1) < self.vocab_size)
 
-    @cached_property
+    @property
     def total(self) -> Tensor:
-        """Each token's share of the loss."""
+        """[] the whole loss: the objective, all streams, and the losses over other tokens."""
         total = torch.where(self.fields.of_policy.mask, self.fields.weights * self.token_losses, 0)
         for stream in self.terms.streams:
             weights, losses = self.of_stream(stream.name)
             total = total + stream.weight * weights * losses
-        return total
+        return torch.where(self.fields.mask, total, 0).sum() + self.totals.get("loss", 0.0)

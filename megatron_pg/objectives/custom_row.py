@@ -58,7 +58,8 @@ def row_failure(row: Row, loss: Callable, parameters: Parameters) -> str | None:
         found, slope = function(logprobs, old, advantages, row.numbers)
         at_rest = torch.cat(function(nothing, nothing, nothing, row.numbers))
     except Exception as error:  # the user's code may raise anything
-        return f"has a row that fails on 4096 tokens: {type(error).__name__}: {error}"
+        hint = f"; row_numbers names {len(row.numbers)} numbers" if isinstance(error, IndexError) else ""
+        return f"has a row that fails on 4096 tokens: {type(error).__name__}: {error}{hint}"
     for what, ours, theirs in (("loss", expected.detach(), found), ("derivative by log π", gradient, slope)):
         bad = ~((ours - theirs).abs() <= _TOLERANCE * (1 + ours.abs()))
         if bad.any():

@@ -52,6 +52,11 @@ def is_id(value: Any) -> bool:
     return is_int(value) and abs(value) < 2**62
 
 
+def is_environment(value: Any) -> bool:
+    """Whether it can name an environment: it is part of the names of metrics."""
+    return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
+
+
 def is_stream(value: Any) -> bool:
     """Whether it can name a stream: a word that flags and metrics can hold."""
     return isinstance(value, str) and _STREAM.fullmatch(value) is not None
@@ -129,6 +134,7 @@ FIELDS = {
     "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
+    "environment": Field(is_environment, is_required=False),
     "weight_version": Field(lambda value: is_int(value) and 0 <= value < 2**62, is_required=False, is_origin=True),
     "worker": Field(is_id, is_required=False, is_origin=True),
     "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),

@@ -215,6 +215,7 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         "old_logprobs": None if sample.old_logprobs is None else _finite(sample.old_logprobs),
         "advantage": advantages[0] if advantages and len(set(advantages)) == 1 else advantages,
         "truncated": sample.truncated,
+        "environment": sample.environment,
         **{name: getattr(sample, name) for name in ORIGINS},
         "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},

@@ -24,12 +24,13 @@ def hidden_states_of(values: Any, label: str) -> Tensor:
         if isinstance(values, Mapping):
             return _decoded(values)
         if isinstance(values, np.ndarray):
-            values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
-        array = values.detach().cpu()
-        if array.dim() == 2 and array.dtype.is_floating_point:
-            return array.contiguous() if array.dtype == torch.bfloat16 else array.float().contiguous()
+            values = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+        if values.dim() == 2 and values.dtype.is_floating_point:
+            dtype = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
+            # copied, because the caller may reuse a buffer
+            return values.detach().to("cpu", dtype, copy=True).contiguous()
     except Exception:  # of whatever else was given
-        array = None
+        dtype = None
     raise ValueError(
         f"teacher_hidden={shorten(values)} of sample {label} are no hidden states. Give a tensor or array [R, H] of floating-point numbers, "
         'or {"width": H, "bfloat16": …}: rows of little-endian numbers in base64 (or "float32").'

@@ -3,6 +3,7 @@
 Everything is checked here, at the door, so that nothing later has to.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_pg.rollouts.fields import (
     ORIGINS,
     POLICY,
     Id,
+    is_environment,
     is_id,
     is_int,
     is_number,
@@ -67,8 +69,9 @@ class Sample:
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
     )
     step: int | None = None  # optimizer step that it belongs to
-    reward: float | None = None
+    reward: float | None = None  # of its rollout: samples of one trajectory have the same, or only one of them has it
     truncated: bool | None = None  # the response ended at a length limit; None: not known
+    environment: str | None = None  # of its rollout, whose metrics are also reported for each environment
     weight_version: int | None = None  # optimizer steps behind the weights that the rollout engine sampled with
     worker: Id | None = None  # the rollout engine that sampled it
     data_parallel_rank: int | None = None  # of the trainer, that computed old_logprobs
@@ -77,7 +80,7 @@ class Sample:
     def __post_init__(self):
         label = _label(self.sample_id)
         object.__setattr__(self, "sample_id", label)
-        for name in ("prompt_id", "rollout_id", "step", "reward", "truncated", *ORIGINS):
+        for name in ("prompt_id", "rollout_id", "step", "reward", "truncated", "environment", *ORIGINS):
             object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("prompt_id", "rollout_id"):
             value = getattr(self, name)
@@ -97,6 +100,11 @@ class Sample:
         if self.truncated is not None and not FIELDS["truncated"].accepts(self.truncated):
             raise ValueError(
                 f"truncated={shorten(self.truncated)} of sample {label} is neither True nor False. Give one, or none."
+            )
+        if self.environment is not None and not is_environment(self.environment):
+            raise ValueError(
+                f"environment={shorten(self.environment)} of sample {label} is not a string of 1 to 100 printable characters. Give its name, or "
+                "none."
             )
         for name in ORIGINS:
             value = getattr(self, name)
@@ -171,6 +179,7 @@ class Sample:
         Raises:
             ValueError: a value has no meaning as its field, or `Sample` refuses it.
         """
+        _check_names(rest)
         names = (rest.get(name) for name in ("sample_id", "rollout_id", "prompt_id"))
         label = rest["sample_id"] = _label(next((name for name in names if name is not None), "?"))
         if not is_int(length := plain(response_length)) or abs(length) >= 2**62:
@@ -221,6 +230,15 @@ class Sample:
         return self.loss_mask if stream == self.stream else self.masks.get(stream)
 
 
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse what is no field of a sample."""
+    names = ("advantage", *Sample.__dataclass_fields__.keys() - {"advantages"})
+    for name in given.keys() - set(names):
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{shorten(name)} is not an argument of Sample.build.{hint} Put your own fields into extra.")
+
+
 def check_lengths(total_length: int, response_length: int) -> None:
     """Refuse a sample without a prompt token (its first response token has no logits) or without a response token."""
     if response_length < 1:
@@ -257,6 +275,7 @@ def _is_vector(values: Any) -> bool:
 def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tensor:
     """[n] float64, or int64 where only integers have a meaning, from a list, an array or a tensor of these kinds."""
     dtype, found = torch.int64 if kinds == (int,) else torch.float64, set()
+    is_tensor = isinstance(values, Tensor)
     try:
         if isinstance(values, np.ndarray) and values.dtype != object:
             values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
@@ -266,7 +285,8 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
             values = _plain_list(values)
             found = set(map(type, values))
         if found <= set(kinds) or len(values) == 0:
-            vector = torch.as_tensor(values, dtype=dtype, device="cpu").detach()
+            # copied, because the caller may reuse a buffer; an array has been copied above
+            vector = torch.as_tensor(values, dtype=None if is_tensor else dtype).detach().to("cpu", dtype, copy=is_tensor)
             if _is_vector(vector):
                 return vector
     except Exception:  # of whatever else was given

@@ -9,6 +9,7 @@ its totals reach every micro-batch before the first loss.
 Nothing is pulled that cannot be needed: a group that does not fit waits for the next micro-batch, or the next step.
 """
 
+import functools
 import json
 import math
 from collections import deque
@@ -249,27 +250,53 @@ class DocumentAccumulator:
         rank = 0 if group is None else torch.distributed.get_rank(group)
         size = 1 if group is None else torch.distributed.get_world_size(group)
         table, has_progressed = [_Counts()] * size, True
-        while True:
-            try:
-                limits = self._limits(table, has_progressed=has_progressed)
-            except ValueError as failure:  # the same on every rank
-                return table, failure
+        while (limits := self._limits(table, has_progressed=has_progressed)) is not None:
             try:
                 if error is None:
                     draft.take(limits[rank])
             except Exception as failure:  # travels to the other ranks, so that all of them stop
                 error = failure
-            row = torch.tensor(draft.counts(has_failed=error is not None), dtype=torch.int64)
-            rows = row[None] if group is None else all_gather_rows(row, group, error=error)
-            before, table = _total(table), [_Counts(*counts) for counts in rows.tolist()]
+            before, table = _total(table), _gather_counts(draft, group, error)
             has_progressed = _total(table) > before
             if any(counts.has_failed for counts in table) or all(counts.has_ended for counts in table):
                 return table, error
             if _total(table) >= self._rule.num_documents:
                 return table, None
+        return self._searched(draft, group, table)
 
-    def _limits(self, table: Sequence[_Counts], *, has_progressed: bool) -> list[float]:
-        """How many documents each rank may take in the next round."""
+    def _searched(
+        self, draft: "Draft", group: ProcessGroup | None, table: list[_Counts]
+    ) -> tuple[list[_Counts], Exception | None]:
+        """Any whole groups that are N documents together, where taking them in turn has not come to N; all ranks' counts."""
+        wanted, rank = self._rule.num_documents, 0 if group is None else torch.distributed.get_rank(group)
+        row, error = torch.zeros(1 + wanted, dtype=torch.int64), None
+        try:
+            row[draft.reachable(wanted)] = 1
+        except Exception as failure:  # travels to the other ranks: every other row begins with 1
+            error = failure
+        rows = row[None] if group is None else all_gather_rows(row, group, error=error)
+        try:
+            if rows[:, 0].all():
+                shares = whole_groups([each.nonzero().flatten().tolist() for each in rows], wanted)
+                if shares is None:
+                    return table, self._no_step(table)  # the same on every rank
+                draft.take_exactly(shares[rank], wanted)
+        except Exception as failure:
+            error = failure
+        return _gather_counts(draft, group, error), error
+
+    def _no_step(self, table: Sequence[_Counts]) -> ValueError:
+        missing = self._rule.num_documents - _total(table)
+        next_groups = ", ".join(
+            f"{counts.next_group} on rank {rank}" for rank, counts in enumerate(table) if not counts.has_ended
+        )
+        return ValueError(
+            f"--docs-per-step {self._rule.num_documents} with --docs-per-step-policy exact: {missing} documents are missing, and the "
+            f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
+        )
+
+    def _limits(self, table: Sequence[_Counts], *, has_progressed: bool) -> list[float] | None:
+        """How many documents each rank may take in the next round; None: no next group fits into a step of exactly N."""
         if self._rule.policy == "at_least":
             return [math.inf] * len(table)
         size, missing = len(table), self._rule.num_documents - _total(table)
@@ -283,11 +310,7 @@ class DocumentAccumulator:
             return limits
         able = [rank for rank in active if table[rank].next_group <= missing]  # 0: not pulled yet
         if not able:
-            next_groups = ", ".join(f"{table[rank].next_group} on rank {rank}" for rank in sorted(active))
-            raise ValueError(
-                f"--docs-per-step {self._rule.num_documents} with --docs-per-step-policy exact: {missing} documents are missing, and the "
-                f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
-            )
+            return None
         limits[able[0]] = missing
         return limits
 
@@ -333,16 +356,39 @@ class Draft:
             has_failed=has_failed,
         )
 
+    def reachable(self, limit: int) -> list[int]:
+        """Gives back what was taken, and looks at the groups from the begin of the step on: the sums of the first ones up to `limit`."""
+        self.waiting.extendleft(reversed(self.taken))
+        self.microbatches, self.taken, self._room, self._units = [], [], 0, set()
+        sums = [0]
+        while sums[-1] < limit and (len(sums) <= len(self.waiting) or self._pull()):
+            sums.append(sums[-1] + len(self.waiting[len(sums) - 1]))
+        return [total for total in sums if total <= limit]
+
+    def take_exactly(self, count: int, limit: int) -> None:
+        """That many documents, one of the sums that are `reachable` up to `limit`."""
+        while (taken := self.counts(has_failed=False).documents) < count:
+            self.take(count - taken)
+        # of the groups that were looked at
+        self._next_group = len(self.waiting[0]) if count < limit and self.waiting else 0
+
+    def _pull(self) -> bool:
+        """Add the source's next group to those that wait; False at the end."""
+        if (item := next(self._source, _END)) is _END:
+            return False
+        group = tuple(item) if isinstance(item, (list, tuple)) else (item,)
+        if not group or not all(isinstance(document, Sample) for document in group):
+            raise ValueError(
+                f"the documents gave {'an empty list' if item in ([], ()) else f'a {type(item).__name__}'}, not a Sample or a list of "
+                "Samples, so nothing can be counted. Use Sample.build."
+            )
+        self.waiting.append(group)
+        return True
+
     def _next(self) -> Group | None:
         """The next group, which is then waiting; None at the end."""
-        if not self.waiting and (item := next(self._source, _END)) is not _END:
-            group = tuple(item) if isinstance(item, (list, tuple)) else (item,)
-            if not group or not all(isinstance(document, Sample) for document in group):
-                raise ValueError(
-                    f"the documents gave {'an empty list' if item in ([], ()) else f'a {type(item).__name__}'}, not a Sample or a list of "
-                    "Samples, so nothing can be counted. Use Sample.build."
-                )
-            self.waiting.append(group)
+        if not self.waiting:
+            self._pull()
         self._has_ended = not self.waiting
         self._next_group = len(self.waiting[0]) if self.waiting else 0
         return self.waiting[0] if self.waiting else None
@@ -372,6 +418,33 @@ def check_end(rule: StepRule, total: int, seen: int) -> ValueError | None:
         few = f", {total} are too few for a step of {rule.num_documents} and were left (--docs-per-step-end stop)"
         raise EndOfDocuments(f"the documents have ended: {seen} were trained{few if total else ''}")
     return None
+
+
+def _gather_counts(draft: Draft, group: ProcessGroup | None, error: Exception | None) -> list[_Counts]:
+    """All ranks' counts of the step so far, in rank order."""
+    row = torch.tensor(draft.counts(has_failed=error is not None), dtype=torch.int64)
+    rows = row[None] if group is None else all_gather_rows(row, group, error=error)
+    return [_Counts(*counts) for counts in rows.tolist()]
+
+
+def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] | None:
+    """A number of documents for each rank, out of those that it can take, `wanted` together and near to equal shares; None: there is none.
+
+    Bit k of `rests[r]`: the ranks from r on can take k documents together.
+    """
+    rests = [1]
+    for sums in reversed(reachable):
+        rests.append(functools.reduce(int.__or__, (rests[-1] << total for total in sums), 0) & (2 << wanted) - 1)
+    rests.reverse()
+    if not rests[0] >> wanted & 1:
+        return None
+    found: list[int] = []
+    for rank, sums in enumerate(reachable):
+        left = wanted - sum(found)
+        share = left / (len(reachable) - rank)
+        possible = [total for total in sums if total <= left and rests[rank + 1] >> (left - total) & 1]
+        found.append(min(possible, key=lambda total: abs(total - share)))  # noqa: B023
+    return found
 
 
 def _total(table: Iterable[_Counts]) -> int:

@@ -2,14 +2,15 @@
 
 Every rollout and every prompt has an owner: the rank that a hash of its key gives. Each rank sends the owner one row per unit
 that its samples belong to; the owner adds up, looks for what may not be, and answers. What is left is sums and largest values.
-So a rank receives about as many rows as it has units, and 24 bytes of every other rank, whatever the aggregation.
+So a rank receives about as many rows as it has units, and 64 bytes of every other rank, whatever the aggregation.
 
     all-gather heads -> all-to-all sizes, rows -> count -> all-to-all answers -> all-reduce sums, largest values
 
 Every rank reaches every collective; those behind a mistake are reached by all that have heard of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +19,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_pg.metrics.samples import (
-    RANGES,
+    LARGEST,
+    LAST,
+    NOTHING,
+    UNIT_COLUMNS,
     SampleFacts,
-    count_ranges,
+    count_groups,
     fact_sums,
     largest_facts,
-    merged_ranges,
-    reward_ranges,
+    merged_facts,
+    of_environments,
+    unit_facts,
 )
 from megatron_pg.step.collectives import all_gather_rows, all_reduced, all_to_all_rows, decode, encode
 from megatron_pg.step.errors import StepPlanError, message_of
@@ -32,7 +37,8 @@ from megatron_pg.step.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, 
 
 MESSAGE = 512  # bytes of a rank's error, or of an id, that travel to the others
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units, and their column in the table
-_KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # of a unit's row; behind the tokens, ranges of rewards
+_KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # of a unit's row; after the tokens, its facts
+ONE_PER_ROLLOUT = {"reward": LARGEST, "environment": LAST}  # fields of which a rollout has one value, by column of its facts
 _NOWHERE = 2**52  # behind every place, and exact in float64: of a unit whose samples another rank brings
 
 
@@ -45,17 +51,20 @@ class Head(NamedTuple):
     has_prompt_ids: int
     num_microbatches: int
     has_support: int  # 1 or 0; -1 without samples of the objective
+    content: int  # digest of its samples; 0: not to be compared
+    environments: int  # bytes of their names
 
     @classmethod
     def of(cls, local: LocalTable, error: Exception | None) -> "Head":
         """This rank's."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        return cls(len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support)
+        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support
+        return cls(*sizes, local.content, len(json.dumps(local.environments)) if local.environments else 0)
 
 
 def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:
     """All ranks' heads, in rank order; raises on every rank where one rank reports an error."""
-    heads = [Head(*values) for values in gathered(torch.tensor(head, dtype=torch.int32), group, error).tolist()]
+    heads = [Head(*values) for values in gathered(torch.tensor(head, dtype=torch.int64), group, error).tolist()]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
         messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
         texts = [decode(messages[rank]) for rank in failed]
@@ -63,6 +72,14 @@ def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None
             raise StepPlanError(texts[0])
         raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
     return heads
+
+
+def gather_environments(names: Sequence[str], heads: Sequence[Head], group: ProcessGroup | None) -> list[str]:
+    """The names of all ranks' environments, in one order; a collective only where a head announces some."""
+    if not (size := max(head.environments for head in heads)):
+        return []
+    rows = gathered(encode(json.dumps(names), size), group)
+    return sorted({name for row in rows for name in json.loads(decode(row))})
 
 
 def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
@@ -112,25 +129,29 @@ class WholeStep:
     facts: SampleFacts
     divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` that lies on two ranks
     mixed: Stray | None  # a rollout of two prompts
+    conflicting: Mapping[str, Stray]  # by field: a rollout with two rewards, or of two environments
 
 
-def exchange(local: LocalTable, rule: PlanRule, group: ProcessGroup | None) -> WholeStep:
-    """Count the step; every rank of `group` must call, with the same rule. None counts this process alone."""
+def exchange(
+    local: LocalTable, rule: PlanRule, group: ProcessGroup | None, environments: Sequence[str] = ()
+) -> WholeStep:
+    """Count the step; every rank of `group` must call, with the same rule and environments. None counts this process alone."""
     rank = 0 if group is None else torch.distributed.get_rank(group)
     own = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
     deal = _Deal(torch.cat([units.rows for units in own]), group)
     owned = [_owned_units(deal.rows, kind) for kind in KINDS.values()]
     answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in own])
     strays = _strays(owned, rule)
-    sums = _combined(_sums(local, rule, rank, own, owned), ReduceOp.SUM, group)
-    largest = _combined(_largest(local, own, strays), ReduceOp.MAX, group)
-    found = _first_strays(strays, largest[-1], group)
+    of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
+    sums = _combined(_sums(local, rule, rank, own, owned, of_rollouts), ReduceOp.SUM, group)
+    largest = _combined(_largest(own, of_rollouts, strays), ReduceOp.MAX, group)
+    mixed, *found = _first_strays(strays, largest[-1], group)
     num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
     return WholeStep(
         units={
             kind: _units(answer[units.of_held], of_sums, of_largest)
             for kind, units, answer, of_sums, of_largest in zip(
-                KINDS.values(), own, answers, sums[4:], largest[1:], strict=False
+                KINDS.values(), own, answers, sums[4:], largest[1:-1], strict=True
             )
         },
         tokens=sums[1].tolist(),
@@ -139,9 +160,14 @@ def exchange(local: LocalTable, rule: PlanRule, group: ProcessGroup | None) -> W
         num_response_tokens=num_response_tokens,
         num_missing=num_missing,
         is_balanced=balance % MODULUS == 0,
-        facts=SampleFacts(sums[2], largest[0], sums[3]),
-        divided={kind: stray for kind, stray in zip(rule.undivided, found[1:], strict=True) if stray is not None},
-        mixed=found[0],
+        facts=SampleFacts.of(sums[2], largest[0], sums[3], environments),
+        conflicting={field: stray for field, stray in zip(ONE_PER_ROLLOUT, found, strict=False) if stray is not None},
+        divided={
+            kind: stray
+            for kind, stray in zip(rule.undivided, found[len(ONE_PER_ROLLOUT) :], strict=True)
+            if stray is not None
+        },
+        mixed=mixed,
     )
 
 
@@ -164,9 +190,11 @@ def _own_units(local: LocalTable, rule: PlanRule, kind: int, rank: int) -> _OwnU
     heads = torch.full((number, _TOKENS), kind, dtype=torch.int64)
     heads[inverse, _KEY], heads[inverse, _PART] = keys, parts
     heads[:, _PLACE] = torch.full((number,), _NOWHERE).scatter_reduce(0, brought, places, "amin")
-    facts = local.rows[:, FACTS] * local.has_prompt_ids  # without them there are no groups of rewards
-    ranges = merged_ranges(reward_ranges(facts, local.rows[:, ROLLOUT]), brought, number)
-    return _OwnUnits(torch.cat([heads, _added(local.rows[:, rule.counted], brought, number), ranges], dim=1), of_held)
+    facts = unit_facts(local.rows[:, FACTS])
+    if kind == PROMPT:  # without prompt ids there are no groups of rewards
+        facts = unit_facts(local.rows[:, FACTS] * local.has_prompt_ids, local.rows[:, ROLLOUT])
+    merged = merged_facts(facts, brought, number)
+    return _OwnUnits(torch.cat([heads, _added(local.rows[:, rule.counted], brought, number), merged], dim=1), of_held)
 
 
 def _numbered(keys: Tensor) -> Tensor:
@@ -216,37 +244,42 @@ class _OwnedUnits(NamedTuple):
     places: Tensor  # [n] of the rows among all that came
     inverse: Tensor  # [n] the unit of each
     totals: Tensor  # [U, C]
-    ranges: Tensor  # [U, 4]
+    facts: Tensor  # [U, 6] of `merged_facts`
 
 
 def _owned_units(rows: Tensor, kind: int) -> _OwnedUnits:
     places = (rows[:, _KIND] == kind).nonzero().flatten()
     rows = rows[places]
     units, inverse = rows[:, _KEY].unique(return_inverse=True)
-    tokens, ranges = rows[:, _TOKENS:].tensor_split([-RANGES], dim=1)
-    totals, ranges = _added(tokens, inverse, len(units)), merged_ranges(ranges, inverse, len(units))
-    return _OwnedUnits(rows, places, inverse, totals, ranges)
+    tokens, facts = rows[:, _TOKENS:].tensor_split([-UNIT_COLUMNS], dim=1)
+    totals, facts = _added(tokens, inverse, len(units)), merged_facts(facts, inverse, len(units))
+    return _OwnedUnits(rows, places, inverse, totals, facts)
 
 
 def _answers(rows: Tensor, owned: Sequence[_OwnedUnits]) -> Tensor:
     """[n, C] of all rows that came: the tokens of their units."""
-    found = torch.zeros(len(rows), rows.shape[1] - _TOKENS - RANGES, dtype=torch.int64)
+    found = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS, dtype=torch.int64)
     for units in owned:
         found[units.places] = units.totals[units.inverse].clamp(min=0)
     return found
 
 
 def _sums(
-    local: LocalTable, rule: PlanRule, rank: int, own: Sequence[_OwnUnits], owned: Sequence[_OwnedUnits]
+    local: LocalTable,
+    rule: PlanRule,
+    rank: int,
+    own: Sequence[_OwnUnits],
+    owned: Sequence[_OwnedUnits],
+    of_rollouts: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Integers that add up over the ranks."""
+    """Integers that add up over the ranks; `of_rollouts`: facts of all owned rollouts, and of those of each environment."""
     balance = sum(share.balance(rank) for share in local.shares) % MODULUS
     num_trained = int(local.rows[:, rule.union].clamp(min=0).sum())
     found = [
         torch.tensor([num_trained, local.num_positions, local.num_response_tokens, local.num_missing, balance]),
         local.rows[:, rule.counted].clamp(min=0).sum(dim=0),
-        fact_sums(local.rows[:, FACTS]),
-        count_ranges(owned[-1].ranges),
+        torch.cat([fact_sums(rollouts) for rollouts in of_rollouts]),
+        count_groups(owned[-1].facts),
     ]
     for mine, units in zip(own, owned, strict=True):
         counts = [(units.totals >= 0).sum(dim=0), (units.totals > 0).sum(dim=0)]
@@ -258,12 +291,12 @@ def _count_brought(units: _OwnUnits) -> int:
     return int((units.rows[:, _PLACE] != _NOWHERE).sum())
 
 
-def _largest(local: LocalTable, own: Sequence[_OwnUnits], strays: Sequence[Stray]) -> list[Tensor]:
+def _largest(own: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
     """Numbers of which the largest of all ranks counts."""
     counts = [float(_count_brought(units)) for units in own]
     sets = [torch.tensor([n, -n if n else -torch.inf], dtype=torch.float64) for n in counts]
     first = torch.tensor([-stray.sample for stray in strays], dtype=torch.float64)
-    return [largest_facts(local.rows[:, FACTS]), *sets, first]
+    return [torch.cat([largest_facts(rollouts) for rollouts in of_rollouts]), *sets, first]
 
 
 def _combined(parts: Sequence[Tensor], operation: ReduceOp.RedOpType, group: ProcessGroup | None) -> Sequence[Tensor]:
@@ -280,19 +313,26 @@ def _units(tokens: Tensor, sums: Tensor, largest: Tensor) -> Units:
 
 
 def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
-    """Of a rollout of two prompts, and of units that may not be divided, by kind: the first on this rank."""
-    of_kind = dict(zip(KINDS, owned, strict=True))
-    found = [_stray(of_kind["rollout_id"].rows, lambda rows: rows[:, _PART])]
-    return found + [_stray(of_kind[kind].rows, lambda rows: rows[:, _PLACE] >> 32) for kind in rule.undivided]
+    """The first on this rank: of a rollout of two prompts, of two values of a field, of units that may not be divided, by kind."""
+    rows = {kind: units.rows[units.rows[:, _PLACE] != _NOWHERE] for kind, units in zip(KINDS, owned, strict=True)}
+    rollouts = rows["rollout_id"]
+    found = [_stray(rollouts, rollouts[:, _PART])]
+    found += [_conflict(rollouts, column - UNIT_COLUMNS) for column in ONE_PER_ROLLOUT.values()]
+    return found + [_stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided]
 
 
-def _stray(rows: Tensor, part_of: Callable[[Tensor], Tensor]) -> Stray:
+def _conflict(rows: Tensor, column: int) -> Stray:
+    """Of a rollout whose largest and smallest value of a field, in this column and the next, differ."""
+    rows = rows[rows[:, column] != NOTHING]
+    return _stray(rows.repeat(2, 1), torch.cat([rows[:, column], rows[:, column + 1]]))
+
+
+def _stray(rows: Tensor, parts: Tensor) -> Stray:
     """The first sample that lies in another part than its unit's first."""
-    rows = rows[rows[:, _PLACE] != _NOWHERE]
-    rows = rows[rows[:, _PLACE].argsort()]
+    order = rows[:, _PLACE].argsort(stable=True)
+    rows, parts = rows[order], parts[order]
     inverse, indices = _numbered(rows[:, _KEY]), torch.arange(len(rows))
     first = torch.full_like(indices, len(rows)).scatter_reduce(0, inverse, indices, "amin")[inverse]
-    parts = part_of(rows)
     apart = (parts != parts[first]).nonzero().flatten()
     if not len(apart):
         return _NO_STRAY

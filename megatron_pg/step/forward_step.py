@@ -167,6 +167,11 @@ class PolicyGradientStep:
             StepPlanError, ContractError, NonFiniteLossError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
+        if arguments.get("collect_non_loss_data"):  # on this rank alone, so before any collective
+            raise ContractError(
+                "collect_non_loss_data asks for outputs instead of losses, on the last rank alone; run such a forward without "
+                "PolicyGradientStep"
+            )
         self.calls += 1
         with lost_peer_named(lambda: f"in its step {self.calls}, before the optimizer moved"):
             return self._run(forward_backward_func, arguments)

@@ -47,16 +47,17 @@ def microbatch_loss(
         grad_scale: the contract's, so that the gradient is made in its final scale.
         totals: [] each, of the losses that S has further, by metric.
     """
+    vocabulary = _vocabulary(logits.shape[1], settings, tp_group)
     found = policy_gradient_loss(
         logits,
         PolicyLoss(settings.terms, local.fields),
-        _vocabulary(logits.shape[1], settings, tp_group),
+        vocabulary,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
         inplace=settings.impl == "triton" and may_be_overwritten(logits),
         impl=settings.impl,
     )
-    return _with_diagnostics(found, local, settings, totals)
+    return _with_diagnostics(found, local, settings, totals, vocabulary.size)
 
 
 def microbatch_head_loss(
@@ -78,18 +79,19 @@ def microbatch_head_loss(
         totals: as in `microbatch_loss`.
         teacher_weight: as in `policy_gradient_head_loss`.
     """
+    vocabulary = _vocabulary(len(call.weight), settings, call.tp_group)
     found = policy_gradient_head_loss(
         call.hidden,
         call.weight,
         PolicyLoss(settings.terms, local.fields),
-        _vocabulary(len(call.weight), settings, call.tp_group),
+        vocabulary,
         head_of(call, settings),
         rows=local.trained,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
         teacher_weight=teacher_weight,
     )
-    return _with_diagnostics(found, local, settings, totals)
+    return _with_diagnostics(found, local, settings, totals, vocabulary.size)
 
 
 def microbatch_logprobs_loss(
@@ -121,12 +123,16 @@ def head_of(call: HeadCall, settings: LossSettings) -> Head:
 
 
 def _with_diagnostics(
-    found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings, totals: Totals
+    found: PolicyGradientLoss,
+    local: LocalBatch,
+    settings: LossSettings,
+    totals: Totals,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
         fields, policy = local.fields, found.loss.detach()
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
-        values = TokenValues(fields, found, settings.terms, totals)
+        values = TokenValues(fields, found, settings.terms, totals, vocab_size)
         if settings.terms.streams:
             policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))

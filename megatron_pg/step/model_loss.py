@@ -119,7 +119,7 @@ class ModelLoss:
                 f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, so their losses "
                 "would be lost; this megatron-core orders them otherwise than the releases of docs/megatron.md"
             )
-        scale, totals = self._contract.grad_scale, totals_of(depths, self._plan)
+        scale, totals = self._contract.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         if deferred:
             call = deferred.take()
             weight = self._teacher_weight

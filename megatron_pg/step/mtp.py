@@ -56,12 +56,14 @@ def _weighted(found: CrossEntropy, depth: DepthFields) -> DepthLoss:
     )
 
 
-def totals_of(depths: Sequence[DepthLoss], plan: StepPlan) -> dict[str, Tensor]:
-    """What the metrics add up: this micro-batch's part of the loss, and of the share of accepted tokens."""
+def totals_of(depths: Sequence[DepthLoss], plan: StepPlan, factor: float) -> dict[str, Tensor]:
+    """What the metrics add up: this micro-batch's part of the loss and of the share of accepted tokens; `factor` is λ."""
     if not depths:
         return {}
     accepted = torch.stack([depth.accepted for depth in depths]).sum().double()
+    loss = torch.stack([depth.total.detach() for depth in depths]).sum()
     return {
-        "mtp_loss": torch.stack([depth.total.detach() for depth in depths]).sum(),
+        "mtp_loss": loss,
+        "loss": factor * loss,
         "mtp_acceptance": accepted / max(sum(plan.depth_counts), 1),
     }

@@ -22,7 +22,17 @@ from megatron_pg.rollouts.fields import Id, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.step.collectives import decode, encode
 from megatron_pg.step.errors import StepPlanError
-from megatron_pg.step.exchange import KINDS, MESSAGE, Head, Stray, WholeStep, exchange, gather_heads, gathered
+from megatron_pg.step.exchange import (
+    KINDS,
+    MESSAGE,
+    Head,
+    Stray,
+    WholeStep,
+    exchange,
+    gather_environments,
+    gather_heads,
+    gathered,
+)
 from megatron_pg.step.table import (
     PROMPT,
     ROLLOUT,
@@ -128,9 +138,12 @@ def plan_from_table(
     except StepPlanError as failure:
         raise failure from error
     _check_agreement(heads)
-    whole = exchange(local, rule, group)
+    if rule.numbers_may_repeat:
+        _check_copies(heads)
+    whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
     _check_shares(whole.is_balanced, local.shares, group)
     name_of = partial(_name_of, local.ids, group)
+    _check_conflicts(whole.conflicting, local, name_of, group)
     _check_undivided(whole.divided, rule.undivided, name_of)
     _check_groups(whole.mixed, name_of)
     warning = _check_unique(whole, heads, rule, local, group)
@@ -181,10 +194,15 @@ def _plan_streams(
 
 
 def _name_of(ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, place: int, column: int) -> str:
-    """The id of a sample, from the rank that has it: a collective, which every rank reaches with its error."""
+    """The id of a sample."""
+    return _told(lambda index: shorten(ids[column][index]), group, place)
+
+
+def _told(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
+    """A text about a sample, from the rank that has it: a collective, which every rank reaches with its error."""
     owner, index = place >> 32, place & (2**32 - 1)
     rank = torch.distributed.get_rank(group) if group is not None else 0
-    return decode(gathered(encode(shorten(ids[column][index]) if rank == owner else "", MESSAGE), group)[owner])
+    return decode(gathered(encode(text_of(index) if rank == owner else "", MESSAGE), group)[owner])
 
 
 def _check_agreement(heads: Sequence[Head]) -> None:
@@ -207,6 +225,39 @@ def _check_agreement(heads: Sequence[Head]) -> None:
                 f"rank 0 has {heads[0].num_microbatches} micro-batches, rank {rank} has {head.num_microbatches}; Megatron's schedule "
                 "needs the same number everywhere. Fill up with empty micro-batches."
             )
+
+
+def _check_copies(heads: Sequence[Head]) -> None:
+    """Refuse ranks that bring the same samples; `content_of` says when that is no chance."""
+    first: dict[int, int] = {}
+    for rank, head in enumerate(heads):
+        if head.content and (other := first.setdefault(head.content, rank)) != rank:
+            raise StepPlanError(
+                f"data-parallel ranks {other} and {rank} have the same {head.num_samples} samples, which would be trained twice. Give "
+                "cut_microbatches each rank's own data_parallel_rank. If they are different samples, give each its own sample_id."
+            )
+
+
+def _check_conflicts(
+    conflicting: Mapping[str, Stray], local: LocalTable, name_of: Callable[[int, int], str], group: ProcessGroup | None
+) -> None:
+    """A rollout has one reward, and is of one environment."""
+    for name, stray in conflicting.items():
+        rollout, places = name_of(stray.first, ROLLOUT), sorted({*stray})
+        values = [_told(partial(_values_in_rollout, local, name), group, place) for place in places]
+        raise StepPlanError(
+            f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. Give all its samples the "
+            f"same {name}, or only one of them."
+        )
+
+
+def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
+    """The values of a field in the samples here of one sample's rollout, each with the first sample that has it."""
+    rollouts, found = local.rows[:, ROLLOUT].tolist(), {}
+    for key, sample in zip(rollouts, local.samples or (), strict=True):
+        if key == rollouts[index] and (value := getattr(sample, name)) is not None:
+            found.setdefault(shorten(value), sample.sample_id)
+    return " and ".join(f"{value} in sample {label}" for value, label in found.items())
 
 
 def _check_shares(is_balanced: bool, shares: Sequence[Share], group: ProcessGroup | None) -> None:

@@ -158,7 +158,7 @@ def features_of(
         "correction": correction.name != "none" and not selects,
         "selection": selects,
         **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
-        "streams": bool(terms.streams),
+        "further": bool(terms.streams) or mtp_depths > 0,
         "mtp": mtp_depths > 0,
         "support_missing": masks_missing,
     }

@@ -16,7 +16,7 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.metrics.samples import COLUMNS, encode_facts
-from megatron_pg.rollouts.fields import POLICY, Id
+from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
 
@@ -24,6 +24,8 @@ MODULUS = 2**44  # of sums of digests, which integers of 64 bits hold for 2^19 r
 TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of a table
 WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of streams and depths
 FACTS = slice(4, WIDTH)
+_SURELY_DRAWN_ONCE = -20.0  # nats: a step in a billion has such samples twice
+_MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,8 @@ class LocalTable:
     num_missing: int = 0  # of `PackedBatch`
     has_support: int = -1  # of the objective's samples: 1 or 0; -1 without any, or where it is not known
     ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
+    content: int = 0  # digest of its samples; 0: not to be compared with other ranks'
+    environments: tuple[str, ...] = ()  # of the objective's samples, each name once
     samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
     shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
     selection: SelectionFacts | None = None  # the same on every rank
@@ -195,8 +199,32 @@ def local_table_of(
         num_missing=sum(batch.num_missing for batch in brought),
         has_support=_has_support(samples, rule.policy),
         samples=[samples[i] for i in mine],
+        content=content_of([samples[i] for i in mine]),
+        environments=tuple(sorted({samples[i].environment for i in mine if counts[i] >= 0} - {None})),
         shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
     )
+
+
+def content_of(samples: Sequence[Sample]) -> int:
+    """Digest of a rank's samples, > 0; 0 where other ranks could have drawn equal ones by chance.
+
+    Samples of the same rollouts are never equal by chance, unless all responses are one token. Samples without rollout ids are
+    not where they had a probability below e^-20 together.
+    """
+    if all(sample.rollout_id is not None for sample in samples):
+        is_known = any(sample.response_length > 1 for sample in samples)
+    else:
+        drawn = [s.old_logprobs[s.loss_mask].sum() for s in samples if s.old_logprobs is not None]
+        is_known = float(sum(drawn)) < _SURELY_DRAWN_ONCE
+    if not is_known:
+        return 0
+    content = hashlib.blake2b(digest_size=8)
+    for sample in samples:
+        names = (sample.sample_id, sample.rollout_id, sample.prompt_id, sample.stream, sample.response_length)
+        content.update(repr((*names, sample.reward, sorted(sample.masks))).encode())
+        for values in (sample.tokens, sample.loss_mask, sample.old_logprobs, sample.advantages):
+            content.update(b"" if values is None else values.numpy().tobytes())
+    return 1 + (int.from_bytes(content.digest(), "big") >> 2)
 
 
 def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:
@@ -266,9 +294,9 @@ def _check_aggregation(aggregation: str, divisor: float | None) -> None:
             f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
         )
     takes_divisor = AGGREGATIONS[aggregation].takes_divisor
-    if takes_divisor and not (divisor is not None and 0 < divisor < float("inf")):
+    if takes_divisor and not (is_number(divisor := plain(divisor)) and 0 < divisor < float("inf")):
         raise ValueError(
-            f"divisor={divisor} of {aggregation} must be finite and > 0. Set it to a length, for instance 4096."
+            f"divisor={shorten(divisor)} of {aggregation} must be a finite number > 0. Set it to a length, for instance 4096."
         )
     if not takes_divisor and divisor is not None:
         raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
@@ -298,6 +326,12 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
         i = int((counts < 0).nonzero()[0])
         raise ValueError(
             f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
+        )
+    if (counts > _MOST_TOKENS).any():
+        i = int((counts > _MOST_TOKENS).nonzero()[0])
+        raise ValueError(
+            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}, so the totals could overflow 64 bits. Give the number of "
+            "trained tokens."
         )
     return counts.to(torch.int64).cpu()
 

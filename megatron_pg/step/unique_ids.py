@@ -62,7 +62,7 @@ def rollouts_message(
     if begins_alike or repeated < _ENOUGH:
         return f"{what}, unless they are turns or branches of one rollout. {_WAY_OUT}."
     raise StepPlanError(
-        f"{what}; their contexts begin differently and their advantages differ, so they are different rollouts. {_WAY_OUT}. "
+        f"{what}; their contexts begin differently and no common advantage connects them, so they are different rollouts. {_WAY_OUT}. "
         "If they do belong together, give all samples of a rollout to one rank."
     )
 
@@ -82,7 +82,7 @@ def prompts_message(
 def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], group: ProcessGroup) -> tuple[bool, bool]:
     """Whether samples of most units begin alike, and whether every unit has one advantage where the units' differ.
 
-    A sample without a trained token has no advantage.
+    A sample without a trained token has no advantage; nor has one of a stream without the objective.
     """
     _, units = torch.unique(_gather(keys, sizes, group), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])
@@ -109,7 +109,7 @@ def _gather(values: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor
 
 def _least(values: Tensor, units: Tensor) -> Tensor:
     """[U]"""
-    return torch.full((int(units.max()) + 1,), 2**62).scatter_reduce(0, units, values, "amin")
+    return torch.full((len(units.unique()),), 2**62).scatter_reduce(0, units, values, "amin")
 
 
 def _is_one(values: Tensor, units: Tensor) -> Tensor:

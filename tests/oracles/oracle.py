@@ -344,7 +344,7 @@ def all_metrics(
         "num_rollouts": len({sample.rollout for sample in samples}),
         "num_prompts": len({sample.prompt for sample in samples}),
     }
-    return result | optional_metrics(documents) | sample_metrics(samples)
+    return result | optional_metrics(documents) | rollout_metrics(samples)
 
 
 def optional_metrics(documents: list[list[TrainedToken]]) -> dict[str, float]:
@@ -399,30 +399,33 @@ def covariance(x: list[float], y: list[float]) -> float:
     return math.fsum((a - at[0]) * (b - at[1]) for a, b in zip(x, y, strict=True)) / len(x)
 
 
-def sample_metrics(samples: list[OracleSample]) -> dict[str, float]:
-    """Metrics of whole samples, fully masked ones too, over those that carry the value; absent without one."""
-    lengths = [len(sample.mask) for sample in samples]
+def rollout_metrics(samples: list[OracleSample]) -> dict[str, float]:
+    """Metrics of whole rollouts, fully masked ones too, over those that carry the value; absent without one."""
+    rollouts: dict[object, list[OracleSample]] = {}
+    for i, sample in enumerate(samples):
+        rollouts.setdefault(("alone", i) if sample.rollout is None else sample.rollout, []).append(sample)
+    lengths = [sum(len(sample.mask) for sample in own) for own in rollouts.values()]
     result = {"response_length": math.fsum(lengths) / len(lengths), "max_response_length": max(lengths)}
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    given = {key: [s.reward for s in own if s.reward is not None] for key, own in rollouts.items()}
+    rewards = {key: own[0] for key, own in given.items() if own}
     if rewards:
-        mean = math.fsum(rewards) / len(rewards)
+        mean = math.fsum(rewards.values()) / len(rewards)
         result |= {
             "reward": mean,
-            "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
-            "max_reward": max(rewards),
-            "min_reward": min(rewards),
+            "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards.values()) / len(rewards)),
+            "max_reward": max(rewards.values()),
+            "min_reward": min(rewards.values()),
             "num_rewards": len(rewards),
         }
-    groups: dict[object, list[OracleSample]] = {}
-    for sample in samples:
-        if sample.reward is not None:
-            groups.setdefault(sample.prompt, []).append(sample)
-    equal = [len({s.reward for s in g}) == 1 for g in groups.values() if len({s.rollout for s in g}) > 1]
+    groups: dict[object, list[float]] = {}
+    for key, reward in rewards.items():
+        groups.setdefault(rollouts[key][0].prompt, []).append(reward)
+    equal = [len(set(group)) == 1 for group in groups.values() if len(group) > 1]
     if equal:
         result["zero_variance_fraction"] = sum(equal) / len(equal)
-    said = [sample.truncated for sample in samples if sample.truncated is not None]
-    if said:
-        result["truncated_fraction"] = sum(said) / len(said)
+    said = [[s.truncated for s in own if s.truncated is not None] for own in rollouts.values()]
+    if any(said):
+        result["truncated_fraction"] = sum(any(own) for own in said) / sum(bool(own) for own in said)
     return result
 
 

@@ -72,7 +72,7 @@ def backward(
                 mean -= float(row[token]) * of_depth[depth - 1][i] / depths
                 accepted, counted = accepted + int(row.argmax() == token), counted + 1
     total.backward()
-    return {"mtp_loss": mean, "mtp_acceptance": accepted / counted}
+    return {"mtp_loss": mean, "mtp_acceptance": accepted / counted, "loss": float(total.detach())}
 
 
 def _logprobs(model: Any, sample: Any) -> list[Tensor]:

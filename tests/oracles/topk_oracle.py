@@ -80,5 +80,5 @@ def row_of(
         magnitude=magnitude,
         teacher_mass=math.fsum(named.values()),
         student_mass=math.fsum(q[token] for token in named),
-        is_floored=kind != "topk_generalised_reverse" and left < floor,
+        is_floored=has_tail and left < floor,
     )

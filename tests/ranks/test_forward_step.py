@@ -51,7 +51,7 @@ from rank_model import OPTIONS
 from megatron_pg.args import add_arguments
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 
-PREDICTED = ("mtp_loss", "mtp_acceptance")
+PREDICTED = ("mtp_loss", "mtp_acceptance", "loss")
 
 
 @pytest.fixture(scope="module")

@@ -49,10 +49,15 @@ def make_sample(
         prompt_id=prompt_id,
         sample_id=sample_id,
         step=0,
-        reward=float(round(draw := rng.uniform(0.0, 1.0))),  # of two values: groups without variance occur
+        reward=float(round(_draw_of(rollout_id, draw := rng.uniform(0.0, 1.0)))),  # of two values: groups without variance occur
         truncated=[None, False, True][int(1000 * draw) % 3],
         **{name: [rng.uniform(-4.0, -1.0) if m else bad for m in mask] for name in optional},
     )
+
+
+def _draw_of(rollout_id, own: float) -> float:
+    """What samples of one rollout share; `own` for a sample without an id."""
+    return own if rollout_id is None else random.Random(repr(rollout_id)).random()
 
 
 def random_step(

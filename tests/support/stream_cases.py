@@ -391,6 +391,12 @@ def random_samples(rng: random.Random, flags: Flags) -> list[Sample]:
     return samples
 
 
+def random_reward(rng: random.Random, rollout_id: str | None) -> float | None:
+    """One for a rollout, or none."""
+    own = rng.choice([None, 0.0, 1.0, 2.5])
+    return own if rollout_id is None or own is None else random.Random(rollout_id).choice([0.0, 1.0, 2.5])
+
+
 def random_mask(rng: random.Random, length: int) -> list[int]:
     kind = rng.random()
     return [0] * length if kind < 0.2 else [int(kind < 0.45 or rng.random() < 0.6) for _ in range(length)]
@@ -407,7 +413,7 @@ def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sampl
         masks={name: random_mask(rng, length) for name in others if rng.random() < 0.4},
         old_logprobs=[0.0] * length,
         advantage=0.0,
-        reward=rng.choice([None, 0.0, 1.0, 2.5]),
+        reward=random_reward(rng, ids["rollout_id"]),
         **ids,
     )
     known = {name: random_field(rng, flags, sample, name) for name in FIELDS}

@@ -37,6 +37,8 @@ MEANT = {
     "--loss-agregation": ["--loss-aggregation"],
     "--pg-kl-coeff": ["--pg-kl-coef"],
     "--pg-zzzzzzzzzzzz": [],
+    "--pg-value-coef": [],  # there is no value function
+    "--pg-correctoin-hgih": ["--pg-correction-high"],
 }
 
 

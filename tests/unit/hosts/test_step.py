@@ -1,5 +1,6 @@
 """A step in a host's loop, on one process and on threads."""
 
+import dataclasses
 import math
 import random
 
@@ -119,13 +120,13 @@ def test_tokens_are_chosen_over_the_ranks_of_a_host(name):
         assert torch.allclose((first, second)[k % 2][k // 2], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", [*CHOICES, "tis", "seq_tis", "icepop", "seq_mask_tis", "seq_mean_k3"])
 def test_nothing_can_be_chosen_by_log_probabilities_that_are_not_made(name):
-    """Every rank hears of it."""
-    loss, samples = settings(pg_objective="reinforce_is", pg_correction=name), hosts.samples()[:4]
-    with pytest.raises(
-        StepPlanError, match=f"--pg-correction {name} chooses tokens by old_logprobs before the forward"
-    ):
+    """The error reaches every rank."""
+    high = {"pg_correction_high": 0.5} if name == "seq_mean_k3" else {}
+    loss = settings(pg_objective="reinforce_is", pg_correction=name, **high)
+    samples = [dataclasses.replace(each, rollout_logprobs=each.old_logprobs - 0.1) for each in hosts.samples()[:4]]
+    with pytest.raises(StepPlanError, match=f"--pg-correction {name} reads old_logprobs before the forward"):
         threads.run(
             2, lambda rank: HostStep.planned(loss, lambda: samples, data=torch.distributed.group.WORLD, on_policy=True)
         )

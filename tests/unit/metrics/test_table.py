@@ -11,15 +11,18 @@ from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
+from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
-from megatron_pg.metrics.samples import SampleFacts, encode_facts, fact_sums, largest_facts
+from megatron_pg.metrics.samples import SampleFacts, encode_facts, fact_sums, largest_facts, unit_facts
 from megatron_pg.metrics.table import LIMITS, Limit, red_flags
 from megatron_pg.objectives import objective_of
+from megatron_pg.rollouts.sample import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 TERMS = LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28))
-FACTS = SampleFacts(fact_sums(encode_facts([])), largest_facts(encode_facts([])), torch.zeros(2, dtype=torch.int64))
+NONE = unit_facts(encode_facts([]))
+FACTS = SampleFacts(fact_sums(NONE), largest_facts(NONE), torch.zeros(2, dtype=torch.int64))
 PLAN = SimpleNamespace(
     num_tokens=2, num_trained=2, num_response_tokens=3, num_samples=1, num_rollouts=1, num_prompts=None, facts=FACTS
 )
@@ -90,7 +93,7 @@ def test_hand_worked_values(name, batch, expected):
     assert value(name, batch) == pytest.approx(expected, rel=1e-14)
 
 
-ALL = ("clip", "kl", "entropy", "streams", "sequence", "correction")
+ALL = ("clip", "kl", "entropy", "further", "sequence", "correction")
 KL_AND_ENTROPY = dataclasses.replace(TERMS, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01))
 OF_STREAMS = {"stream_losses": [[2.0, 4.0, 0.0], [-2.0, -4.0, 0.0]]}
 U = [0.5, 0.25, 0.0]
@@ -135,7 +138,7 @@ def test_the_loss_is_the_sum_of_its_terms():
     weights = {"kl.weights": [0.5, 0.25], "entropy.weights": [0.5, 0.25]}
     batch = tokens([1, 1], terms=KL_AND_ENTROPY, **fields, **weights)
     expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
-    assert value("loss", batch, features=("kl", "entropy", "streams")) == pytest.approx(expected, rel=1e-14)
+    assert value("loss", batch, features=("kl", "entropy", "further")) == pytest.approx(expected, rel=1e-14)
 
 
 def test_an_objective_without_bounds_has_no_clip_metrics():
@@ -152,7 +155,8 @@ def test_extrema_survive_batches_and_ranks_without_a_token():
 
 def test_a_metric_without_a_contribution_is_absent_never_zero():
     reduction = Reduction("with_entropy")
-    assert reduction.finish(reduction.identity(), PLAN) == {}
+    of_the_plan = {"num_tokens", "num_tokens_masked", "num_samples", "num_rollouts"}
+    assert reduction.finish(reduction.identity(), PLAN).keys() == of_the_plan
     found = reduction.finish(reduction.partial(tokens([1, 1])).tolist(), PLAN)
     assert not {"kl_new_ref", "mismatch_kl", "mismatch_max", "num_prompts"} & found.keys()
     assert reduction.lacking(found) == {
@@ -161,6 +165,36 @@ def test_a_metric_without_a_contribution_is_absent_never_zero():
         "reward": ["reward", "reward_std", "max_reward", "min_reward"],
         "truncated": ["truncated_fraction"],
     }
+
+
+def test_metrics_of_the_step_need_no_trained_token_of_the_objective():
+    """Every sample of the objective is masked while a term trains; without the objective, what else is trained stays."""
+    masked = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 3, "num_prompts": 2})
+    dropped = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 0, "num_prompts": 0})
+    facts = unit_facts(encode_facts([sample_of_the_objective()]))
+    masked.facts = SampleFacts(fact_sums(facts), largest_facts(facts), torch.zeros(2, dtype=torch.int64))
+    reduction, nothing = Reduction("basic", ("mtp", "further")), tokens([0, 0])
+    nothing.totals.update(mtp_loss=torch.tensor(2.0), mtp_acceptance=torch.tensor(0.5), loss=torch.tensor(0.2))
+    totals = reduction.partial(nothing).tolist()
+    of_terms = {"mtp_loss": 2.0, "mtp_acceptance": 0.5, "loss": pytest.approx(0.2)}
+    of_plan = {"num_tokens_masked": 1, "num_samples": 1}
+    assert reduction.finish(totals, dropped) == of_terms | of_plan
+    rewards = dict.fromkeys(("reward", "max_reward", "min_reward", "num_rewards"), 1.0) | {"reward_std": 0.0}
+    lengths = {"response_length": 3.0, "max_response_length": 3.0, "truncated_fraction": 1.0}
+    counts = {"num_tokens": 0, "num_rollouts": 3, "num_prompts": 2}
+    assert reduction.finish(totals, masked) == of_terms | of_plan | rewards | lengths | counts
+
+
+def sample_of_the_objective() -> Sample:
+    rest = {"old_logprobs": [0.0] * 3, "advantage": 1.0, "reward": 1.0, "truncated": True}
+    return Sample.build(tokens=[1, 2, 3, 4], response_length=3, loss_mask=[0, 0, 0], **rest)
+
+
+@pytest.mark.parametrize("name", ["mtp", "clip", "further"])
+def test_a_stream_may_be_called_like_a_feature(name):
+    stream = Stream(name=name, kind="ce", aggregation="token_mean")
+    names = [metric.name for metric in Reduction("basic", ("clip", "mtp", "further"), (), (stream,)).metrics]
+    assert {f"{name}/loss", f"{name}/num_tokens"} <= {*names}
 
 
 def test_a_ratio_without_a_denominator_is_absent_and_takes_nothing_else_with_it():

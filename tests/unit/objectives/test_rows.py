@@ -231,6 +231,7 @@ def test_a_user_needs_no_row(tmp_path, monkeypatch):
             {"names": "('clip_eps_high', 'delta')"},
             "has a row that reads delta, which no flag has given; give --pg-delta",
         ),
+        ({"names": "()"}, "has a row that fails on 4096 tokens: IndexError: .*; row_numbers names 0 numbers"),
         ({"names": "('clip_eps_high',) * 5"}, "has a row of 5 numbers, and kernels pass 4"),
         ({"reads": " + 0.0 * tokens.sequence_log_ratios"}, "reads averages over whole sequences and has a row"),
     ],

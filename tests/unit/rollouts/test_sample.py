@@ -552,6 +552,43 @@ def test_streams_are_checked_at_the_door(change, message):
         Sample.build(**fields | change)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_a_reused_buffer_does_not_change_a_sample(kind):
+    """Tensors that need no conversion are copied too."""
+    buffers = {
+        "tokens": torch.tensor([5, 6, 7]),
+        "old_logprobs": torch.tensor([-1.0, -2.0], dtype=torch.float64),
+        "advantage": torch.tensor([0.5, 0.25], dtype=torch.float64),
+        "ref_logprobs": torch.tensor([-3.0, -4.0], dtype=torch.float64),
+        "loss_mask": torch.tensor([True, False]),
+        "teacher_hidden": torch.ones(2, 3),
+    }
+    given = buffers if kind == "tensor" else {name: values.numpy() for name, values in buffers.items()}
+    names = {"advantages" if name == "advantage" else name for name in buffers}
+    sample = Sample.build(response_length=2, **given)
+    before = {name: getattr(sample, name).clone() for name in names}
+    for values in buffers.values():
+        values.zero_()
+    assert all(torch.equal(getattr(sample, name), before[name]) for name in names)
+    half = torch.ones(2, 3, dtype=torch.bfloat16)
+    sample = Sample.build(response_length=2, **buffers | {"tokens": [1, 2, 3], "teacher_hidden": half})
+    half.zero_()
+    assert sample.teacher_hidden.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("advantages", "'advantages' is not an argument of Sample.build. Did you mean advantage?"),
+        ("rewrad", "'rewrad' is not an argument of Sample.build. Did you mean reward?"),
+        ("x_mine", "'x_mine' is not an argument of Sample.build. Put your own fields into extra."),
+    ],
+)
+def test_an_unknown_argument_is_a_named_error(name, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Sample.build(**GOOD, **{name: [1.0, 1.0]})
+
+
 def test_the_file_format_page_names_every_field():
     from pathlib import Path
 

@@ -153,6 +153,66 @@ def test_uneven_groups_that_add_up_in_their_order_are_found():
     assert sorted(names_of(found)) == sorted(all_names(given))
 
 
+def of_sizes(rng: random.Random, *sizes: list[int]) -> list:
+    """Every rank's groups by their sizes."""
+    return [
+        [[streams.document(rng, f"{rank}/{g}/{i}", f"{rank}/{g}") for i in range(size)] for g, size in enumerate(own)]
+        for rank, own in enumerate(sizes)
+    ]
+
+
+def test_a_step_of_exactly_n_that_exists_is_found():
+    given = of_sizes(random.Random(5), [2, 2, 2], [1, 2, 2])
+    found = take_all(given, rule(2), PACKED)
+    check_ranks_agree(found)
+    assert [step.documents.num_documents for step in found[0].steps] == [2, 2, 2]
+    assert [step.documents.documents_waiting for step in found[0].steps] == [1, 1, 1]
+    assert "1 documents are missing" in found[0].error  # 1, 2, 2 on one rank: no step of 2 begins so
+
+
+def exists(rest: list[list[int]], n: int) -> bool:
+    """Whether first groups of the ranks are n documents together, by trying all."""
+    return any(
+        sum(map(sum, parts)) == n
+        for parts in itertools.product(*([own[:k] for k in range(len(own) + 1)] for own in rest))
+    )
+
+
+@pytest.mark.proof("Documents per step: exact, uneven groups: a step is found wherever one exists, also resumed and replayed (steps)")
+def test_exact_steps_of_uneven_groups_are_found_wherever_they_exist(full, evidence):
+    rng, steps = random.Random(13), 0
+    for _ in range(300 if full else 25):
+        sizes = [[rng.randint(1, 4) for _ in range(rng.randint(0, 6))] for _ in range(rng.randint(1, 3))]
+        given, n = of_sizes(rng, *sizes), rng.randint(1, 7)
+        if not any(given):
+            continue
+        found = take_all(given, rule(n), PACKED)
+        replayed = take_all(given, rule(n), PACKED, replays=lambda step: step % 2 == 0)
+        check_ranks_agree(found)
+        for run, other in zip(found, replayed, strict=True):
+            assert [(s.names, s.documents) for s in other.steps] == [(s.names, s.documents) for s in run.steps]
+        rest = [list(own) for own in sizes]
+        for step in range(len(found[0].steps)):
+            assert exists(rest, n) or sum(map(sum, rest)) < n
+            for own, run in zip(rest, found, strict=True):
+                taken = sum(map(len, run.steps[step].names))
+                while taken > 0:
+                    taken -= own.pop(0)
+                assert taken == 0
+        if found[0].error is not None:
+            assert not exists(rest, n)
+        else:
+            assert not any(rest)
+        if len(found[0].steps) > 1:
+            first = take_all(given, rule(n), PACKED, most_steps=1)
+            second = take_all(given, rule(n), PACKED, position=Position.from_text(first[0].position.to_text(), len(given)))
+            for run, before, after in zip(found, first, second, strict=True):
+                expected = [(each.names, each.documents) for each in run.steps]
+                assert [(each.names, each.documents) for each in before.steps + after.steps] == expected
+        steps += len(found[0].steps)
+    evidence(cases=steps)
+
+
 @pytest.mark.parametrize(("end", "trained"), [("partial", 11), ("stop", 8)])
 def test_documents_that_are_too_few_for_a_step_follow_the_flag(end, trained):
     rng = random.Random(6)

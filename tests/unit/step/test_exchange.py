@@ -14,7 +14,7 @@ from samples import divisor_of
 from megatron_pg import StepPlanError, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.streams import Stream
-from megatron_pg.metrics.samples import SampleFacts, fact_sums, largest_facts
+from megatron_pg.metrics.samples import SampleFacts, fact_sums, largest_facts, unit_facts
 from megatron_pg.step import collectives
 from megatron_pg.step.exchange import KINDS, WholeStep, _owners, exchange
 from megatron_pg.step.table import PROMPT, ROLLOUT, WIDTH, LocalTable, PlanRule
@@ -38,7 +38,7 @@ def random_rows(rng: random.Random, rule: PlanRule) -> list[list[int]]:
         rollout = 16 * prompt + rng.randint(0, 2) if rng.random() < 0.95 else 5
         reward = rng.choice([0.0, 1.0, rng.gauss(0, 1)])
         bits = int(torch.tensor(reward, dtype=torch.float64).view(torch.int64))
-        facts = [bits, rng.randint(1, 9) + HAS_REWARD] if rng.random() < 0.8 else [0, rng.randint(1, 9)]
+        facts = [bits, rng.randint(1, 9) + HAS_REWARD, 0] if rng.random() < 0.8 else [0, rng.randint(1, 9), 0]
         tokens = [rng.choice([-1, 0, 1, 5, 2**40]) for _ in range(rule.width - WIDTH + 2)]
         found.append([tokens[0], rollout % 2**62, prompt, tokens[1], *facts, *tokens[2:]])
     return found
@@ -83,9 +83,19 @@ def first_apart(places: list[tuple[int, list[int]]], kind: int, part_of) -> tupl
     return None
 
 
+def rewarded(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """Rollout and bits of the reward of every sample that has one."""
+    return [[row[ROLLOUT], row[4]] for own in ranks for row in own if row[5] & HAS_REWARD]
+
+
+def rewards_of(ranks: list[list[list[int]]]) -> dict[int, float]:
+    return {rollout: torch.tensor(bits).view(torch.float64).item() for rollout, bits in rewarded(ranks)}
+
+
 def check_strays(found: WholeStep, ranks: list[list[list[int]]], rule: PlanRule) -> None:
     places = [((rank << 32) + i, row) for rank, own in enumerate(ranks) for i, row in enumerate(own)]
     assert found.mixed == first_apart(places, ROLLOUT, lambda place, row: row[PROMPT])
+    assert ("reward" in found.conflicting) == (len(rewards_of(ranks)) < len({*map(tuple, rewarded(ranks))}))
     for kind in rule.undivided:
         expected = first_apart(places, KINDS[kind], lambda place, row: place >> 32)
         assert found.divided.get(kind) == expected
@@ -113,9 +123,9 @@ def test_every_count_equals_counting_by_hand(full, evidence):
             check_strays(found, ranks, rule)
             assert (found.num_positions, found.num_response_tokens) == (len(everyone), 2 * len(everyone))
             assert found.num_trained == sum(max(row[rule.union], 0) for row in everyone)
-            rewards = [torch.tensor(row[4]).view(torch.float64).item() for row in everyone if row[5] & HAS_REWARD]
+            rewards = rewards_of(ranks).values()
             assert found.facts.num_rewards == (len(rewards) or None)
-            if rewards:
+            if rewards and not found.conflicting:
                 assert found.facts.reward == float(sum(map(Fraction, rewards)) / len(rewards))
     evidence(cases=steps)
 
@@ -126,7 +136,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
     rewards = [rng.gauss(0, 1) * scale * 10 ** rng.randint(-7, 7) for _ in range(48)]
     rewards += rewards[:2]
     bits = torch.tensor(rewards, dtype=torch.float64).view(torch.int64)
-    rows = torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1)], dim=1)
+    rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
     mean = sum(map(Fraction, rewards)) / 50
     variance = sum((Fraction(reward) - mean) ** 2 for reward in rewards) / 50
     for cut in (0, 7, 50):
@@ -139,7 +149,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
 
 def test_equal_rewards_have_no_spread():
     bits = torch.full((3,), 0.1, dtype=torch.float64).view(torch.int64)
-    rows = torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1)], dim=1)
+    rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
     found = SampleFacts(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
     assert (found.reward, found.reward_std) == (
         0.1,
@@ -149,7 +159,7 @@ def test_equal_rewards_have_no_spread():
 
 def test_without_prompts_there_are_no_groups_of_rewards():
     bits = int(torch.ones(1, dtype=torch.float64).view(torch.int64))
-    rows = torch.tensor([[1, rollout, 0, 1, bits, HAS_REWARD + 1] for rollout in range(4)])
+    rows = torch.tensor([[1, rollout, 0, 1, bits, HAS_REWARD + 1, 0] for rollout in range(4)])
     for has_prompt_ids, expected in ((True, 1.0), (False, None)):
         local = LocalTable(rows, True, has_prompt_ids, 4, 4, rows[:, [ROLLOUT, PROMPT]])
         found = exchange(local, PlanRule(aggregation="token_mean"), None)

@@ -4,6 +4,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
+import pytest
 import simulation
 import torch
 from samples import make_sample
@@ -44,7 +45,7 @@ def prepared(depths: int) -> tuple[ModelLoss, Model, list[LocalBatch], dict[int,
     shape = depths + 1, locals_[0].num_positions, VOCABULARY
     tables = {id(local.inputs.labels): torch.randn(shape, dtype=torch.float64, requires_grad=True) for local in locals_}
     settings = simulation.settings("sample_mean", per_token=False)
-    metrics = Reduction("basic", {"clip", "mtp"} if depths else {"clip"})
+    metrics = Reduction("basic", {"clip", "mtp", "further"} if depths else {"clip"})
     loss = ModelLoss(dataclasses.replace(settings, mtp_depths=depths, metrics=metrics))
     model = Model(tables)
     loss.attach(model)
@@ -73,6 +74,17 @@ def test_predictions_are_folded_in_with_their_factor_and_megatron_gets_values_on
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
     by_depth = torch.autograd.grad(total, table)[0][:2]
     torch.testing.assert_close(by_depth, torch.autograd.grad(FACTOR * sum(sums), table)[0][:2], rtol=1e-12, atol=1e-15)
+
+
+def test_the_metric_loss_is_what_the_gradient_is_of():
+    loss, model, (local, _), _ = prepared(2)
+    with loss.of(local):
+        total = model._postprocess(labels=local.inputs.labels)
+    metrics = Reduction("basic", {"clip", "mtp", "further"})
+    values = dict(zip([metric.name for metric in metrics._added], loss.found[local].partial.tolist(), strict=False))
+    assert values["mtp_loss"] != 0
+    assert values["loss"] == pytest.approx(float(total.detach()), rel=1e-12)
+    assert values["loss"] == pytest.approx(values["pg_loss"] + FACTOR * values["mtp_loss"], rel=1e-12)
 
 
 def test_a_forward_that_runs_later_ends_in_the_loss_of_its_own_micro_batch():

@@ -253,10 +253,17 @@ def test_what_cannot_be_planned_is_a_named_error(tokens, aggregation, rest, mess
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("divisor", [None, 0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("divisor", [None, 0.0, -1.0, float("inf"), float("nan"), True, "5", [5], 10**400])
 def test_constant_needs_a_usable_divisor(divisor):
-    with pytest.raises(ValueError, match=r"must be finite and > 0"):
+    with pytest.raises(ValueError, match=r"^divisor=.* of constant must be a finite number > 0\. Set it to a length, for"):
         plan_step([1], aggregation="constant", divisor=divisor)
+
+
+@pytest.mark.parametrize("counts", [[2**63 - 1, 1], [2**40 + 1]])
+def test_counts_whose_sum_could_overflow_are_refused(counts):
+    with pytest.raises(ValueError, match=rf"^tokens_per_sample\[0\]={counts[0]} is more than {2**40}"):
+        plan_step(counts, aggregation="token_mean")
+    assert plan_step([2**40, 2**40], aggregation="token_mean").denominators.tolist() == [2.0**41] * 2
 
 
 def test_positions_are_the_trained_tokens_unless_given():
