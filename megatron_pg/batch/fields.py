@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_pg.batch.sequences import Sequences
 
 TOPK = "topk:"  # before the names of `TopK`'s fields; no stream's name holds a colon
+SAMPLED = "sampled"  # among the fields of a step: bool, tokens at which a term reads the policy that was sampled from
 TAUGHT = "taught"  # among the fields of a step: bool, tokens that a stream trains by the teacher's hidden states
 
 
@@ -102,7 +103,7 @@ class TokenFields:
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
     teacher_topk: TopK | None = None
     teacher_hidden: TeacherStates | None = None
-    support: TokenSupport | None = None  # of the objective's tokens, whose policies are all over it
+    support: TokenSupport | None = None  # of the tokens at which a term reads the policy that was sampled from
     streams: Mapping[str, StreamFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.fields import TAUGHT, TeacherStates, TokenFields, TokenSupport
+from megatron_pg.batch.fields import SAMPLED, TAUGHT, TeacherStates, TokenFields, TokenSupport
 from megatron_pg.batch.pack import PackedBatch
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
@@ -132,8 +132,8 @@ def slice_batch(
 
 
 def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.device | str) -> TokenSupport | None:
-    """Of this rank's rows, where the objective trains; None: it restricts none of them. Its own rows are taken out of `flat`."""
-    starts, counts = flat.pop("starts"), torch.where(flat.get("policy_mask", flat["mask"]), flat.pop("counts"), 0)
+    """Of this rank's rows, where a term reads it; None: it restricts none of them. Its own rows are taken out of `flat`."""
+    starts, counts = flat.pop("starts"), torch.where(flat.pop(SAMPLED, flat["mask"]), flat.pop("counts"), 0)
     sets = _on(device, starts=starts, counts=counts, ids=support.ids)
     return TokenSupport(**sets, longest=support.longest) if counts.any() else None
 

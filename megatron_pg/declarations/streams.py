@@ -109,6 +109,11 @@ class Stream:
         return KINDS[self.kind].whole_form is not None
 
     @property
+    def is_over_support(self) -> bool:
+        """Whether it compares with log-probabilities of the rollout, which are over what could be sampled."""
+        return KINDS[self.kind].against not in (None, "teacher_logprobs")
+
+    @property
     def is_of_a_correction(self) -> bool:
         """Whether a correction chooses its tokens."""
         return KINDS[self.kind].is_of_a_correction

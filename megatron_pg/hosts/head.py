@@ -2,8 +2,14 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
 
 from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, compute_in_float32
+from megatron_pg.step.collectives import all_gather_rows, broadcast_text
+from megatron_pg.step.errors import ContractError
 from megatron_pg.step.settings import LossSettings
 
 
@@ -16,32 +22,55 @@ class HostHead:
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
-        self._layer: Any = None  # that has the head
-        self._deferred: DeferredHead | None = None
+        self._layers: WeakSet[Any] = WeakSet()  # that have the head
+        self._deferred = DeferredHead()  # of all of them: a loss takes the call of the forward before it
+        self._has_agreed = False
 
     def install(self, chunks: Sequence[Any]) -> None:
-        """Put the head into the chunk that has an output layer, if there is one here.
+        """Put the head into the chunk that has an output layer, if there is one here; every rank must call.
 
         Raises:
-            ValueError: the head cannot stand for that layer.
+            ValueError: the head cannot stand for that layer; in the first call on every rank.
         """
         if not (self._settings.float32_logits or self._settings.head_mode):
             return
-        for chunk in chunks:
-            layer = getattr(_unwrapped(chunk), "output_layer", None)
-            if layer is None or layer is self._layer:
+        error = None
+        try:
+            self._install(chunks)
+        except ValueError as failure:
+            error = failure
+        if not self._has_agreed and torch.distributed.is_initialized():
+            _agree(error)
+        self._has_agreed = True
+        if error is not None:
+            raise error
+
+    def _install(self, chunks: Sequence[Any]) -> None:
+        for layer in output_layers(chunks):
+            check_layer(layer, is_fused=self._settings.head_mode is not None)
+            if layer in self._layers:
                 continue
-            check_layer(layer)
             compute_in_float32(layer, backward=self._settings.head_backward)
-            self._layer, self._deferred = layer, _deferred(layer) if self._settings.head_mode else None
+            if self._settings.head_mode:
+                self._deferred.put_into(layer, lambda layer=layer: layer.training)
+            self._layers.add(layer)
 
-    def take(self) -> HeadCall | None:
-        """What the layer was called with in the latest forward; None where it made logits."""
-        return None if self._deferred is None else self._deferred.take()
+    def take(self, logits: Tensor) -> HeadCall | None:
+        """What the layer was called with in the latest forward, which returned `logits`; None where it made logits."""
+        return self._deferred.take(logits)
 
 
-def _deferred(layer: Any) -> DeferredHead:
-    return DeferredHead(layer, lambda: layer.training)
+def output_layers(chunks: Sequence[Any]) -> list[Any]:
+    """Those of the chunks that have one."""
+    found = [getattr(_unwrapped(chunk), "output_layer", None) for chunk in chunks]
+    return [layer for layer in found if layer is not None]
+
+
+def _agree(error: ValueError | None) -> None:
+    """Stop every rank where one has failed: stages without an output layer look at none."""
+    failed = all_gather_rows(torch.tensor([float(error is not None)]), error=error)[:, 0].nonzero()[:, 0].tolist()
+    if failed:
+        raise ContractError(broadcast_text(str(error or ""), failed[0])) from error
 
 
 def _unwrapped(chunk: Any) -> Any:

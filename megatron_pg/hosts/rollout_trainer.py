@@ -98,7 +98,7 @@ class RolloutTrainer:
         size = parallel_state.get_context_parallel_world_size()
         lengths = [padded_length(len(each), size) if width is None else width for each in tokens]
         filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
-        call = self.head.take()  # with hidden states [s, b, H], where logits are [b, s, V / tp]
+        call = self.head.take(logits)  # with hidden states [s, b, H], where logits are [b, s, V / tp]
         padded = [*lengths, *([filling] if filling else [])]
         local = step.slice(members, padded, logits.device, side_by_side=call is not None and width is not None)
         grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())

@@ -21,12 +21,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.flags.banner import banner_of
+from megatron_pg.hosts.head import output_layers
 from megatron_pg.hosts.log import HostLog, last_iteration
 from megatron_pg.hosts.startup import attribute, start
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.hosts.verl_logprobs import Logprobs
 from megatron_pg.hosts.verl_options import checked
 from megatron_pg.hosts.verl_samples import samples_of
+from megatron_pg.lm_head.output_layer import check_layer
 from megatron_pg.step.errors import StepPlanError
 from megatron_pg.step.findings import StepReport, before_finalize
 
@@ -60,6 +62,9 @@ class PolicyGradientEngine(_Theirs):
             sys.stdout.write(banner_of([*self._rows.items()]) + "\n")
             sys.stdout.flush()
         super().initialize()
+        if self.engine_config.use_fused_kernels:
+            for layer in output_layers(self.module):
+                check_layer(layer, is_fused=True)
         if self._actor is not None and self.is_mp_src_rank_with_outputs() and self.get_data_parallel_rank() == 0:
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 

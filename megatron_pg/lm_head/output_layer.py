@@ -8,10 +8,14 @@ the fused head takes hidden states and weight to the loss.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.lm_head import fp32_logits
+
+_MEGATRONS = "megatron.core.tensor_parallel.layers", "ColumnParallelLinear"
+_STAND_INS = 0.0, 2.0**14  # exact in every dtype; a scale, a bias or a cap changes at least one of them
 
 
 class HeadCall(NamedTuple):
@@ -22,11 +26,19 @@ class HeadCall(NamedTuple):
     tp_group: ProcessGroup | None
     sequence_parallel: bool
 
+    is_changed: Tensor | bool = False  # [] whether code after the layer changed what it returned, in this call or before
+
     @property
     def stand_in(self) -> Tensor:
-        """[s, b, 1] without memory, for code between the layer and the loss that counts on logits."""
+        """[s, b, 2] without memory, for code between the layer and the loss that counts on logits."""
         ranks = self.tp_group.size() if self.tp_group is not None and self.sequence_parallel else 1
-        return self.hidden.new_zeros(1).expand(self.hidden.shape[0] * ranks, self.hidden.shape[1], 1)
+        return _stand_ins(self.hidden).expand(self.hidden.shape[0] * ranks, self.hidden.shape[1], 2)
+
+
+def _stand_ins(like: Tensor) -> Tensor:
+    """[2], without a copy from the host, for which it would wait."""
+    zero, large = _STAND_INS
+    return torch.arange(zero, 2 * large, large, dtype=like.dtype, device=like.device)
 
 
 def compute_in_float32(layer: Any, *, backward: str) -> None:
@@ -38,51 +50,98 @@ def compute_in_float32(layer: Any, *, backward: str) -> None:
     """
 
     def forward_impl(**arguments: Any) -> Tensor:
-        hidden, weight, group, sequence_parallel = _call(arguments)
+        hidden, weight, group, sequence_parallel, _ = _call(arguments)
         return fp32_logits(hidden, weight, backward=backward, tp_group=group, sequence_parallel=sequence_parallel)
 
-    layer._forward_impl = forward_impl
+    _replace_product(layer, forward_impl)
 
 
 class DeferredHead:
-    """Lets an output layer pass its hidden states on, and keeps what it was called with.
+    """Lets output layers pass their hidden states on, and keeps what the latest of them was called with."""
 
-    Args:
-        layer: the model's output layer.
-        is_wanted: whether a loss is being computed that takes hidden states; else the layer makes its logits.
-    """
-
-    def __init__(self, layer: Any, is_wanted: Callable[[], bool]):
+    def __init__(self) -> None:
         self._call: HeadCall | None = None
+        self._stand_in: Tensor | None = None
+        self._is_changed: Tensor | bool = False
+
+    def put_into(self, layer: Any, is_wanted: Callable[[], bool]) -> None:
+        """Replace the product of an output layer.
+
+        Args:
+            layer: the model's output layer.
+            is_wanted: whether a loss is being computed that takes hidden states; else the layer makes its logits.
+        """
         make_logits = layer._forward_impl
 
         def forward_impl(**arguments: Any) -> Tensor:
             if not is_wanted():
                 return make_logits(**arguments)
             self._call = _call(arguments)
-            return self._call.stand_in
+            self._stand_in = self._call.stand_in
+            return self._stand_in
 
-        layer._forward_impl = forward_impl
+        _replace_product(layer, forward_impl)
 
-    def take(self) -> HeadCall:
-        """The latest call, once."""
-        call, self._call = self._call, None
-        return call
+    def take(self, returned: Tensor) -> HeadCall | None:
+        """The latest call, once; None if there was none.
+
+        Args:
+            returned: what the model passes on as logits, in any layout [.., .., 2]. The check of its values stays on the device.
+        """
+        call, stand_in = self._call, self._stand_in
+        self._call = self._stand_in = None
+        if call is None:
+            return None
+        if returned is not stand_in:
+            is_new = returned.shape[-1] != 2 or (returned != _stand_ins(returned)).any()
+            self._is_changed = self._is_changed | is_new
+        return call._replace(is_changed=self._is_changed)
 
 
-def check_layer(layer: Any) -> None:
-    """Find out before the step, when every rank can still be told, whether the float32 head can stand for `layer`.
+def _replace_product(layer: Any, forward_impl: Any) -> None:
+    forward_impl.replaces = getattr(layer, "_forward_impl", None)
+    layer._forward_impl = forward_impl
+
+
+def check_layer(layer: Any, *, is_fused: bool) -> None:
+    """Find out before the step, when every rank can still be told, whether the float32 or fused head can stand for `layer`.
+
+    Args:
+        layer: the model's output layer.
+        is_fused: whether the layer passes its hidden states on, so that nothing is done to logits.
 
     Raises:
         ValueError: `layer` does more than the product, or does not make it where the head is put.
     """
+    name = f"{type(layer).__module__}.{type(layer).__qualname__}"
     if not hasattr(type(layer), "_forward_impl"):
         raise ValueError(
-            f"the output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear, so the float32 head would not be "
-            "used. Build the model with that one (without --fp8-output-proj)."
+            f"--fp32-lm-head and --pg-fused-head need Megatron's ColumnParallelLinear as the output layer, and it is {name}. Build the model "
+            "with that one (without --fp8-output-proj)."
+        )
+    product = layer._forward_impl
+    while hasattr(product, "replaces"):  # ours
+        product = product.replaces
+    if not _is_megatrons(product, "_forward_impl"):
+        raise ValueError(
+            f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and {name} has its own _forward_impl. Remove the "
+            "flag, or build the model with Megatron's ColumnParallelLinear."
+        )
+    if is_fused and not _is_megatrons(layer.forward, "forward"):
+        raise ValueError(
+            f"--pg-fused-head computes the product of the output layer and nothing else, and {name} has its own forward, for example a "
+            "softcap of the logits. Remove --pg-fused-head; --fp32-lm-head keeps that forward."
         )
     names = ("bias", "grad_output_buffer", "sequence_parallel", "allreduce_dgrad", "tp_group")
     _call({"input": None, "weight": None} | {name: getattr(layer, name) for name in names})
+
+
+def _is_megatrons(function: Any, name: str) -> bool:
+    """Whether it is ColumnParallelLinear's own, which a subclass, an instance or a patch may have replaced."""
+    plain = getattr(function, "__func__", function)
+    module, kind = _MEGATRONS
+    found = getattr(plain, "__module__", None), getattr(plain, "__qualname__", None)
+    return found == (module, f"{kind}.{name}") and not hasattr(plain, "__wrapped__")
 
 
 def _call(arguments: dict[str, Any]) -> HeadCall:

@@ -118,6 +118,15 @@ def check_support(support: Any, length: int, trained: Tensor, label: str) -> Non
             f"support of sample {label} has {len(offsets)} offsets for {length} response tokens and {len(support.ids)} ids, or they do not "
             f"rise from 0 to {len(support.ids)}, so sets and tokens would not align. Give one more than there are response tokens."
         )
+    check_ids(support, trained, label)
+
+
+def check_ids(support: Support, trained: Tensor, label: str) -> None:
+    """Refuse negative ids and ids that are there twice, at the `trained` tokens [R].
+
+    Raises:
+        ValueError: for the first of them.
+    """
     keys = (support.positions * 2**32 + support.ids).sort()
     twice = torch.zeros(len(keys.values), dtype=torch.bool)
     twice[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]

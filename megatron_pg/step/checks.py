@@ -202,10 +202,10 @@ def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> Non
 
 
 def check_vocabulary_of_supports(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
-    """Refuse ids of a support that the model has no logit for, where the objective trains the token."""
+    """Refuse ids of a support that the model has no logit for, where a term reads the token's support."""
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
-    for sample, support, mask in members(sample for batch in batches for sample in batch.samples):
-        if settings.has_policy and (bad := mask & support.any_of(support.ids >= vocabulary)).any():
+    for sample, support, mask in members((s for batch in batches for s in batch.samples), settings):
+        if (bad := mask & support.any_of(support.ids >= vocabulary)).any():
             k = int(bad.nonzero()[0])
             raise ContractError(
                 f"support of sample {sample.sample_id} holds token id {int(support.ids[support.positions == k].max())} at response token {k}, "

@@ -50,7 +50,7 @@ class Head(NamedTuple):
     has_rollout_ids: int  # 1 or 0; -1 without samples
     has_prompt_ids: int
     num_microbatches: int
-    has_support: int  # 1 or 0; -1 without samples of the objective
+    has_support: int  # 1 or 0; -1 without rollouts at which it is read
     content: int  # digest of its samples; 0: not to be compared
     environments: int  # bytes of their names
 

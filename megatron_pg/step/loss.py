@@ -26,6 +26,7 @@ class Diagnostics(NamedTuple):
     policy: Tensor  # [] the policy term of S
     partial: Tensor  # [width] float64 metrics of this rank and micro-batch
     nonfinite: Tensor  # [3] float64: trained tokens whose loss is not finite, first of them (inf: none), further losses that are not
+    is_changed: Tensor | bool = False  # of `HeadCall`
 
 
 def microbatch_loss(
@@ -91,7 +92,8 @@ def microbatch_head_loss(
         entropy=settings.metrics.needs_entropy,
         teacher_weight=teacher_weight,
     )
-    return _with_diagnostics(found, local, settings, totals, vocabulary.size)
+    total, diagnostics = _with_diagnostics(found, local, settings, totals, vocabulary.size)
+    return total, diagnostics._replace(is_changed=call.is_changed)
 
 
 def microbatch_logprobs_loss(

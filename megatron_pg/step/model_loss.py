@@ -64,7 +64,8 @@ class ModelLoss:
             compute_in_float32(model.output_layer, backward=self._settings.head_backward)
         deferred = None
         if self._settings.head_mode:
-            deferred = DeferredHead(model.output_layer, lambda: self._forward is not None)
+            deferred = DeferredHead()
+            deferred.put_into(model.output_layer, lambda: self._forward is not None)
         _keep_the_embeddings_gradient(model)
         language_model_loss = model.compute_language_model_loss
 
@@ -89,7 +90,7 @@ class ModelLoss:
         """Find out before the step whether the float32 head can stand for the output layer; read the teacher's, once."""
         if self._float32_layer is None:
             return
-        check_layer(self._float32_layer)
+        check_layer(self._float32_layer, is_fused=self._settings.head_mode is not None)
         if self._settings.teacher_head is not None and self._teacher_weight is None:
             self._teacher_weight = _teacher_weight(self._float32_layer, self._settings, device)
 
@@ -121,7 +122,7 @@ class ModelLoss:
             )
         scale, totals = self._contract.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         if deferred:
-            call = deferred.take()
+            call = deferred.take(logits)
             weight = self._teacher_weight
             total, found = microbatch_head_loss(
                 call, local, self._settings, grad_scale=scale, totals=totals, teacher_weight=weight
@@ -142,7 +143,7 @@ class ModelLoss:
             )
         depth = known[len(done)]
         if deferred:
-            done.append(depth_head_loss(deferred.take(), depth, self._settings))
+            done.append(depth_head_loss(deferred.take(logits), depth, self._settings))
         else:
             done.append(depth_loss(_rows(logits), depth, self._settings, self._tp_group))
         return done[-1].losses.view(labels.t().shape).t()

@@ -217,7 +217,7 @@ def _check_agreement(heads: Sequence[Head]) -> None:
     if 1 in found and 0 in found:
         raise StepPlanError(
             f"data-parallel rank {found.index(1)} has samples with a support and rank {found.index(0)} has none, so their log-probabilities "
-            "would be of different distributions. Give it to every sample of the objective or to none."
+            "would be of different distributions. Give it to every rollout or to none."
         )
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:

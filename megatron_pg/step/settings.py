@@ -117,6 +117,13 @@ class LossSettings:
         return tuple(dict.fromkeys((*self.policy, *(stream.tokens for stream in self.terms.streams))))
 
     @property
+    def over_support(self) -> tuple[str, ...]:
+        """The streams at whose tokens a term reads the policy that was sampled from, which is over a token's support."""
+        keeps = self.terms.entropy_support == "kept"
+        readers = [s.tokens for s in self.terms.streams if s.is_over_support or (keeps and s.kind == "entropy")]
+        return tuple(dict.fromkeys((*self.policy, *readers)))
+
+    @property
     def plan_rule(self) -> PlanRule:
         """What a step is planned for; for a custom reducer only N_r and T are counted."""
         step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
@@ -130,6 +137,7 @@ class LossSettings:
             divisor=self.divisor,
             denominator=self.denominator,
             policy=self.policy,
+            over_support=self.over_support,
             streams=tuple(
                 replace(stream, aggregation=AS_POLICY) if is_policys and same else stream
                 for stream, same in zip(self.terms.streams, same, strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.batch.fields import TAUGHT, TOPK, TopK
+from megatron_pg.batch.fields import SAMPLED, TAUGHT, TOPK, TopK
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections import correction_factors
@@ -181,6 +181,8 @@ def token_weights(
     found = {"weights": weights, "corrections": factors.corrections}
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
+    if any(sample.support is not None for sample in batch.samples):
+        found[SAMPLED] = batch.mask_of(*settings.over_support)
     if settings.terms.reads_topk:
         topk = batch.topk()
         found |= {f"{TOPK}{each.name}": getattr(topk, each.name) for each in dataclass_fields(TopK)}

@@ -38,6 +38,8 @@ class StreamDocument:
         old, advantages, rollout, ref, teacher: [R], log-probabilities in nats.
         topk: [R] the teacher's likeliest tokens of each: ids and log-probabilities.
         whole: [R, V], the teacher's logits.
+        sets: [R] the tokens that each could be sampled from, an empty list for all of them; None: all of them everywhere.
+        keeps_entropy: whether entropies are over those too.
         rollout_id, prompt_id: as in `objective_oracle.Document`.
     """
 
@@ -53,6 +55,8 @@ class StreamDocument:
     teacher: np.ndarray | None = None
     topk: Sequence[tuple[Sequence[int], Sequence[float]]] | None = None
     whole: np.ndarray | None = None
+    sets: Sequence[Sequence[int]] | None = None
+    keeps_entropy: bool = False
     rollout_id: object = None
     prompt_id: object = None
 
@@ -204,15 +208,27 @@ def term_denominators(step: StreamStep, term: StreamTerm, of_policy: Sequence[fl
 # ---- Losses of tokens: value and d value / d log pi; the entropy has its own gradient ----
 
 
-def tokens_at(document: StreamDocument, rows: Sequence[int], reads: Sequence[str], temperature: float) -> oracle.Tokens:
-    """The tokens of these rows, with the fields that are read; the others are NaN, so that reading one would be seen."""
+def sampled_from(document: StreamDocument, row: int) -> np.ndarray:
+    """The logits of a row, -inf at what could not be sampled in its place."""
+    allowed = [] if document.sets is None else document.sets[row]
+    return np.array([z if not allowed or j in allowed else -math.inf for j, z in enumerate(document.logits[row])])
+
+
+def tokens_at(
+    document: StreamDocument, rows: Sequence[int], reads: Sequence[str], temperature: float, *, is_sampled: bool
+) -> oracle.Tokens:
+    """The tokens of these rows, with the fields that are read; the others are NaN, so that reading one would be seen.
+
+    `is_sampled`: their distributions are over what could be sampled.
+    """
     picked = {}
     for name in ("old", "advantages", "rollout", "ref"):
         values = getattr(document, name)
         is_absent = name not in reads or values is None
         nothing = None if name in ("rollout", "ref") else np.full(len(rows), math.nan)
         picked[name] = nothing if is_absent else np.array([values[t] for t in rows], dtype=np.float64)
-    logits = np.array([document.logits[t] for t in rows], dtype=np.float64)
+    row_of = sampled_from if is_sampled else lambda document, t: document.logits[t]
+    logits = np.array([row_of(document, t) for t in rows], dtype=np.float64)
     log_probabilities = oracle.log_softmax(logits, temperature)
     targets = np.array([document.targets[t] for t in rows])
     new = np.array([line[y] for line, y in zip(log_probabilities, targets, strict=True)])
@@ -223,7 +239,8 @@ def divergence(document: StreamDocument, rows, term: StreamTerm, temperature: fl
     """A KL estimator against the teacher or the reference."""
     against = document.teacher if term.kind == "opd" else document.ref
     is_weighted = term.estimator.endswith("_weighted")
-    tokens = tokens_at(document, rows, ("old",) if is_weighted else (), temperature)
+    reads = ("old",) if is_weighted else ()
+    tokens = tokens_at(document, rows, reads, temperature, is_sampled=term.kind == "kl")
     gaps = tokens.new - np.array([against[t] for t in rows], dtype=np.float64)
     ratio = tokens.ratio if is_weighted else np.full(len(rows), math.nan)
     value, slope = oracle.KL_ESTIMATORS[term.estimator](gaps, ratio)
@@ -238,12 +255,12 @@ def rounding_scale(tokens: oracle.Tokens, term: StreamTerm) -> np.ndarray | floa
 
 
 def cross_entropy(document: StreamDocument, rows, term: StreamTerm, temperature: float):
-    tokens = tokens_at(document, rows, (), temperature)
+    tokens = tokens_at(document, rows, (), temperature, is_sampled=False)
     return tokens, -tokens.new, -np.ones(len(rows)), 0.0
 
 
 def negative_entropy(document: StreamDocument, rows, term: StreamTerm, temperature: float):
-    tokens = tokens_at(document, rows, (), temperature)
+    tokens = tokens_at(document, rows, (), temperature, is_sampled=document.keeps_entropy)
     return tokens, -tokens.entropy, np.zeros(len(rows)), 1.0
 
 
@@ -289,7 +306,7 @@ def policy_parts(step: StreamStep, gradients: Sequence[np.ndarray]) -> tuple[Str
         rows = document.rows(POLICY)
         pair = None
         if rows:
-            tokens = tokens_at(document, rows, ("old", "advantages", "rollout"), temperature)
+            tokens = tokens_at(document, rows, ("old", "advantages", "rollout"), temperature, is_sampled=True)
             pair = tokens, *oracle.correction(tokens, settings)
         kept.append(None if rows is None else 0 if pair is None else int(pair[2].sum()))
         found.append(pair)
@@ -350,12 +367,14 @@ def policy_means(step: StreamStep) -> dict[str, float]:
     for document in step.documents:
         if not (rows := document.rows(POLICY)):
             continue
-        tokens = tokens_at(document, rows, ("old", "advantages", "ref"), step.settings.temperature)
+        temperature = step.settings.temperature
+        tokens = tokens_at(document, rows, ("old", "advantages", "ref"), temperature, is_sampled=True)
+        of_entropy = tokens_at(document, rows, (), temperature, is_sampled=document.keeps_entropy)
         values = {
             "new_logprobs": tokens.new,
             "old_logprobs": tokens.old,
             "advantage": tokens.advantages,
-            "entropy": tokens.entropy,
+            "entropy": of_entropy.entropy,
         }
         if tokens.ref is not None:
             gaps = tokens.new - tokens.ref

@@ -6,7 +6,7 @@ import pytest
 import simulation
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from simulation import Layout
-from support_cases import random_case
+from support_cases import random_case, random_stream_case
 
 OBJECTIVES = ("grpo", "gspo", "cispo", "dppo_kl", "reinforce", "topr", "gmpo")
 LAYOUTS = [
@@ -49,3 +49,30 @@ def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(l
 def test_the_fused_head_too(layout, full, evidence):
     count = 140 if full else 7
     evidence(cases=count, worst=worst(layout, count), tolerance=BOUND)
+
+
+def worst_of_streams(layout: Layout, count: int) -> float:
+    rng = random.Random(f"streams {layout}")
+    known = [random_stream_case(rng) for _ in range(count)]
+    outcomes = simulation.run_steps([case.step(layout, rng) for case in known], layout)
+    return max(max(case.errors(found).values()) for case, found in zip(known, outcomes, strict=True))
+
+
+@pytest.mark.proof(
+    "supports: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
+)
+@pytest.mark.usefixtures("rank_zero")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_terms_read_the_support_at_any_token(layout, full, evidence):
+    count = 100 if full else 10
+    evidence(cases=count, worst=worst_of_streams(layout, count), tolerance=BOUND)
+
+
+@pytest.mark.proof(
+    "supports: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
+)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
+@pytest.mark.usefixtures("rank_zero", "through_the_fused_head")
+def test_terms_read_the_support_at_any_token_in_the_fused_head(layout, full, evidence):
+    count = 100 if full else 10
+    evidence(cases=count, worst=worst_of_streams(layout, count), tolerance=BOUND)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from rank_model import VOCABULARY, WIDTH
 from samples import make_sample
 from stream_terms import kl_and_entropy
@@ -86,8 +87,10 @@ def change_model(fault: str, model: torch.nn.Module) -> None:
         model.output_layer.bias = torch.nn.Parameter(torch.zeros(len(model.output_layer.weight)))
     if fault == "telayer" and model.post_process:
         model.output_layer = TELayer(model.output_layer)
-    if fault == "state" and on_rank_1():
-        model.mixer = type("MambaMixer", (torch.nn.Module,), {})()
+    if fault == "softcap" and model.post_process:
+        model.output_layer.__class__ = Capped
+    if fault == "scaled" and model.post_process:
+        model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0] * 0.5, output[1]))
     if fault == "mtpnan" and on_rank_1():
         torch.nn.init.constant_(model.mtp.layers[0].eh_proj.weight, float("nan"))
     if fault == "state" and on_rank_1():
@@ -114,6 +117,14 @@ def change_prediction(fault: str, step: PolicyGradientStep, model: torch.nn.Modu
         return losses
 
     step._loss._of_depth = of_depth
+
+
+class Capped(ColumnParallelLinear):
+    """Caps the logits after the product, as the output layers of Gemma 2 and 4 do."""
+
+    def forward(self, *args, **kwargs):
+        logits, bias = super().forward(*args, **kwargs)
+        return 30.0 * torch.tanh(logits / 30.0), bias
 
 
 class TELayer(torch.nn.Module):

@@ -5,6 +5,7 @@ tokens no stream asks them of.
 """
 
 import dataclasses
+import itertools
 import math
 import random
 import tempfile
@@ -60,6 +61,7 @@ class Flags:
     has_policy: bool = True
     has_root_length: bool = False
     tail_floor: float | None = None
+    keeps_entropy: bool = False
 
     @property
     def names_of_tokens(self) -> list[str]:
@@ -68,7 +70,7 @@ class Flags:
 
     def step(self, samples: Sequence[Sample], logits: Sequence[Tensor]) -> oracle.StreamStep:
         return oracle.StreamStep(
-            documents(samples, logits),
+            documents(samples, logits, keeps_entropy=self.keeps_entropy),
             self.expected,
             self.terms,
             self.has_policy,
@@ -113,6 +115,7 @@ class Flags:
             pg_teacher_head=teacher_head() if have_whole(self.terms) else None,
             pg_fused_head="recompute" if have_whole(self.terms) else None,
             pg_metrics="with_entropy",
+            pg_entropy_support="kept" if self.keeps_entropy else "full",
             pg_kernel="torch",
             padded_vocab_size=cases.VOCABULARY,
         )
@@ -232,7 +235,9 @@ def _topk_errors(metrics: dict[str, float], name: str, rows: Sequence) -> dict[s
     }
 
 
-def documents(samples: Sequence[Sample], logits: Sequence[Tensor]) -> list[oracle.StreamDocument]:
+def documents(
+    samples: Sequence[Sample], logits: Sequence[Tensor], *, keeps_entropy: bool = False
+) -> list[oracle.StreamDocument]:
     return [
         oracle.StreamDocument(
             logits=table[_first(s) : _first(s) + s.response_length].numpy(),
@@ -243,11 +248,18 @@ def documents(samples: Sequence[Sample], logits: Sequence[Tensor]) -> list[oracl
             **{short: _array(getattr(s, name)) for name, short in FIELDS.items()},
             whole=None if s.teacher_hidden is None else s.teacher_hidden.double().numpy(),
             topk=None if s.teacher_topk is None else list(zip(*s.teacher_topk.lists().values(), strict=True)),
+            sets=None if s.support is None else sets_of(s),
+            keeps_entropy=keeps_entropy,
             rollout_id=s.rollout_id,
             prompt_id=s.prompt_id,
         )
         for s, table in zip(samples, logits, strict=True)
     ]
+
+
+def sets_of(sample: Sample) -> list[list[int]]:
+    ids, offsets = sample.support.lists().values()
+    return [ids[start:end] for start, end in itertools.pairwise(offsets)]
 
 
 FIELDS = {

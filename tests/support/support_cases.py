@@ -10,9 +10,11 @@ import numpy as np
 import objective_cases
 import objective_oracle as oracle
 import simulation
+import stream_cases
 import torch
 from compare import gradient_error, scalar_error
 from simulation import Layout, Outcome, Step
+from stream_oracle import StreamTerm
 from torch import Tensor
 
 from megatron_pg.rollouts.sample import Sample
@@ -118,5 +120,59 @@ def _supported(sample: Sample, rng: random.Random) -> Sample:
 def _certain(sample: Sample) -> Sample:
     """A token that was the only one has log-probability 0 under every policy over its set."""
     alone = sample.support.counts == 1
-    fields = {name: torch.where(alone, 0.0, getattr(sample, name)) for name in OF_ROLLOUT}
+    known = {name: values for name in OF_ROLLOUT if (values := getattr(sample, name)) is not None}
+    fields = {name: torch.where(alone, 0.0, values) for name, values in known.items()}
     return dataclasses.replace(sample, **fields)
+
+
+# ---- Streams ----
+
+SAMPLED = ("kl", "entropy")  # kinds that may be over a support
+WHOLE = ("ce", "opd")
+
+
+def random_streams(rng: random.Random) -> tuple[StreamTerm, ...]:
+    """KL and entropy terms on the objective's tokens and on their own, together with terms over the whole vocabulary."""
+    terms = [StreamTerm("ref", "kl", rng.uniform(0.1, 2.0), estimator=rng.choice(["k1", "k2", "k3", "k3_weighted"]))]
+    terms += [StreamTerm("h", "entropy", rng.uniform(0.1, 2.0), on=rng.choice([None, "rl", "ref"]))]
+    terms += [StreamTerm("echo", rng.choice(WHOLE), 0.3)] if rng.random() < 0.6 else []
+    return tuple(dataclasses.replace(t, on="rl") if t.name == "ref" and rng.random() < 0.3 else t for t in terms)
+
+
+def random_stream_case(rng: random.Random) -> stream_cases.Case:
+    """A step with streams whose samples say what could be sampled; without the objective in one of three."""
+    given = {"terms": random_streams(rng), "dropped": (), "keeps_entropy": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        given["has_policy"] = False
+    while True:
+        flags = stream_cases.random_flags(rng, **given)
+        if flags.has_policy or not (flags.expected.kl_coef or flags.expected.entropy_coef):
+            break
+    while True:
+        samples = [_with_sets(flags, sample, rng) for sample in stream_cases.random_samples(rng, flags)]
+        case = stream_cases.Case(samples, stream_cases.poisoned_logits(rng, flags, samples), flags)
+        if not any(len(stream_cases.live_rows(flags, sample)) for sample in samples):
+            continue
+        if flags.expected.denominator != "kept" or case.wanted.streams["rl"].magnitude:
+            return case
+
+
+def _with_sets(flags: stream_cases.Flags, sample: Sample, rng: random.Random) -> Sample:
+    """The sample with sets that hold its token where a term reads them, none where another reads the whole vocabulary, else any."""
+    if sample.stream != "rl" and rng.random() < 0.3:
+        return sample
+    by_kind = [("kl", "rl", flags.has_policy), *((t.kind, t.tokens, True) for t in flags.terms)]
+    readers = [(kind, sample.mask_of(tokens)) for kind, tokens, is_there in by_kind if is_there]
+    read, whole = (
+        {k for kind, mask in readers if kind in kinds and mask is not None for k in mask.nonzero()[:, 0].tolist()}
+        for kinds in (("kl", "entropy") if flags.keeps_entropy else ("kl",), WHOLE)
+    )
+    sets = []
+    for k, token in enumerate(sample.tokens[-sample.response_length :].tolist()):
+        size = rng.choice([0, 1, 2, 3, 5, cases.VOCABULARY])
+        others = rng.sample([j for j in range(cases.VOCABULARY) if j != token], max(size - 1, 0))
+        own = rng.sample([token, *others], size) if size else []
+        is_checked = sample.stream == "rl" and bool(sample.loss_mask[k])
+        sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
+    sample = dataclasses.replace(sample, support=support_of(sets, sample.sample_id))
+    return _certain(sample)

@@ -386,18 +386,20 @@ def test_a_deferred_call_is_handed_over_once_and_nothing_of_it_is_kept():
     """The hidden states of a micro-batch must not outlive its loss."""
     layer = SimpleNamespace(_forward_impl=lambda **arguments: "logits")
     is_wanted = [True]
-    deferred = DeferredHead(layer, lambda: is_wanted[0])
+    deferred = DeferredHead()
+    deferred.put_into(layer, lambda: is_wanted[0])
     arguments = {"weight": None, "bias": None, "grad_output_buffer": None, "sequence_parallel": False, "tp_group": None}
     hidden = torch.zeros(3, 2, 5)
-    assert layer._forward_impl(input=hidden, **arguments).shape == (3, 2, 1)  # for code that counts on logits
-    assert deferred.take().hidden is hidden
-    assert deferred.take() is None
+    stand_in = layer._forward_impl(input=hidden, **arguments)
+    assert stand_in.shape == (3, 2, 2)  # for code that counts on logits
+    assert deferred.take(stand_in).hidden is hidden
+    assert deferred.take(stand_in) is None
     is_gone = weakref.ref(hidden)
     del hidden
     assert is_gone() is None
     is_wanted[0] = False
     assert layer._forward_impl(input=torch.zeros(3, 2, 5), **arguments) == "logits"
-    assert deferred.take() is None
+    assert deferred.take(stand_in) is None
 
 
 @pytest.mark.skipif(CUDA, reason="a device-side assertion ends the process")
