@@ -6,6 +6,7 @@ tensor parallelism are plain torch. `enable()` answers those names with the CPU 
 * a device named "cuda" in any torch call means the CPU; `.cuda()` returns the tensor, memory is never pinned;
 * `Tensor.type()` says `torch.cuda.FloatTensor`, because Megatron's optimizer and gradient clipping compare that name;
 * `torch.cuda.*` reports one device, no memory use, and streams and events that do nothing;
+* `torch.accelerator` reports that there is none: a CUDA build of torch would name CUDA, and optimizers would ask it for a stream;
 * the CUDA random states are the CPU's.
 
 On a GPU nothing here is imported.
@@ -66,6 +67,7 @@ def enable() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused helpers are torch.compile functions
     _patch_torch_cuda()
+    _patch_torch_accelerator()
     CudaMeansCPU().__enter__()
     _patch_megatron()
 
@@ -83,6 +85,7 @@ def _patch_torch_cuda() -> None:
         "mem_get_info": (0, 0),
         "current_stream": _NoStream(),
         "default_stream": _NoStream(),
+        "is_current_stream_capturing": False,
     }
     zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
     nothing = (
@@ -103,6 +106,13 @@ def _patch_torch_cuda() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
     torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda *a: None, range_pop=lambda *a: None)
+
+
+def _patch_torch_accelerator() -> None:
+    answers = {"is_available": False, "device_count": 0, "current_accelerator": None, "current_stream": _NoStream()}
+    answers |= dict.fromkeys(("synchronize", "set_stream", "set_device_index", "empty_cache"))
+    for name, answer in answers.items():
+        setattr(torch.accelerator, name, lambda *args, _answer=answer, **kwargs: _answer)
 
 
 def _patch_megatron() -> None:

@@ -23,12 +23,18 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.datasets import utils as dataset_utils
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import arguments, checkpointing, training
-from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 from torch.distributed import Store, distributed_c10d
+
+from megatron_pg.declarations.installation import missing_piece
+
+try:
+    from megatron.core import parallel_state
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import arguments, checkpointing, training
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+except ImportError as error:
+    raise ImportError(missing_piece(error), name=error.name) from error
 
 from megatron_pg.args import (
     ArgumentError,

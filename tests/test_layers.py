@@ -36,7 +36,7 @@ ARROWS = {
         *("args", "batch", "declarations", "flags", "metrics", "mismatch", "objectives", "reducers", "rollouts"),
         "step",
     },
-    "pretrain": {"args", "batch", "flags", "metrics", "rollouts", "step"},
+    "pretrain": {"args", "batch", "declarations", "flags", "metrics", "rollouts", "step"},
     "hosts": {
         *("args", "batch", "cp_utils", "declarations", "flags", "kernels", "lm_head", "metrics", "rollouts"),
         "step",

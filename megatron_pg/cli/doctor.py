@@ -72,7 +72,7 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
         Finding("megatron_pg", "ok", __version__),
         _first("Python", (sys.version_info >= (3, 12), "ok", python), (True, "note", python, newer)),
         _torch(torch),
-        _kernel(triton, torch.facts.get("capability")),
+        _kernel(triton, torch),
         *_core(megatron),
         _training(megatron),
         _transformer_engine(can_import_core="version" in megatron.facts),
@@ -127,18 +127,17 @@ def _torch(probe: Probe) -> Finding:
     )
 
 
-def _kernel(triton: Probe, capability: Any) -> Finding:
-    """`capability`: of the GPU, None without one."""
-    name, default, version = "--pg-kernel", "triton" if capability else "torch", triton.facts.get("version")
+def _kernel(triton: Probe, torch: Probe) -> Finding:
+    name, chosen, version = "device and kernel", torch.facts.get("chosen"), str(triton.facts.get("version"))
+    if chosen is None:
+        return Finding(name, "note", "not known: see torch above")
+    if torch.facts["kernel"] == "torch":
+        return Finding(name, "ok", chosen)
     if triton.error:
         fix = "install triton 3.2 or later, or choose --pg-kernel torch"
-        return Finding(name, "fail" if capability else "note", f"default {default}; triton: {triton.error}", fix)
-    if not capability:
-        found = f"default torch; triton {version} needs a CUDA device (TRITON_INTERPRET=1: tests)"
-        return Finding(name, "ok", found)
-    path = path_of(tuple(capability), str(version))
-    found = f"default triton ({version}), {path.text}; neither falls back to the other"
-    return Finding(name, "ok" if path.is_tried else "note", found)
+        return Finding(name, "fail", f"{chosen}; triton: {triton.error}", fix)
+    path = path_of(tuple(torch.facts["capability"]), version)
+    return Finding(name, "ok" if path.is_tried else "note", f"{chosen}, Triton {version}, {path.text}")
 
 
 def _core(probe: Probe) -> list[Finding]:
@@ -175,11 +174,11 @@ def _contract(probe: Probe, flag: str, key: str, expected: list[float], text: st
 
 
 def _training(probe: Probe) -> Finding:
-    facts, error = probe.facts, printable(str(probe.facts.get("training_error") or probe.error), limit=240)
-    fix = "megatron_pg.pretrain needs it: pip install 'megatron-pg[training]', megatron-core 0.17 or later, its Python"
+    facts, error = probe.facts, printable(str(probe.facts.get("training_error") or probe.error), limit=400)
+    fix = "only megatron_pg.pretrain needs it; the loss inside other trainers does not"
     return _first(
         "megatron.training",
-        ("pretrain_hook" not in facts, "note", f"cannot be imported: {error}", fix),
+        ("pretrain_hook" not in facts, "note", error, fix),
         (facts.get("pretrain_hook"), "ok", "flags enter by pretrain(extra_args_provider=)"),
         (facts.get("parse_hook"), "ok", "flags enter by parse_and_validate_args(extra_args_provider=)"),
         (True, "fail", "takes our flags in no way that is known", "use a release of docs/megatron.md"),

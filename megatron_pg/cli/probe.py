@@ -11,9 +11,11 @@ import sys
 from importlib import import_module
 from types import SimpleNamespace
 
+from megatron_pg.declarations.installation import missing_piece
+
 
 def torch_facts() -> None:
-    """Version, CUDA build and devices."""
+    """Version, CUDA build and devices, and the device and kernel of the loss."""
     torch = import_module("torch")
     _tell(version=torch.__version__, cuda=torch.version.cuda)
     available = torch.cuda.is_available()
@@ -21,6 +23,8 @@ def torch_facts() -> None:
     distributed = torch.distributed.is_available()
     capability = torch.cuda.get_device_capability() if available else None
     _tell(capability=capability, devices=names, nccl=distributed and torch.distributed.is_nccl_available())
+    choice = import_module("megatron_pg.step.device").chosen()
+    _tell(kernel=choice.kernel, chosen=str(choice))
 
 
 def triton_facts() -> None:
@@ -40,7 +44,9 @@ def megatron_facts() -> None:
         arguments = import_module("megatron.training.arguments")
         hook = "extra_args_provider" in inspect.signature(training.pretrain).parameters
         _tell(pretrain_hook=hook, parse_hook=hasattr(arguments, "parse_and_validate_args"))
-    except Exception as error:  # missing, or broken in any way
+    except ImportError as error:
+        _tell(training_error=missing_piece(error))
+    except Exception as error:  # broken in any way
         _tell(training_error=f"{type(error).__name__}: {error}")
 
 

@@ -1,12 +1,15 @@
 """metrics.jsonl: one object per optimizer step, which no later run erases and no second job writes at the same time."""
 
+import errno
 import fcntl
 import itertools
 import json
 import math
 import os
+import shutil
 import socket
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +18,7 @@ from megatron_pg.rollouts.lines import append_whole
 from megatron_pg.rollouts.printable import printable
 
 _PROBE_BYTES = 2**12  # written and taken back, so that a full disk shows before the model is built
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems such as Lustre that are mounted without flock
 
 
 class MetricsFile:
@@ -25,18 +29,19 @@ class MetricsFile:
     writing with a warning, not the training.
 
     Args:
-        path: the file; its folder is made.
+        path: the file, or a symbolic link to it; its folder is made. Where a relative path leads is settled here, once.
 
     Raises:
         ValueError: the file is something else, cannot be written, or another process writes it.
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path))
         self.num_missing = 0  # lines that could not be written
         self._file: IO[bytes] | None = None  # from the first line on
         self._objective: object = None  # that the file says was in force last
         self._lock: IO[bytes] | None = None
+        _OPEN.add(self)
         shown = printable(str(path), limit=None)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,21 +103,43 @@ class MetricsFile:
         self._file = self._lock = None
 
 
+_OPEN: weakref.WeakSet[MetricsFile] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close this forked process's copies of the locks, which would outlive the process that writes the files."""
+    for file in _OPEN:
+        if file._lock is not None:
+            file._lock.close()
+            file._lock = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _locked(path: Path) -> IO[bytes]:
     """The lock file, held: the system lets go of it when the process ends, however it ends."""
-    name = path.with_name(path.name + ".lock")
+    name, shown = path.with_name(path.name + ".lock"), printable(str(path), limit=None)
     while True:
         lock = name.open("a+b", buffering=0)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            holder = printable(lock.read(200).decode(errors="replace").strip("\n\0")) or "another process"
+            holder = _holder(lock.read(200).decode(errors="replace").strip("\n\0"))
             lock.close()
             raise ValueError(
-                f"{printable(str(path), limit=None)} is being written by {holder}; two jobs would overwrite each other. End that "
-                "one, or choose another metrics_file."
+                f"{shown} is being written by {holder}; two jobs would overwrite each other. End that one, or choose another metrics_file."
             ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                lock.close()
+                raise
+            warnings.warn(
+                f"{shown} is on a file system without file locks ({error.strerror}), so a second job with this metrics_file is not noticed. "
+                "Make sure that only one job writes it.",
+                stacklevel=3,
+            )
         if name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat()):
             break
         lock.close()  # its holder has ended in between and taken the name away
@@ -127,6 +154,19 @@ def _locked(path: Path) -> IO[bytes]:
         lock.close()
         raise
     return lock
+
+
+def _holder(text: str) -> str:
+    """Who holds a lock, from what its file says; a process that has ended left it to one that it forked."""
+    words = text.split()
+    if len(words) == 5 and words[0] == "pid" and words[1].isdecimal() and words[-1] == socket.gethostname():
+        try:
+            os.kill(int(words[1]), 0)
+        except (ProcessLookupError, OverflowError):
+            return "a process that another one left behind"
+        except PermissionError:  # somebody else's
+            pass
+    return printable(text) or "another process"
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
@@ -153,6 +193,8 @@ def _continued(path: Path, *, before: int) -> tuple[IO[bytes], object]:
         free_name(path).write_bytes(b"".join(line for iteration, line in lines if iteration >= before))
     scratch = path.with_name(path.name + ".part")
     scratch.write_bytes(b"".join(kept))
+    if path.exists():
+        shutil.copymode(path, scratch)
     os.replace(scratch, path)  # never half a file
     said = (json.loads(line).get("objective") for line in reversed(kept) if b'"objective"' in line)
     return path.open("ab", buffering=0), next(filter(None, said), None)

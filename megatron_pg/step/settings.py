@@ -1,6 +1,5 @@
 """What the validated arguments say about the loss."""
 
-import os
 from argparse import Namespace
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from megatron_pg.objectives.corrections import Correction
 from megatron_pg.objectives.custom import custom_objective_of
 from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
 from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.step.device import chosen
 from megatron_pg.step.table import PlanRule
 
 
@@ -100,11 +100,11 @@ class LossSettings:
     @property
     def kernel(self) -> str:
         """`impl`, and the path that losses take on this GPU."""
-        if self.impl != "triton" or not torch.cuda.is_available():
+        if self.impl != "triton" or (device := chosen("triton").device).type == "cpu":
             return self.impl
         from megatron_pg.kernels.triton_loss import path_on  # torch alone must not need Triton
 
-        return f"{self.impl}, {path_on(torch.device('cuda', torch.cuda.current_device())).text}"
+        return f"{self.impl}, {path_on(device).text}"
 
     @property
     def policy(self) -> tuple[str, ...]:
@@ -182,19 +182,9 @@ def _teacher_head(args: Namespace) -> TeacherHead:
 
 
 def _impl(args: Namespace) -> str:
-    impl = _available(args.pg_kernel)
-    if args.pg_fused_head == "odds" and impl == "triton" and torch.cuda.is_available():
-        check_odds_kernel(vars(args).get("params_dtype", torch.bfloat16), torch.device("cuda"))
-    return impl
-
-
-def _available(asked: str | None) -> str:
-    cuda = torch.version.cuda is not None and torch.cuda.is_available()
-    if asked is None:
-        return "triton" if cuda else "torch"
-    if asked == "triton" and not cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            "--pg-kernel triton cannot run here: no CUDA device is visible (TRITON_INTERPRET=1 runs it on a CPU, to test). Use "
-            "--pg-kernel torch or leave the flag out"
-        )
-    return asked
+    if args.pg_kernel == "torch":  # needs no GPU, so none is touched: a process that only plans may have none
+        return "torch"
+    choice = chosen(args.pg_kernel)
+    if args.pg_fused_head == "odds" and choice.kernel == "triton" and choice.device.type == "cuda":
+        check_odds_kernel(vars(args).get("params_dtype", torch.bfloat16), choice.device)
+    return choice.kernel

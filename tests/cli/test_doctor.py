@@ -10,12 +10,15 @@ import pytest
 
 from megatron_pg.cli import doctor, main
 from megatron_pg.cli.doctor import Probe, examine
+from megatron_pg.step.device import chosen
 
 ROOT = Path(__file__).parents[2]
 HOOKS = {"pretrain_hook": False, "parse_hook": True}
 HEALTHY = {
     "torch": Probe(
-        {"version": "2.9.0+cu130", "cuda": "13.0", "capability": [9, 0], "devices": ["H200"] * 2, "nccl": True}, None
+        {"version": "2.9.0+cu130", "cuda": "13.0", "capability": [9, 0], "devices": ["H200"] * 2, "nccl": True}
+        | {"kernel": "triton", "chosen": "torch 2.9.0+cu130, CUDA 13.0, H200: cuda:0, --pg-kernel triton"},
+        None,
     ),
     "triton": Probe({"version": "3.6.0"}, None),
     "megatron": Probe({"version": "0.19.2", "per_microbatch": [0.5, 0.0], "per_token": [1.0, 3.0]} | HOOKS, None),
@@ -31,7 +34,8 @@ def test_a_healthy_machine_has_nothing_that_fails():
     found = findings()
     assert not [f for f in found.values() if f.status == "fail"]
     assert "2 × H200" in found["torch"].found
-    assert found["--pg-kernel"].found.startswith("default triton")
+    line = "torch 2.9.0+cu130, CUDA 13.0, H200: cuda:0, --pg-kernel triton, Triton 3.6.0, one launch where a row fits"
+    assert found["device and kernel"].found == line
     assert "parse_and_validate_args" in found["megatron.training"].found
     assert "multiplies by C and divides by K" in found["contract, flag off"].found
 
@@ -58,13 +62,13 @@ BAD = {
     ),
     "triton is missing on a GPU": (
         {"triton": Probe({}, "No module named 'triton'")},
-        "--pg-kernel",
+        "device and kernel",
         "fail",
         "--pg-kernel torch",
     ),
     "the kernel was not tried with this Triton": (
         {"triton": Probe({"version": "3.9.0"}, None)},
-        "--pg-kernel",
+        "device and kernel",
         "note",
         "",
     ),
@@ -107,7 +111,7 @@ BAD = {
         },
         "megatron.training",
         "note",
-        "megatron-pg[training]",
+        "only megatron_pg.pretrain needs it",
     ),
     "pretrain takes no flags": (
         {"megatron": Probe({"version": "0.19.0", "pretrain_hook": False, "parse_hook": False}, None)},
@@ -130,6 +134,20 @@ def test_what_is_wrong_is_named_with_a_way_out(name):
     finding = findings(**changes)[row]
     assert finding.status == status
     assert fix in finding.fix
+
+
+def test_one_line_says_which_device_and_kernel_are_used_and_why():
+    why = "torch 2.13.0+cu130 was built for CUDA 13.0, but no GPU can be used (Found no NVIDIA driver on your system)"
+    facts = {"version": "2.13.0+cu130", "cuda": "13.0", "kernel": "torch", "chosen": f"{why}: CPU, --pg-kernel torch"}
+    found = findings(torch=Probe(facts, None), triton=Probe({}, "No module named 'triton'"))["device and kernel"]
+    assert found == doctor.Finding("device and kernel", "ok", f"{why}: CPU, --pg-kernel torch")
+    assert findings(torch=Probe({}, "no torch"))["device and kernel"].found == "not known: see torch above"
+
+
+def test_the_probe_reports_the_device_and_kernel_of_this_machine():
+    facts = doctor._probe("torch").facts
+    assert facts["chosen"] == str(chosen())
+    assert facts["kernel"] == chosen().kernel
 
 
 def test_the_exit_code_says_whether_something_required_fails(monkeypatch, capsys):

@@ -17,6 +17,7 @@ from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 from megatron_pg.lm_head.odds import logprobs_of
 from megatron_pg.objectives import objective_of
+from megatron_pg.step import device
 from megatron_pg.step.settings import LossSettings
 
 CUDA = torch.cuda.is_available()
@@ -309,7 +310,7 @@ def test_rows_and_hidden_states_may_have_any_strides(impl, dtype):
 )
 def test_other_chips_and_dtypes_are_refused_by_name(dtype, capability, monkeypatch):
     """At startup, from the flags, and by the function itself."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_device", lambda: (torch.device("cuda", 0), "a GPU"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     parsed = add_arguments(argparse.ArgumentParser()).parse_args(["--pg-fused-head", "odds", "--pg-kernel", "triton"])
     parsed.params_dtype = dtype

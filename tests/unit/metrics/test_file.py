@@ -163,3 +163,78 @@ def test_a_file_that_may_be_written_and_not_read_is_named(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"m\.jsonl cannot be written \(No such file"):
         MetricsFile(path)
     assert [each.name for each in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_and_the_metrics_are_written(tmp_path, number, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("megatron_pg.metrics.file.fcntl.flock", no_locks)
+    path = tmp_path / "m.jsonl"
+    with pytest.warns(UserWarning, match=r"m\.jsonl is on a file system without file locks .* only one job writes it"):
+        write(path, 1, 2)
+    assert read(path) == [(1, 0), (2, 0)]
+    assert [each.name for each in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+FORKED_WORKER = """
+import os, sys
+from megatron_pg.metrics.file import MetricsFile
+file = MetricsFile(sys.argv[1])
+worker = os.fork()
+if worker == 0:  # as a worker of a data loader, which outlives a trainer that is killed
+    file.close()  # must not take the trainer's lock away
+    os.close(1)
+    os.read(0, 1)
+    os._exit(0)
+print(worker, flush=True)
+os.read(0, 1)
+"""
+
+
+def test_a_forked_worker_does_not_keep_the_file_of_a_killed_trainer(tmp_path):
+    path = tmp_path / "m.jsonl"
+    command = [sys.executable, "-c", FORKED_WORKER, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        trainer.stdout.readline()  # the worker runs, and waits for its standard input
+        with pytest.raises(ValueError, match=rf"m\.jsonl is being written by pid {trainer.pid} on host"):
+            MetricsFile(path)
+        trainer.kill()
+        trainer.wait()
+        write(path, 1)
+    assert read(path) == [(1, 0)]
+
+
+def test_a_process_that_has_ended_is_not_named_as_the_writer(tmp_path):
+    path, lock = tmp_path / "m.jsonl", tmp_path / "m.jsonl.lock"
+    first = MetricsFile(path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    lock.write_text(f"pid {ended.pid} on host {os.uname().nodename}\n")
+    with pytest.raises(ValueError, match=r"m\.jsonl is being written by a process that another one left behind; two"):
+        MetricsFile(path)
+    first.close()
+
+
+def test_a_symbolic_link_stays_one_and_its_target_keeps_its_mode(tmp_path):
+    target, link = tmp_path / "disk" / "m.jsonl", tmp_path / "run.jsonl"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    write(link, 1, 2, 3)
+    target.chmod(0o664)
+    write(link, 3, 4, loss=1.0)
+    assert link.is_symlink()
+    assert read(target) == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert target.stat().st_mode & 0o777 == 0o664
+
+
+def test_a_relative_path_is_the_one_of_the_folder_where_the_file_was_opened(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = MetricsFile("m.jsonl")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.write({"iteration": 1, "pg_loss": 0.0})
+    file.close()
+    assert read(tmp_path / "m.jsonl") == [(1, 0)]
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -1,0 +1,54 @@
+"""What `megatron_pg.pretrain` needs of an installation, and the command that adds it."""
+
+import platform
+import sys
+from importlib import metadata
+
+TRAINING = (
+    "pyyaml",
+    "einops",
+    "psutil",
+)  # imported by megatron.training, not required by megatron-core; extra `training`
+_RELEASE = "0.17.1"  # of megatron-core, the one that runs on Python 3.11 too
+
+
+def missing_piece(error: ImportError) -> str:
+    """Say what is missing when Megatron cannot be imported, and how to add it.
+
+    Args:
+        error: of `import megatron.training`.
+    """
+    name, python = error.name or "", platform.python_version()
+    if name in ("megatron", "megatron.core"):
+        return f"megatron_pg.pretrain needs megatron-core, which is not installed. {_how_to_install()}"
+    if name.startswith("megatron.training"):
+        return f"megatron_pg.pretrain needs megatron.training, which megatron-core {_version()} does not contain. {_how_to_install()}"
+    if name == "typing":
+        return (
+            f"megatron_pg.pretrain needs megatron.training, and that of megatron-core {_version()} does not run on Python {python} "
+            f"({error}). Use Python 3.12 or later, or another release: {_how_to_install()}"
+        )
+    if name and not name.startswith("megatron") and isinstance(error, ModuleNotFoundError):
+        return (
+            f"megatron_pg.pretrain needs megatron.training, which needs the module {name}. Install what it needs with: "
+            f"pip install {' '.join(TRAINING)}"
+        )
+    return f"megatron_pg.pretrain needs megatron.training, which cannot be imported: {error}. `megatron-pg doctor` looks at the rest."
+
+
+def _version() -> str:
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:  # a checkout
+        return "(of unknown version)"
+
+
+def _how_to_install() -> str:
+    release = sys.version_info[:2]
+    if release == (3, 10):
+        return (
+            f"Use Python 3.11 or later: no release that contains it has a wheel for Python {platform.python_version()}."
+        )
+    if release == (3, 11):  # on which it runs, although its metadata asks for 3.12
+        return f"Install it with: pip install --no-deps --ignore-requires-python megatron-core=={_RELEASE}"
+    return f'Install it with: pip install "megatron-core>={_RELEASE}"'
