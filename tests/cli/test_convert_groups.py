@@ -49,8 +49,9 @@ def advantages(tmp_path) -> list[float]:
 
 
 def test_a_prompt_group_in_two_files_has_one_mean(convert, files, tmp_path):
-    parts = [line("q", 1.0), line("q", 0.0)], [line("q", 0.0), line("q", 0.0, note="b")]
-    code, said = convert(files(*parts), "--format", "jsonl", "--advantage", "group_mean")
+    first, *others = (line("q", reward, rollout_id=i) for i, reward in enumerate([1.0, 0.0, 0.0, 0.0]))
+    paths = files([first, others[0]], others[1:])
+    code, said = convert(paths, "--format", "jsonl", "--advantage", "group_mean")
     assert code == 0, said
     assert advantages(tmp_path) == [0.75, -0.25, -0.25, -0.25]
     assert "gradient" not in said
@@ -192,8 +193,9 @@ def test_a_dump_that_changes_while_it_is_read_is_refused(convert, files, monkeyp
 
 
 def test_the_version_is_the_highest_that_a_dump_needs(convert, files, tmp_path):
-    plain, taught = line("q", 1.0, advantage=0.5), line("q", 0.0, advantage=-0.5, teacher_logprobs=[-0.1, -0.2])
-    for parts, version in (([plain], [taught]), 2), (([taught], [plain]), 2), (([plain], [plain | {"x_a": 1}]), 1):
+    plain, other = (line("q", 1.0, advantage=0.5, rollout_id=i) for i in range(2))
+    taught = line("q", 0.0, advantage=-0.5, rollout_id=2, teacher_logprobs=[-0.1, -0.2])
+    for parts, version in (([plain], [taught]), 2), (([taught], [plain]), 2), (([plain], [other]), 1):
         code, said = convert(files(*parts), "--format", "jsonl")
         assert code == 0, said
         header, *lines = (tmp_path / "out.jsonl").read_text().splitlines()
