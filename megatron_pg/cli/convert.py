@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dumps(options: argparse.Namespace) -> "Dumps":
-    """What reads the dumps one by one, and may be called again: what can be read only once is kept, and so is a single dump."""
-    if len(options.dumps) > 1 and all(map(os.path.isfile, options.dumps)):
+    """What reads the dumps one by one; --advantage calls it twice, so a single dump is kept, and so is what is not a file."""
+    if not options.advantage or (len(options.dumps) > 1 and all(map(os.path.isfile, options.dumps))):
         return lambda: _read(options)
     held = list(_read(options))
     return lambda: held
