@@ -13,12 +13,15 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_pg import __version__
 from megatron_pg.cli.terminal import InputError, OutputError, output_taken
 from megatron_pg.rollouts.lines import RolloutFileError
 from megatron_pg.rollouts.printable import printable
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 SUBCOMMANDS = {
     "explain": "the objective that flags or a launch script put in force, as a formula with numbers",
@@ -38,6 +41,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} ({self.prog} --help shows the options)")
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """Print help or version; argparse would pass over a standard output that cannot be written."""
+        with output_taken():
+            (file or sys.stderr).write(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

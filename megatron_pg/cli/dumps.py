@@ -7,13 +7,15 @@ jsonl          one JSON object per sample, in columns of any names
 """
 
 import argparse
+import difflib
 import gzip
 import json
 import operator
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -22,10 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.cli.convert import FORMATS
 from megatron_pg.cli.terminal import InputError, opened, show_path
-from megatron_pg.rollouts.fields import FIELDS, REQUIRED, is_int, plain
+from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
 from megatron_pg.rollouts.printable import printable, shorten
+
+_MOST_NAMES = 24  # of columns that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,30 @@ class Row:
 
     where: str  # file and sample, for messages
     record: dict[str, Any]  # a line of the rollout file; what the dump does not hold is None or absent
+    unused: tuple[str, ...] = ()  # columns of its line that are not a field
+
+    @property
+    def is_of_policy(self) -> bool:
+        """Whether its loss mask marks tokens of the objective."""
+        return self.record.get("stream") in (None, POLICY)
+
+
+class Names:
+    """Numbers rollouts and prompts that have no name, within each step and over all dumps."""
+
+    def __init__(self) -> None:
+        self._rollouts: Counter[str] = Counter()
+        self._prompts: dict[str, dict[Any, int]] = {}
+
+    def rollout(self, step: Any) -> str:
+        """The name of the next rollout of a step."""
+        self._rollouts[f"{step}"] += 1
+        return f"{step}/{self._rollouts[f'{step}'] - 1}"
+
+    def prompt(self, step: Any, key: Any) -> str:
+        """The name of the prompt with this key in a step."""
+        known = self._prompts.setdefault(f"{step}", {})
+        return f"{step}/{known.setdefault(key, len(known))}"
 
 
 def _field(record: Any, name: str, where: str) -> Any:
@@ -57,8 +86,9 @@ def _constant_mask(bit: int, length: int, tokens: Any) -> list[int]:
     return [bit] * max(0, min(length, len(tokens) if isinstance(tokens, list) else 0))
 
 
-def _names(record: Mapping) -> str:
-    return ", ".join(printable(str(key), limit=32) for key in list(record)[:12])
+def _names(record: Iterable[Any]) -> str:
+    names = [printable(str(key), limit=32) for key in record]
+    return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
 
 
 def _foreign(where: str, what: str) -> InputError:
@@ -68,7 +98,7 @@ def _foreign(where: str, what: str) -> InputError:
 # --- slime and miles ---
 
 
-def read_slime(path: str, options: argparse.Namespace) -> list[Row]:
+def read_slime(path: str, options: argparse.Namespace, _: Names) -> list[Row]:
     """The samples of a rollout dump of slime or miles, joined with slime's training dump where that is given.
 
     Raises:
@@ -242,7 +272,7 @@ def _nested_list(values: Any, where: str) -> Any:
 # --- NeMo-RL ---
 
 
-def read_nemo_rl(path: str, options: argparse.Namespace) -> list[Row]:
+def read_nemo_rl(path: str, options: argparse.Namespace, names: Names) -> list[Row]:
     """The samples of a train_data_step{N}.jsonl.
 
     A row is padded and cut at its input length; its response begins at the first trained token, so the prompt is what
@@ -254,17 +284,13 @@ def read_nemo_rl(path: str, options: argparse.Namespace) -> list[Row]:
     shown, size, step = show_path(path), options.group_size, options.step
     if step is None and (named := re.search(r"train_data_step(\d{1,18})\.jsonl$", str(path))):
         step = int(named.group(1))
-    if step is None:
-        raise InputError(f"{shown}: its name does not say the step, as train_data_step12.jsonl does. Give --step.")
-    if size is None:
-        raise InputError(
-            f"{shown}: this format does not say which samples share a prompt. Give --group-size, the run's num_generations_per_prompt."
-        )
+    if missing := [name for name, value in (("step", step), ("prompt_id", size)) if value is None]:
+        raise _missing(missing, {}, shown, options)
     rows = [
         Row(where, {"step": step, "rollout_id": f"{step}/{i}"} | _nemo_rl_fields(record, where))
         for i, (record, where) in enumerate(_json_lines(path))
     ]
-    _group_rows(rows, size, shown)
+    _group_rows(rows, size, shown, names)
     return rows
 
 
@@ -305,50 +331,52 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
 
 # --- JSON Lines of any trainer, verl's among them ---
 
-COLUMNS = {  # field -> the columns that are taken for it where --column names none
-    "step": ("step",),
-    "prompt_id": ("prompt_id", "uid"),
-    "rollout_id": ("rollout_id",),
-    "tokens": ("tokens",),
-    "prompt_ids": ("prompt_ids",),
-    "response_ids": ("response_ids", "completion_ids"),
-    "response_length": ("response_length",),
-    "loss_mask": ("loss_mask", "response_mask"),
-    "old_logprobs": ("old_logprobs", "old_per_token_logps"),
-    "rollout_logprobs": ("rollout_logprobs", "response_logprobs", "sampling_per_token_logps"),
-    "ref_logprobs": ("ref_logprobs", "ref_per_token_logps"),
-    "teacher_logprobs": ("teacher_logprobs", "teacher_log_probs"),
-    "teacher_topk": ("teacher_topk",),
-    "rollout_topk": ("rollout_topk",),
-    "teacher_hidden": ("teacher_hidden",),
-    "old_entropies": ("old_entropies",),
-    "routed_experts": ("routed_experts",),
-    "support": ("support", "sampling_mask", "output_token_sampling_mask"),
-    "reward": ("reward", "score"),
-    "advantage": ("advantage", "advantages"),
+_ELSEWHERE = {  # field -> what other trainers and engines call its column
+    "prompt_id": ("uid",),
+    "response_ids": ("completion_ids",),
+    "loss_mask": ("response_mask",),
+    "old_logprobs": ("old_per_token_logps",),
+    "rollout_logprobs": ("response_logprobs", "sampling_per_token_logps"),
+    "ref_logprobs": ("ref_per_token_logps",),
+    "teacher_logprobs": ("teacher_log_probs",),
+    "support": ("sampling_mask", "output_token_sampling_mask"),
+    "reward": ("score",),
+    "advantage": ("advantages",),
 }
-OTHERWISE = {  # field -> what may stand for its column
-    "step": "--step",
-    "prompt_id": "--group-size",
-    "tokens": "columns prompt_ids and response_ids",
-    "response_length": "columns prompt_ids and response_ids",
-    "loss_mask": "--loss-mask ones",
+_PAIR = ("prompt_ids", "response_ids")  # joined they are tokens and response_length
+COLUMNS = {
+    name: (name, *_ELSEWHERE.get(name, ())) for name in (*FIELDS, *_PAIR)
+}  # field -> columns that it is read from
+_VLLM = {"prompt_ids": "prompt_token_ids", "response_ids": "token_ids"}  # elsewhere token_ids include the prompt
+_FINISH_REASONS = {"length": True, "truncated": True, "stop": False, "tool_calls": False, "completed": False}
+_OPTIONS = {  # field -> the options that give it, as they are written
+    "step": {"step": "--step N"},
+    "prompt_id": {"group_size": "--group-size N"},
+    "loss_mask": {"loss_mask": "--loss-mask ones"},
+    "old_logprobs": {
+        "old_logprobs": "--old-logprobs rollout (the rollout engine's)",
+        "train_data": "--train-data FILE",
+    },
+    "advantage": {"advantage": "--advantage RULE", "train_data": "--train-data FILE"},
 }
+_CLOSE = 0.85  # similarity of a misspelt column to the name of a field
 
 
-def read_jsonl(path: str, options: argparse.Namespace) -> list[Row]:
+def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row]:
     """The samples of a file with one JSON object per sample, whose columns `COLUMNS` and --column name.
 
-    A line without a rollout_id is a rollout of its own. verl: samples with equal `input` share a prompt where there is no
-    uid. Columns that are no field become x_ fields.
+    A line without a rollout_id is a separate rollout. verl: samples of a step with equal `input` share a prompt if there is
+    no uid. Columns that are not a field become x_ fields.
 
     Raises:
         InputError: a column is missing, ambiguous or contradicts an option.
     """
-    chosen, prompts = _columns(options.column or []), dict[str, int]()
+    chosen = columns_of(options)
+    absent = set(chosen.values())
     rows: list[Row] = []
     for record, where in _json_lines(path):
-        fields = _named(record, chosen, where)
+        fields, unused = _named(record, chosen, where)
+        absent -= record.keys()
         for name, option in (("step", "step"), ("prompt_id", "group_size"), ("loss_mask", "loss_mask")):
             if name in fields and getattr(options, option) is not None:
                 raise InputError(
@@ -356,37 +384,37 @@ def read_jsonl(path: str, options: argparse.Namespace) -> list[Row]:
                 )
         if options.step is not None:
             fields["step"] = options.step
-        if options.loss_mask is not None:
+        if options.loss_mask is not None and "response_length" in fields:
             fields["loss_mask"] = _constant_mask(1, _integer(fields, "response_length", where), fields.get("tokens"))
-        if options.format == "verl" and "prompt_id" not in fields:
-            text = str(_field(record, "input", where))
-            fields["prompt_id"] = f"{fields.get('step')}/{prompts.setdefault(text, len(prompts))}"
-        fields.setdefault("rollout_id", f"{fields.get('step')}/{len(rows)}")
-        _check_columns(fields, record, where, {"prompt_id"} if options.group_size is not None else set())
-        rows.append(Row(where, fields))
+        if options.format == "verl" and "prompt_id" not in fields and "input" in record:
+            fields["prompt_id"] = names.prompt(fields.get("step"), f"{record['input']}")
+        check_complete(fields, where, options, unused)
+        fields.setdefault("rollout_id", names.rollout(fields["step"]))
+        rows.append(Row(where, fields, tuple(unused)))
+    if rows and absent:
+        raise InputError(
+            f"--column {printable(next(f'{field}={name}' for field, name in chosen.items() if name in absent))}: no line of {show_path(path)} "
+            f"has this column. The first one has: {_names(rows[0].unused)}."
+        )
     if options.group_size is not None:
-        _group_rows(rows, options.group_size, show_path(path))
+        _group_rows(rows, options.group_size, show_path(path), names)
     return rows
 
 
-def _check_columns(fields: Mapping, record: Mapping, where: str, to_come: set[str]) -> None:
-    """Refuse a line without a column for what no option chooses."""
-    chosen = {"old_logprobs", "advantage"} | to_come
-    if missing := [name for name in REQUIRED if fields.get(name) is None and name not in chosen]:
-        given = ", ".join(dict.fromkeys(OTHERWISE[name] for name in missing if name in OTHERWISE))
-        others = f"; or give {given}" if given else ""
-        raise InputError(
-            f"{where}: has no column for {', '.join(missing)} (it has: {_names(record)}). Name one: --column {missing[0]}=NAME{others}."
-        )
+def columns_of(options: argparse.Namespace) -> dict[str, str]:
+    """Field -> the column that --column names for it.
 
-
-def _columns(given: Sequence[str]) -> dict[str, str]:
+    Raises:
+        InputError: it names none, or one twice.
+    """
     columns: dict[str, str] = {}
-    for text in given:
+    for text in options.column or ():
         name, equals, column = text.partition("=")
         if not equals or not column or name not in COLUMNS:
+            close = difflib.get_close_matches(name, COLUMNS, n=1)
+            hint = f"Did you mean {close[0]}?" if close and name not in COLUMNS else "Correct it."
             raise InputError(
-                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(COLUMNS)}. Correct it."
+                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(COLUMNS)}. {hint}"
             )
         if name in columns:
             raise InputError(f"--column names {name} twice. Name it once.")
@@ -394,47 +422,146 @@ def _columns(given: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def _named(record: Any, chosen: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The columns of a line under our names, the others under x_ names; prompt and response joined."""
+def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The columns of a line under our names, the others under x_ names; and the names of those others.
+
+    A column that is null counts as absent. Of several columns that may be a field none is read.
+    """
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
-    fields, taken = {}, set(chosen.values())
-    for field, names in COLUMNS.items():
-        found = [name for name in names if record.get(name) is not None and name not in chosen.values()]
-        if field not in chosen and len(found) > 1:
-            raise InputError(
-                f"{where}: {' and '.join(found)} may both be its {field}. Choose one: --column {field}={found[0]}."
-            )
-        if field in chosen or found:
-            fields[field] = _field(record, chosen.get(field) or found[0], where)
-        taken |= set(found)
-    prompt, response = fields.pop("prompt_ids", None), fields.pop("response_ids", None)
-    if isinstance(prompt, list) and isinstance(response, list):
-        for name, value in (("tokens", prompt + response), ("response_length", len(response))):
-            if fields.setdefault(name, value) != value:
-                raise InputError(f"{where}: its {name} is not that of prompt_ids and response_ids. Leave one out.")
-    elif (prompt, response) != (None, None):
+    free = {name: value for name, value in record.items() if name not in chosen.values()}
+    taken = {field: name for field, name in chosen.items() if record.get(name) is not None}
+    for field in COLUMNS.keys() - chosen.keys():
+        if len(found := [name for name in COLUMNS[field] if free.get(name) is not None]) == 1:
+            taken[field] = found[0]
+    fields = {field: record[taken[field]] for field in COLUMNS if field in taken}
+    if "truncated" in fields:
+        fields["truncated"] = _truncated(fields["truncated"], where)
+    if all(name in fields for name in _PAIR):
+        _join(fields, where)
+    unused = {name: value for name, value in free.items() if name not in taken.values()}
+    for name, value in unused.items():
+        own = name if name.startswith("x_") else f"x_{name}"
+        if (value is not None or name not in COLUMNS) and fields.setdefault(own, value) is not value:
+            raise InputError(f"{where}: its columns {own[2:]} and {own} would both be {own}. Rename one.")
+    return fields, [name for name, value in unused.items() if value is not None]
+
+
+def _join(fields: dict[str, Any], where: str) -> None:
+    """Put tokens and response_length in the place of prompt_ids and response_ids."""
+    prompt, response = map(fields.pop, _PAIR)
+    if not isinstance(prompt, list) or not isinstance(response, list):
         raise _foreign(where, "prompt_ids and response_ids are not two lists")
-    others = {
-        name if name.startswith("x_") else f"x_{name}": value for name, value in record.items() if name not in taken
+    for name, value in (("tokens", prompt + response), ("response_length", len(response))):
+        if fields.setdefault(name, value) != value:
+            raise InputError(f"{where}: its {name} is not that of prompt_ids and response_ids. Leave one out.")
+
+
+def _truncated(value: Any, where: str) -> Any:
+    """Whether a finish reason says that the response was cut; anything but a text as it is."""
+    if isinstance(value, str) and value not in _FINISH_REASONS:
+        known = "; ".join(f"{name}: {str(is_cut).lower()}" for name, is_cut in _FINISH_REASONS.items())
+        raise InputError(
+            f"{where}: truncated {shorten(value)} is not a known finish reason ({known}). Write true or false, or leave the column out."
+        )
+    return _FINISH_REASONS[value] if isinstance(value, str) else value
+
+
+def check_complete(record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()) -> None:
+    """Refuse a sample that lacks what no option gives; the message names all that is missing, and how to give it.
+
+    Args:
+        record: its fields.
+        where: its file and number.
+        options: of the command.
+        unused: columns of its line that are not a field.
+
+    Raises:
+        InputError: a field is missing, or several columns may be it.
+    """
+    is_of_policy = record.get("stream") in (None, POLICY)
+    wanted = list(REQUIRED if is_of_policy else REQUIRED_OF_ALL)
+    if options.old_logprobs and (is_of_policy or record.get("old_logprobs") is not None):
+        wanted = ["rollout_logprobs", *(name for name in wanted if name != "old_logprobs")]
+    given = {
+        "advantage": options.advantage,
+        "prompt_id": options.group_size,
+        "rollout_id": "column" in FORMATS[options.format],
     }
-    return others | fields
+    missing = [name for name in wanted if record.get(name) is None and not given.get(name)]
+    if half := [name for name in _PAIR if name in record]:
+        missing = [*({*_PAIR} - {*half}), *(name for name in missing if name not in ("tokens", "response_length"))]
+    unclear = [name for name in COLUMNS if name not in columns_of(options) and len(_alike(name, unused)) > 1]
+    if missing := list(dict.fromkeys([*missing, *unclear])):
+        raise _missing(missing, record, where, options, unused)
 
 
-def _group_rows(rows: Sequence[Row], size: int, shown: str) -> None:
-    """Name the prompts of groups of consecutive rows, whose prompts are compared."""
+def _alike(field: str, unused: Sequence[str]) -> list[str]:
+    """The unused columns that may all be a field."""
+    return [name for name in COLUMNS[field] if name in unused]
+
+
+def _missing(
+    fields: Sequence[str], record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()
+) -> InputError:
+    chosen = columns_of(options)
+    names = [
+        f"{field} (no value in column {printable(chosen[field])})" if field in chosen else field for field in fields
+    ]
+    there = f" Unused columns: {_names(unused)}." if unused else ""
+    ways = "; ".join(_ways(field, record, options, unused) for field in fields)
+    meant = "".join(f" --column {field}={printable(name)}" for field, name in _meant(fields, unused).items())
+    hint = f" Did you mean{meant}?" if meant else ""
+    return InputError(f"{where}: missing {', '.join(names)}.{there} Give {ways}.{hint}")
+
+
+def _ways(field: str, record: Mapping, options: argparse.Namespace, unused: Sequence[str]) -> str:
+    """What gives a field: its column, or an option of the format."""
+    ways, has_columns = [], "column" in FORMATS[options.format]
+    if has_columns:
+        alike = _alike(field, unused)
+        ways = [f"--column {field}={name}" for name in (alike if len(alike) > 1 else ["NAME"])]
+        ways += ["--column prompt_ids=NAME --column response_ids=NAME"] * (field == "tokens")
+    for option, text in _OPTIONS.get(field, {}).items():
+        is_there = option != "old_logprobs" or has_columns or record.get("rollout_logprobs") is not None
+        if option in FORMATS[options.format] and is_there:
+            ways.append(text)
+    return " or ".join(ways) or f"a dump with {field}"
+
+
+def _meant(fields: Sequence[str], unused: Sequence[str]) -> dict[str, str]:
+    """Field -> the unused column that may be meant: misspelt, or under vLLM's name."""
+    found = {}
+    for field in (*fields, *(_PAIR if "tokens" in fields else ())):
+        alike = difflib.get_close_matches(field, unused, n=1, cutoff=_CLOSE)
+        if named := [name for name in (_VLLM.get(field), *alike) if name in unused and name not in COLUMNS[field]]:
+            found[field] = named[0]
+    return found
+
+
+def misspelt_columns(rows: Sequence[Row]) -> dict[str, str]:
+    """Column that is kept as x_ field -> the field, absent from its line, that it resembles."""
+    kinds = {(tuple(name for name in FIELDS if row.record.get(name) is None), row.unused) for row in rows}
+    return {
+        name: field for absent, unused in kinds for field, name in _meant(absent, unused).items() if field in FIELDS
+    }
+
+
+def _group_rows(rows: Sequence[Row], size: int, shown: str, names: Names) -> None:
+    """Name the prompts of groups of consecutive rows, whose steps and prompts are compared."""
     prompts = []
     for row in rows:
         tokens, length = _field(row.record, "tokens", row.where), _integer(row.record, "response_length", row.where)
         if not isinstance(tokens, list):
             raise _foreign(row.where, f"tokens is {shorten(tokens)}, not a list")
-        prompts.append(tokens[: len(tokens) - length])
+        prompts.append((tokens[: len(tokens) - length], _field(row.record, "step", row.where)))
     for i, row in enumerate(rows):
-        if prompts[i] != prompts[i - i % size]:
-            raise InputError(
-                f"{row.where}: its prompt differs from that of its group's first row, so --group-size {size} is wrong."
-            )
-        row.record["prompt_id"] = f"{_field(row.record, 'step', row.where)}/{i // size}"
+        for what, own, first in zip(("prompt", "step"), prompts[i], prompts[i - i % size], strict=True):
+            if own != first:
+                raise InputError(
+                    f"{row.where}: its {what} differs from that of its group's first row, so --group-size {size} is wrong."
+                )
+        row.record["prompt_id"] = names.prompt(prompts[i][1], (shown, i // size))
     if len(rows) % size:
         raise InputError(f"{shown}: {len(rows)} rows are no multiple of --group-size {size}. Correct it.")
 

@@ -1,12 +1,10 @@
 """`megatron-pg explain`: the objective in force as a formula with numbers, and which factor comes from where."""
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_pg.args import own_arguments
-from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.launch import Launch, Layout, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json, table
 from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS
@@ -15,18 +13,6 @@ from megatron_pg.flags.banner import banner, describe
 from megatron_pg.flags.streams import has_policy
 
 Rows = list[tuple[str, str]]  # what is named, and how it stands
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The sizes that the launch gives; None where it does not."""
-
-    world: int | None
-    data: int | None  # D
-    context: int | None  # C
-    batch: int | None  # samples of one optimizer step
-    micro: int | None
-    microbatches: int | None  # K
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,38 +42,6 @@ def run(options: argparse.Namespace) -> int:
     _say_weights(launch.args, layout, weights)
     _say_rows("read from", _origin(launch, remarks))
     return 0
-
-
-def layout_of(launch: Launch) -> Layout:
-    """The sizes, from the flags and the world size.
-
-    Raises:
-        InputError: they do not divide each other.
-    """
-    found = {name: value for name, value in vars(launch.args).items() if value is not None}
-    for name in found.keys() & {*MODEL_SIZES, "micro_batch_size", "global_batch_size"}:
-        if found[name] < 1:
-            raise InputError(f"--{name.replace('_', '-')} {found[name]} must be at least 1.")
-    world, model = launch.world_size, math.prod(found.get(name, 1) for name in MODEL_SIZES)
-    if world is not None and (world < 1 or world % model):
-        raise InputError(
-            f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
-        )
-    data = world // model if world is not None else None
-    context = found.get("context_parallel_size", 1 if data else None)
-    batch, micro, microbatches = found.get("global_batch_size"), found.get("micro_batch_size"), None
-    if documents := found.get("docs_per_step"):  # as many micro-batches as they take
-        batch = documents if found.get("docs_per_step_policy", "exact") == "exact" else None
-    elif "rampup_batch_size" in found:
-        batch = None
-    elif batch is not None and micro is not None and data is not None:
-        microbatches, rest = divmod(batch, micro * data)
-        if rest:
-            raise InputError(
-                f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} times {data} data-parallel ranks, so Megatron "
-                "would not start. Correct one of them."
-            )
-    return Layout(world, data, context, batch, micro, microbatches)
 
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:

@@ -6,6 +6,7 @@ or the layout needs; the rest of a launch belongs to other parsers and is left a
 
 import argparse
 import itertools
+import math
 import re
 import sys
 from collections import Counter
@@ -51,6 +52,18 @@ class Launch:
     others: tuple[str, ...]  # words that belong to other parsers
     notes: tuple[str, ...] = ()
     ran: str | None = None  # how its script was run: the first line of what is printed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes that the launch gives; None where it does not."""
+
+    world: int | None
+    data: int | None  # D
+    context: int | None  # C
+    batch: int | None  # samples of one optimizer step
+    micro: int | None
+    microbatches: int | None  # K
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,6 +123,38 @@ def read_launch(options: argparse.Namespace) -> Launch:
     return Launch(args, "flags", options.world_size, given, others)
 
 
+def layout_of(launch: Launch) -> Layout:
+    """The sizes, from the flags and the world size.
+
+    Raises:
+        InputError: they do not divide each other.
+    """
+    found = {name: value for name, value in vars(launch.args).items() if value is not None}
+    for name in found.keys() & {*MODEL_SIZES, "micro_batch_size", "global_batch_size"}:
+        if found[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')} {found[name]} must be at least 1.")
+    world, model = launch.world_size, math.prod(found.get(name, 1) for name in MODEL_SIZES)
+    if world is not None and (world < 1 or world % model):
+        raise InputError(
+            f"{world} ranks are no multiple of TP·PP·CP = {model}, so there is no data-parallel size. Correct one of the sizes."
+        )
+    data = world // model if world is not None else None
+    context = found.get("context_parallel_size", 1 if data else None)
+    batch, micro, microbatches = found.get("global_batch_size"), found.get("micro_batch_size"), None
+    if documents := found.get("docs_per_step"):  # as many micro-batches as they take
+        batch = documents if found.get("docs_per_step_policy", "exact") == "exact" else None
+    elif "rampup_batch_size" in found:
+        batch = None
+    elif batch is not None and micro is not None and data is not None:
+        microbatches, rest = divmod(batch, micro * data)
+        if rest:
+            raise InputError(
+                f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} times {data} data-parallel ranks, so Megatron "
+                "would not start. Correct one of them."
+            )
+    return Layout(world, data, context, batch, micro, microbatches)
+
+
 def read_arguments(launch: Launch) -> dict[str, object]:
     """Every flag that was read, with its value, for a machine."""
     found = vars(launch.args)
@@ -150,6 +195,8 @@ def _from_script(words: list[str], options: argparse.Namespace) -> Launch:
     ]
     notes += [*choice, *_notes(recording, found, limit)]
     world_size = options.world_size or _world_size(before)
+    if world_size == 0 and _unanswered(recording.commands):
+        world_size = None  # as `nvidia-smi --list-gpus | wc -l` counts them where it was not run
     return Launch(args, _place(chosen), world_size, given, others, tuple(notes), _how(path, recording))
 
 

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_pg.cli.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, opened, progress, say, show_json, show_path, table
@@ -100,9 +101,18 @@ def _add(curves: Curves, line: bytes, where: str) -> None:
             f"{where}: is no line of a metrics file (one JSON object with an iteration, below {_MAX_LINE} bytes). Give the "
             "metrics.jsonl of a run."
         ) from error
+    for name in nonfinite_metrics(record):
+        curves.setdefault(name, {})  # it has no value to draw, but the run has it
     for name, value in record.items():
         if name != "iteration" and is_number(value) and abs(value) <= _LARGEST:
             curves.setdefault(name, {})[step] = float(value)
+
+
+def nonfinite_metrics(record: Mapping[str, Any]) -> list[str]:
+    """The metrics that were NaN or inf in a step's record; other nulls stand for no value."""
+    entries = record.get("nonfinite")
+    named = [entry.get("metric") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return list(dict.fromkeys(name for name in named if isinstance(name, str)))
 
 
 def labelled(paths: Sequence[str]) -> dict[str, Path]:
@@ -139,10 +149,13 @@ def _tokens(label: str, curves: Curves) -> dict[int, int]:
     """The tokens that a run has trained after each step."""
     steps, tokens = sorted({step for curve in curves.values() for step in curve}), curves.get("num_tokens", {})
     if missing := [step for step in steps if step not in tokens]:
-        raise InputError(
-            f"--x tokens: {label} has no num_tokens at step {missing[0]}, so its tokens cannot be counted (--pg-metrics none leaves it "
-            "out). Use --x step."
+        streams = any(name.endswith("/num_tokens") for name in curves)
+        why = (
+            "the run does not train the objective, whose tokens it counts"
+            if streams
+            else "--pg-metrics none leaves it out"
         )
+        raise InputError(f"--x tokens: {label} has no num_tokens at step {missing[0]} ({why}). Use --x step.")
     return dict(zip(steps, itertools.accumulate(round(tokens[step]) for step in steps), strict=True))
 
 
@@ -206,7 +219,7 @@ def _draw(lines: Mapping[str, Mapping[str, Line]], options: argparse.Namespace) 
                 (drawn,) = axis.plot(at, values, ".-", label=label, linewidth=1.3, markersize=9 if len(at) == 1 else 0)
                 if options.smooth:
                     axis.plot(at, line["values"], color=drawn.get_color(), alpha=0.25, linewidth=0.8)
-            values = [value for line in lines[name].values() for value in line["values"]]
+            values = [value for line in lines[name].values() for value in line["values"]] or [0.0]  # none was finite
             noise, largest = rounding_noise(name, values), max(map(abs, values))
             if max(values) - min(values) <= noise:  # as matplotlib draws a constant
                 margin = max(0.05 * largest, 1e4 * noise) or 0.05

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.cli.plot import Curve, chosen, labelled, read_metrics
+from megatron_pg.cli.plot import Curve, chosen, labelled, nonfinite_metrics, read_metrics
 from megatron_pg.cli.terminal import InputError, check_output, opened, say, show_json, show_path, table, written_whole
 from megatron_pg.metrics.table import LIMITS, METRICS
 
@@ -100,7 +100,7 @@ def read_run(path: Path) -> Run:
                 record = json.loads(line)
                 if isinstance(rows := record.get("objective"), dict):
                     found.objectives[record["iteration"]] = {str(name): str(text) for name, text in rows.items()}
-                for name in [name for name, value in record.items() if value is None and name in found.curves]:
+                for name in nonfinite_metrics(record):
                     found.nonfinite.setdefault(name, []).append(record["iteration"])
     return found
 
@@ -138,7 +138,7 @@ def in_force(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
     """The rows of the banner and what a step counted, by run and, where they changed, first step."""
     columns = {}
     for label, each in runs.items():
-        counted = {symbol: each.curves[name].values() for symbol, name in _COUNTS.items() if name in each.curves}
+        counted = {symbol: each.curves[name].values() for symbol, name in _COUNTS.items() if each.curves.get(name)}
         ranges = [f"{symbol} = {min(v):,.0f}" + f"–{max(v):,.0f}" * (max(v) > min(v)) for symbol, v in counted.items()]
         counts = {"a step counts": ", ".join(ranges)} if ranges else {}
         for step, rows in (each.objectives or {1: {"objective": "not in the file: another release wrote it"}}).items():

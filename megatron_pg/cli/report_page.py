@@ -85,7 +85,7 @@ def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing:
     figure = go.Figure()
     for label, curve in curves.items():
         _draw(figure, escape(label), curve, styles[label], smoothing)
-    values = [value for curve in curves.values() for value in curve.values()]
+    values = [value for curve in curves.values() for value in curve.values()] or [0.0]  # none was finite
     low, high, size = min(values), max(values), max(map(abs, values))
     limit = LIMITS.get(name)
     if limit and not limit.in_step_1:

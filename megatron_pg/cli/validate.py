@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, validate_args
-from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, read_arguments, read_launch
+from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json
 
 _MOST_RANKS = 2**14  # of one model: Megatron's groups of so many take seconds to write down
@@ -51,10 +51,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Violations (rule, message) or remarks of the decision table on the launch's arguments, which it reconciles.
+    """Violations (rule, message) of the decision table and the layout, or remarks, on the launch's arguments, which it reconciles.
 
     A user's functions are tried.
     """
+    layout = []
+    try:
+        layout_of(launch)
+    except InputError as error:
+        layout.append(("layout", str(error)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -70,9 +75,9 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
 
                 custom_objective_of(args)
         except ArgumentError as error:
-            return list(error.violations), ()
+            return [*error.violations, *layout], ()
     ours = (each for each in caught if issubclass(each.category, (ArgumentNotice, ArgumentWarning)))
-    return [], tuple(str(each.message) for each in ours)
+    return layout, tuple(str(each.message) for each in ours)
 
 
 @contextmanager

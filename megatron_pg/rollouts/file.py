@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts import lines
-from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, ORIGINS, POLICY, REQUIRED, REQUIRED_OF_ALL
+from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL
 from megatron_pg.rollouts.hidden_states import encoded
 from megatron_pg.rollouts.lines import (
     FORMAT,
@@ -27,7 +27,10 @@ from megatron_pg.rollouts.lines import (
 )
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.token_sets import TOKEN_SETS, TokenSets
+from megatron_pg.rollouts.support import Support
+from megatron_pg.rollouts.token_sets import TokenSets
+
+_ATTRIBUTES = {"advantage": "advantages"}  # of a sample, where they are not named as the field
 
 
 def read_rollouts(path: str | Path) -> list[Sample]:
@@ -128,6 +131,17 @@ def version_of(samples: Sequence[Sample]) -> int:
     return max((since for since, name in later if any(_has(each, name) for each in samples)), default=VERSIONS[0])
 
 
+def lower_version(path: str | Path, version: int) -> None:
+    """Write an older version into the header of a complete file whose samples need no newer one.
+
+    Spaces keep the length of the header, so the samples stay where they are.
+    """
+    with open(path, "r+b") as file:
+        length = len(file.readline())
+        file.seek(0)
+        file.write(_encoded({"format": FORMAT, "version": version}).rstrip().ljust(length - 1))
+
+
 def _has(sample: Sample, name: str) -> bool:
     """Whether the line of a sample has a field that not every line has."""
     if name == "stream":
@@ -206,26 +220,31 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         raise ValueError(
             f"reward of sample {sample.sample_id} is {sample.reward}, which JSON cannot hold. Give a number."
         )
-    advantages = None if sample.advantages is None else _finite(sample.advantages)
-    record = {
-        **{name: getattr(sample, name) for name in ("step", "prompt_id", "rollout_id", "reward")},
-        "tokens": sample.tokens.tolist(),
-        "response_length": sample.response_length,
-        "loss_mask": sample.loss_mask.int().tolist(),
-        "old_logprobs": None if sample.old_logprobs is None else _finite(sample.old_logprobs),
-        "advantage": advantages[0] if advantages and len(set(advantages)) == 1 else advantages,
-        "truncated": sample.truncated,
-        "environment": sample.environment,
-        **{name: getattr(sample, name) for name in ORIGINS},
-        "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
-        **{name: None if (v := getattr(sample, name)) is None else _finite(v) for name in OPTIONAL},
-        **{name: None if (v := getattr(sample, name)) is None else _finite_sets(v) for name in TOKEN_SETS},
-        "teacher_hidden": None if sample.teacher_hidden is None else encoded(sample.teacher_hidden),
-        "support": None if sample.support is None else sample.support.lists(),
-        "stream": None if sample.stream == POLICY else sample.stream,
-        "masks": {name: mask.int().tolist() for name, mask in sample.masks.items()} or None,
-    }
-    return {name: value for name, value in record.items() if value is not None} | sample.extra
+    values = {name: getattr(sample, _ATTRIBUTES.get(name, name)) for name in FIELDS}
+    record = {name: _json_of(name, value) for name, value in values.items() if value is not None}
+    if not sample.masks:
+        del record["masks"]
+    if sample.stream == POLICY:
+        del record["stream"]
+    return record | sample.extra
+
+
+def _json_of(name: str, value: Any) -> Any:
+    """A field's value as JSON has it."""
+    if isinstance(value, TokenSets):
+        return _finite_sets(value)
+    if isinstance(value, Support):
+        return value.lists()
+    if isinstance(value, Mapping):
+        return {stream: mask.int().tolist() for stream, mask in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if name == "teacher_hidden":
+        return encoded(value)
+    if not value.is_floating_point():
+        return value.int().tolist() if value.dtype == torch.bool else value.tolist()
+    numbers = _finite(value)
+    return numbers[0] if name == "advantage" and len(set(numbers)) == 1 else numbers
 
 
 def _encoded(record: dict[str, object]) -> bytes:

@@ -347,6 +347,43 @@ def test_a_bad_launch_is_one_line_and_exit_code_two(call, words):
     assert err.count("\n") == 1
 
 
+LAYOUTS = [
+    "--global-batch-size 15 --micro-batch-size 4 --world-size 2",
+    "--tensor-model-parallel-size 4 --world-size 6",
+    "--context-parallel-size 0 --world-size 6",
+    "--micro-batch-size 0 --global-batch-size 6",
+    "--global-batch-size 15 --micro-batch-size 4 --world-size 2 --pg-temperature 0",
+]
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_validate_refuses_the_sizes_that_explain_refuses(call, words):
+    (code, out, said), explained = call("validate", *words.split()), call("explain", *words.split())
+    assert (code, out) == (explained[0], explained[1]) == (2, "")
+    messages = [line.removeprefix("megatron-pg validate: ") for line in said.splitlines()]
+    assert explained[2] == f"megatron-pg explain: {'; '.join(messages)}\n"
+    assert "[layout] --" in said or "[layout] 6 ranks" in said
+    found = json.loads(call("validate", *words.split(), "--json")[1])
+    assert (found["valid"], [f"[{each['rule']}] {each['message']}" for each in found["violations"]]) == (
+        False,
+        messages,
+    )
+
+
+def test_validate_refuses_a_script_whose_global_batch_is_not_divisible(call, script):
+    path = script(
+        SCRIPT.replace("$((GPUS_PER_NODE * NUM_NODES * 8))", "15").replace(
+            "--micro-batch-size 2", "--micro-batch-size 4"
+        )
+    )
+    for command in ("validate", "explain"):
+        code, out, said = call(command, "--run", path)
+        assert (code, out) == (2, "")
+        assert (
+            "[layout] --global-batch-size 15 is no multiple of --micro-batch-size 4 times 2 data-parallel ranks" in said
+        )
+
+
 BAD_SCRIPTS = {
     "": "no command starts a training: neither torchrun nor python with a .py file. Give the flags",
     "echo torchrun t.py; pip install x; pip list": "Recorded: pip ×2. Give the flags",
@@ -398,6 +435,13 @@ def test_the_divisor_of_the_gradient_is_one_of_the_factors(call):
 
 
 # --- validate ---
+
+
+def test_ranks_that_a_recorded_command_would_count_are_not_known(call, script):
+    counted = "N=$(nvidia-smi --list-gpus | wc -l)\ntorchrun --nproc-per-node $N t.py --dataloader-type external"
+    assert explained(call, "--run", script(counted))["sizes"]["world"] is None
+    code, _, said = call("validate", "--run", script("torchrun --nproc-per-node 0 t.py --dataloader-type external"))
+    assert (code, "[layout] 0 ranks are no multiple of TP·PP·CP = 1" in said) == (2, True)
 
 
 def test_validate_accepts_the_examples(call):

@@ -58,6 +58,14 @@ def test_values_that_were_not_finite_are_left_out(make_run, capsys):
     assert run(capsys, make_run("b", [1.7e308, 1.7e308, 1.0]))[0] == 0  # nor those whose sums are not
 
 
+def test_a_metric_that_was_never_finite_is_shown_without_values(make_run, tmp_path, capsys):
+    path = make_run("a", [1.0, 2.0], mine=float("nan"))
+    assert json.loads(run(capsys, path, "--metrics", "mine", "--json")[1])["a"]["mine"]["values"] == []
+    assert run(capsys, path, "--metrics", "mine")[1].splitlines()[2].split() == ["a", "0", "–", "–", "–", "–"]
+    pytest.importorskip("matplotlib")
+    assert run(capsys, path, "--metrics", "mine", "--output", tmp_path / "mine.png")[0] == 0
+
+
 def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(make_run, capsys):
     path = make_run("a", [1.0, 2.0]) / "metrics.jsonl"
     path.write_text(path.read_text() + '{"iteration": 3, "pg_l')
@@ -190,6 +198,13 @@ def test_smoothing_and_tokens_are_shown_and_listed(make_run, capsys):
     assert "▁█" in run(capsys, path, "--metrics", "pg_loss", "--smooth", "0.5", "--x", "tokens")[1]
     without = refused(capsys, make_run("b", [1.0]), "--x", "tokens")
     assert "--x tokens: b has no num_tokens at step 1" in without
+    assert "(--pg-metrics none leaves it out). Use --x step." in without
+    sft = {"sft/num_tokens": 7, "sft/loss": 1.0}
+    without = refused(capsys, make_run("c", [1.0], **sft), "--x", "tokens")
+    assert (
+        "c has no num_tokens at step 1 (the run does not train the objective, whose tokens it counts). Use --x step."
+        in without
+    )
     for weight in ("1", "-0.1", "nan"):
         assert f"--smooth {weight} is no weight of the past" in refused(capsys, path, "--smooth", weight)
 

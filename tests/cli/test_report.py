@@ -95,6 +95,29 @@ def test_red_flags_are_listed_with_their_steps(make_run, capsys, tmp_path):
     assert re.findall(r"<h3>(.*?)</h3>", text)[-1] == "ratio_new_old"
 
 
+def test_a_metric_that_was_never_finite_is_flagged_and_has_a_panel(make_run, capsys, tmp_path):
+    pytest.importorskip("plotly")
+    path = make_run("a", *[{"reward": 1.0, "mine": math.inf, "num_tokens": math.nan, "objective": {}}] * 2)
+    words = path, "--output", tmp_path / "r.html"
+    found = json.loads(run(capsys, *words, "--json")[1])
+    assert [(f["metric"], f["red_flag"], f["steps"], f["of"]) for f in found] == [
+        ("mine", "not finite", [1, 2], 2),
+        ("num_tokens", "not finite", [1, 2], 2),
+    ]
+    text, figures = page_of(tmp_path / "r.html")
+    assert re.findall(r"<h3>(.*?)</h3>", text) == ["reward", "mine", "num_tokens"]
+    assert figures["f1"]["data"][0]["y"] == []
+    assert run(capsys, *words, "--overwrite", "--metrics", "mine")[0] == 0
+
+
+def test_a_null_that_stands_for_no_value_is_not_flagged(make_run, capsys, tmp_path):
+    """As `length_of_right` is in a step without a correct answer; nonfinite lists what was NaN or inf."""
+    pytest.importorskip("plotly")
+    records = {"length_of_right": 5.0}, {"length_of_right": None, "ess": math.nan}, {"length_of_right": 7.0}
+    code, out, _ = run(capsys, make_run("a", *records), "--output", tmp_path / "r.html", "--json")
+    assert (code, [(flag["metric"], flag["steps"]) for flag in json.loads(out)]) == (0, [("ess", [2])])
+
+
 def test_a_changed_objective_is_a_column_of_its_own(make_run, capsys, tmp_path):
     pytest.importorskip("plotly")
     path = make_run("a", *steps(1.0, 2.0), {"reward": 3.0, "objective": {"weight": "δ = T"}})

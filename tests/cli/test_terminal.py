@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_pg.cli import main, terminal
+from megatron_pg.cli import SUBCOMMANDS, main, terminal
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,17 @@ def test_a_full_disk_is_one_line(to, command):
     assert said == (
         f"megatron-pg {command}: the standard output cannot be written (No space left on device), so it is incomplete. "
         "Make room.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], *([name, "--help"] for name in SUBCOMMANDS)], ids=" ".join
+)
+def test_help_that_cannot_be_printed_is_an_error(to, words):
+    code, said = to(os.open("/dev/full", os.O_WRONLY), *words)
+    assert code == 2
+    assert said.endswith(
+        ": the standard output cannot be written (No space left on device), so it is incomplete. Make room.\n"
     )
 
 
