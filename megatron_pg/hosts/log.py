@@ -1,8 +1,8 @@
 """Where the steps of a host go: lines for people, metrics.jsonl, and the host's own logger."""
 
-import json
+import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from operator import itemgetter
 
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
@@ -10,14 +10,7 @@ from megatron_pg.step.findings import StepReport
 from megatron_pg.step.log import Console, StepLog, step_record
 from megatron_pg.step.settings import LossSettings
 
-
-def last_iteration(path: str | None) -> int:
-    """The last step that a metrics.jsonl has; 0 without one."""
-    if path is None or not Path(path).exists():
-        return 0
-    lines = Path(path).read_bytes().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith(b"\n")]  # a crash may have torn the last one
-    return int(json.loads(whole[-1])["iteration"]) if whole else 0
+ROUND = "host_round"  # field of a line: the host's rollout or batch that the optimizer step trained
 
 
 class HostLog:
@@ -27,7 +20,7 @@ class HostLog:
         settings: the loss settings.
         objective: the rows of the startup's banner.
         path: metrics.jsonl of the run; None: no such file.
-        to_host: takes a step's metrics by name, and its number, to the host's logger.
+        to_host: takes a step's metrics by name to the host's logger, together with the host's own number of the step.
 
     Raises:
         ValueError: the file cannot be written.
@@ -38,31 +31,66 @@ class HostLog:
         settings: LossSettings,
         objective: dict[str, str],
         path: str | None,
-        to_host: Callable[[Mapping[str, float], int], None] = lambda metrics, iteration: None,
+        to_host: Callable[[Mapping[str, float], int | None], None] = lambda metrics, number: None,
     ):
         self._settings, self._objective, self._to_host = settings, objective, to_host
         self._file = None if path is None else MetricsFile(path)
         self._console = Console(lambda text: print(text, flush=True))  # noqa: T201
-        self._has_begun = False
+        self._iteration: int | None = None  # of the latest step
 
     def write(
-        self, iteration: int, report: StepReport, *, grad_norm: float | None, learning_rate: float | None, skipped: bool
+        self,
+        host_round: int,
+        number: int | None,
+        report: StepReport,
+        *,
+        grad_norm: float | None,
+        learning_rate: float | None,
+        skipped: bool,
     ) -> None:
-        """A step that the optimizer has seen."""
-        if not self._has_begun:
-            advice = Advice(self._file.before(iteration) if self._file else ()) if self._settings.advises else None
+        """Write a step after the optimizer has moved. Steps are numbered from 1, one by one.
+
+        Args:
+            host_round: the host's number of the rollout or batch that the step trains; it grows.
+            number: the host's own number of the step, from 0; None: it has none.
+            report: what the step found.
+            grad_norm: norm of the gradients before they are clipped.
+            learning_rate: that of the first parameter group.
+            skipped: whether the optimizer left the step out.
+        """
+        if self._iteration is None:
+            self._iteration = self._before(host_round, number)
+            advice = (
+                Advice(self._file.before(self._iteration + 1) if self._file else ()) if self._settings.advises else None
+            )
             self._console.begin(report, self._settings.metrics, advice)
-            self._has_begun = True
+        self._iteration += 1
         log = StepLog(
-            iteration=iteration,
+            iteration=self._iteration,
             report=report,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             skipped=skipped,
             objective=self._objective,
         )
-        record = step_record(log)
+        record = {**step_record(log), ROUND: host_round}
         if self._file is not None:
             self._file.write(record)
         self._console.step(record, self._settings.terms.objective.reported)
-        self._to_host(report.metrics, iteration)
+        self._to_host(report.metrics, number)
+
+    def _before(self, host_round: int, number: int | None) -> int:
+        """The number of the step before the first one of this process.
+
+        The host may have resumed from a checkpoint that is older than the file's last lines: steps of this round and of later
+        ones are trained again. Lines of earlier rounds count the steps so far if the round before this one is among them. The
+        number of steps per round may vary, so the host's own number decides only where the file does not know.
+        """
+        lines = self._file.before(sys.maxsize) if self._file else ()
+        last = max(
+            (line for line in lines if line.get(ROUND, -1) < host_round), key=itemgetter("iteration"), default={}
+        )
+        known = int(last.get("iteration", 0))
+        if number is None or last.get(ROUND) == host_round - 1:
+            return known
+        return max(number, known) if ROUND in last else number

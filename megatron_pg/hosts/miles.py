@@ -32,21 +32,17 @@ HOST = RolloutHost(
     Declaration(
         name="miles",
         version="miles 31f1ca96",
-        log="miles.utils.tracking_utils.tracking:log",
+        logs=("miles.utils.tracking_utils.tracking:log",),
         refused=_refused,
         signatures={
             "miles.backends.training_utils.loss:loss_function": [
                 *("args", "batch", "num_microbatches", "logits", "apply_megatron_loss_scaling", "num_rollouts")
-            ],
-            "miles.backends.training_utils.data:get_batch": [
-                *("data_iterator", "keys", "pad_multiplier", "qkv_format", "get_position_ids", "allgather_cp")
             ],
             "miles.backends.megatron_utils.model:train_one_step": [
                 *("args", "rollout_id", "step_id", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
                 *("num_microbatches", "num_rollouts", "witness_info", "attempt"),
             ],
             _ITERATORS: ["args", "model", "rollout_data"],
-            "miles.utils.tracking_utils.tracking:log": ["args", "metrics", "step_key"],
         },
     )
 )
@@ -63,6 +59,8 @@ def init(args: argparse.Namespace) -> None:
     import miles.backends.megatron_utils.actor as actor
 
     theirs = attribute(_ITERATORS)
+    if theirs.__module__ == __name__:
+        return
 
     def get_data_iterator(args: argparse.Namespace, model: Sequence[Any], rollout_data: dict[str, Any]) -> Any:
         _taken["data"] = rollout_data
@@ -86,7 +84,7 @@ def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
         )
     return Rollout(
         data=data,
-        rollouts_per_step=data["num_rollouts"],
+        rollouts_per_step="num_rollouts",
         old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
         rewards=None,  # of the whole rollout only, without the order of the ranks' parts
         samples_per_prompt=args.n_samples_per_prompt,

@@ -22,8 +22,9 @@ _TAKEN = (
     *("truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"),
 )
 _REFUSED = {
-    "force_on_policy_ratio": "it leaves out prev_logprobs, which the metrics read; disable_ppo_ratio has the same gradient",
-    "positive_example_nll_weight": "its denominator counts one micro-batch; set it to 0",
+    "force_on_policy_ratio": "it leaves out prev_logprobs, which the metrics read. Set it to false and loss_fn.disable_ppo_ratio to true: "
+    "the gradient is the same.",
+    "positive_example_nll_weight": "its denominator counts one micro-batch. Set it to 0.",
 }
 _OBJECTIVES = {  # the option that chooses it: ours
     "sequence_level_importance_ratios": "gspo",
@@ -71,7 +72,7 @@ def taken_over(theirs: Mapping[str, Any]) -> Iterator[TakenOver]:
     yield TakenOver("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
     if coefficient and "pg_kl_estimator" not in ours and not _has_no_estimator(theirs):
         # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
-        yield TakenOver("the gradient of loss_fn.reference_policy_kl_type k3", "pg_kl_estimator", "k2")
+        yield TakenOver("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
     if theirs["use_importance_sampling_correction"]:
         yield from _correction(theirs)
 
@@ -107,8 +108,9 @@ def _correction(theirs: Mapping[str, Any]) -> Iterator[TakenOver]:
     low, high = (theirs[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
     option = "loss_fn.use_importance_sampling_correction"
     yield TakenOver(option if kind is None else f"{option} with {kind}", "pg_correction", name)
-    yield TakenOver("its lower bound", "pg_correction_low", 0.0 if low is None else low)
-    yield TakenOver("its upper bound", "pg_correction_high", _NOT_TRUNCATED if kind is None else high)
+    bound = "loss_fn.truncated_importance_sampling_ratio"
+    yield TakenOver(f"{bound}_min", "pg_correction_low", 0.0 if low is None else low)
+    yield TakenOver(bound, "pg_correction_high", _NOT_TRUNCATED if kind is None else high)
 
 
 def _has_no_estimator(theirs: Mapping[str, Any]) -> bool:
@@ -128,11 +130,17 @@ def not_read(theirs: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def refused(theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about options that cannot go with this loss."""
+def refused(theirs: Mapping[str, Any], usual: Mapping[str, Any] = {}) -> Iterator[str]:
+    """Messages about options that cannot go with this loss; `usual` are the defaults of the installed release."""
     ours = given(theirs)
     for option in sorted(theirs.keys() - {*_TAKEN, *_REFUSED, OURS}):
-        yield f"loss_fn.{option}={theirs[option]!r} is not known to this adapter, so it would be dropped in silence; remove it"
+        if option not in usual:
+            yield f"loss_fn.{option}={theirs[option]!r} is not an option of NeMo-RL's loss or of this adapter. Remove it."
+        elif theirs[option] != usual[option]:
+            yield (
+                f"loss_fn.{option}={theirs[option]!r} is an option of NeMo-RL's loss that megatron_pg does not compute. Set it to its "
+                f"default {usual[option]!r}."
+            )
     for option, why in _REFUSED.items():
         if theirs[option]:
             yield f"loss_fn.{option}={theirs[option]!r} is not done by this loss: {why}"
@@ -148,7 +156,8 @@ def refused(theirs: Mapping[str, Any]) -> Iterator[str]:
     if in_loss and "pg_kl_estimator" not in ours and _has_no_estimator(theirs):
         yield (
             f"loss_fn.reference_policy_kl_type={theirs['reference_policy_kl_type']!r} (use_on_policy_kl_approximation="
-            f"{theirs['use_on_policy_kl_approximation']}) has a gradient that no estimator here has; choose one by megatron_pg.pg_kl_estimator"
+            f"{theirs['use_on_policy_kl_approximation']}) has a gradient that no estimator here has. Set loss_fn.megatron_pg.pg_kl_estimator, "
+            "for example to k3_weighted, which weighs by π/π_old."
         )
     yield from _refused_of_ours(ours)
 

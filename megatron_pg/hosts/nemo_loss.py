@@ -44,9 +44,14 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> Checked:
         nemo_flags.given(theirs),
         megatron={},
         taken_over=[*nemo_flags.taken_over(theirs)],
-        refused=[*nemo_flags.refused(theirs), *refused],
+        refused=[*nemo_flags.refused(theirs, _defaults(cfg)), *refused],
     )
     return Checked(found.args, [("NeMo-RL", _CONTRACT), *found.rows, ("without effect", nemo_flags.not_read(theirs))])
+
+
+def _defaults(cfg: Any) -> dict[str, Any]:
+    """What NeMo-RL's release has for the options that a user leaves out, by option."""
+    return {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
 
 
 class PolicyGradientLossFn:
@@ -113,6 +118,12 @@ class PolicyGradientLossFn:
 
     def _fields(self, logits: Tensor, data: Mapping[str, Any], context: ProcessGroup) -> TokenFields:
         """[b · s / C] each, in the order of the logits: what belongs to a token is one position before its own."""
+        if missing := [
+            name for name in ("input_ids", "token_mask", "sample_mask", *_FIELDS.values()) if name not in data
+        ]:
+            raise ValueError(
+                f"the rows have no {', '.join(missing)}, which the loss reads. Use a release of NeMo-RL that docs/hosts lists."
+            )
         if COLUMN + "weights" not in data:
             raise ValueError(
                 "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script by python -m "

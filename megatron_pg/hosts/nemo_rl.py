@@ -17,20 +17,20 @@ from megatron_pg.flags.banner import banner_of, describe
 from megatron_pg.hosts import nemo_flags, nemo_rows
 from megatron_pg.hosts.nemo_loss import VERSION, PolicyGradientLossFn, checked
 from megatron_pg.hosts.startup import check_signature
+from megatron_pg.hosts.step import HostLossError
 
 _SIGNATURES = {
     "nemo_rl.algorithms.grpo:setup": ("master_config",),
-    "nemo_rl.algorithms.grpo:ClippedPGLossFn": ("cfg", "use_fused_linear_logprobs"),
+    "nemo_rl.algorithms.grpo:ClippedPGLossFn": ("cfg",),
     "nemo_rl.algorithms.utils:calculate_kl": (
         *("logprobs", "logprobs_reference", "kl_type", "input_clamp_value", "output_clamp_value"),
     ),
-    "nemo_rl.algorithms.loss.utils:prepare_loss_input": ("logits", "data", "loss_fn", "vocab_parallel_rank"),
     "nemo_rl.models.policy.lm_policy:Policy.train": ("self", "data", "loss_fn", "eval_mode", "gbs", "mbs"),
 }
 
 
 def install() -> None:
-    """Put ours in the place of NeMo-RL's names, in the driver.
+    """Put ours in the place of NeMo-RL's names, in the driver, once.
 
     Raises:
         ArgumentError: one of them is another than the adapter was written for.
@@ -40,6 +40,8 @@ def install() -> None:
     import nemo_rl.algorithms.grpo as grpo
     from nemo_rl.models.policy.lm_policy import Policy
 
+    if grpo.ClippedPGLossFn is PolicyGradientLossFn:
+        return
     grpo.ClippedPGLossFn.__init__ = _not_theirs
     grpo.setup, grpo.ClippedPGLossFn = _checked_before(grpo.setup), PolicyGradientLossFn
     Policy.train = _planned(Policy.train)
@@ -66,7 +68,14 @@ def _checked_before(setup: Callable) -> Callable:
         args, rows = checked(nemo_flags.options_of(master_config), [*nemo_flags.refused_of_policy(master_config)])
         known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
         sys.stdout.write(banner_of([*known, *rows]) + "\n")
-        return setup(master_config, *rest, **named)
+        found = setup(master_config, *rest, **named)
+        parts = found if isinstance(found, tuple) else (found,)
+        if not any(isinstance(part, PolicyGradientLossFn) for part in parts):
+            raise HostLossError(
+                "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's, so nothing is trained. Use a release of NeMo-RL "
+                "that docs/hosts lists."
+            )
+        return found
 
     return checked_setup
 
@@ -90,6 +99,11 @@ def _planned(train: Callable) -> Callable:
             for name in [name for name in data if name.startswith(nemo_rows.COLUMN)]:
                 del data[name]
         metrics = results["all_mb_metrics"]
+        if f"{nemo_rows.SUM}nonfinite" not in metrics:
+            raise HostLossError(
+                "NeMo-RL's workers have trained by another loss than megatron_pg's, and the optimizer has moved. Resume from the last "
+                "checkpoint with a release of NeMo-RL that docs/hosts lists."
+            )
         nemo_rows.exact(metrics, loss.planning, plans)
         metrics |= nemo_rows.mismatch(data, rows_per_step, loss.estimator)
         return results

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.cp_utils import response_index
+from megatron_pg.hosts.step import HostLossError
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
@@ -19,6 +20,15 @@ _PARTS = {
     "rollout_logprobs": "rollout_log_probs",
     "teacher_logprobs": "teacher_log_probs",
 }
+_READ = (
+    "tokens",
+    "response_lengths",
+    "total_lengths",
+    "loss_masks",
+    "rollout_ids",
+    "sample_indices",
+)  # from every host
+_SCHEDULE = ("micro_batch_indices", "num_microbatches")
 _SUPPORT = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
 
@@ -27,7 +37,7 @@ class Rollout:
     """A data-parallel rank's part of a rollout, as the host ships it."""
 
     data: Mapping[str, Any]
-    rollouts_per_step: Sequence[int]  # N of each optimizer step
+    rollouts_per_step: str  # where N of each optimizer step is
     old_logprobs: str  # where the log-probabilities of the sampling policy are; without them the model being trained is that policy
     rewards: Sequence[float] | None  # before normalisation
     samples_per_prompt: int  # neighbours in the sampling order
@@ -36,6 +46,29 @@ class Rollout:
         str
     ] = ()  # the origins that are streams with tokens of their own; all others are the objective's
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """N of each optimizer step."""
+        return self.data[self.rollouts_per_step]
+
+    def check_schedule(self) -> None:
+        """Refuse data that have another form than this adapter reads.
+
+        Raises:
+            HostLossError: a key is missing, or the schedule does not count its own micro-batches.
+        """
+        if missing := [key for key in (*_READ, *_SCHEDULE, self.rollouts_per_step) if key not in self.data]:
+            raise HostLossError(
+                f"the rollout data have no {', '.join(missing)}, from which the optimizer steps are planned. Use a release of the trainer "
+                "that docs/hosts lists."
+            )
+        indices, numbers = (self.data[key] for key in _SCHEDULE)
+        if len(numbers) != len(self.counts) or sum(numbers) != len(indices):
+            raise HostLossError(
+                f"the rollout data have {len(indices)} micro-batches for num_microbatches {[*numbers]} and {self.rollouts_per_step} "
+                f"{[*self.counts]}, which do not belong together. Use a release of the trainer that docs/hosts lists."
+            )
 
     def samples(self, context: ProcessGroup) -> list[Sample]:
         """Its samples, whole; every rank of the context-parallel group must call."""

@@ -9,11 +9,11 @@ from megatron_pg.hosts.startup import TakenOver, defaults
 
 _CLIPPED = [name for name, each in OBJECTIVES.items() if {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= each.numbers.keys()]
 _EPS_CLIP = 0.2  # their default, which a user has not given
+_TIS = {"tis_clip_low": ("pg_correction_low", 0.0), "tis_clip": ("pg_correction_high", 2.0)}  # ours, and their default
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # low_var_kl is k3 with a cap of 10
 # Flags whose effect lies in the loss that ours replaces, with what stands for them here.
 _REPLACED = {
-    "use_tis": "give --pg-correction (docs/objectives.md)",
-    "custom_tis_function_path": "give --pg-correction (docs/objectives.md)",
+    "custom_tis_function_path": "leave it out, and choose a --pg-correction (docs/objectives.md)",
     "use_opsm": "give --pg-correction opsm_old or opsm_rollout with its --pg-correction-high",
     "eps_clip_c": "give --pg-objective dual_clip --pg-dual-clip",
     "get_mismatch_metrics": "leave it out; --pg-metrics has them where samples have rollout log-probabilities",
@@ -40,6 +40,11 @@ def taken_over(args: argparse.Namespace) -> list[TakenOver]:
         for name, number in bounds.items():
             value = getattr(args, name)
             found.append(TakenOver(f"--{name.replace('_', '-')}", number.attribute, value, value == _EPS_CLIP))
+    if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
+        found.append(TakenOver("--use-tis", "pg_correction", "tis"))
+        for name, (ours, default) in _TIS.items():
+            value = getattr(args, name)
+            found.append(TakenOver(f"--{name.replace('_', '-')}", ours, value, value == default))
     if args.use_kl_loss and args.kl_loss_coef:
         found.append(TakenOver("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef))
         estimator = _ESTIMATORS[args.kl_loss_type]

@@ -19,7 +19,16 @@ from megatron_pg.args import ArgumentError
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.flags.streams import own_tokens
 from megatron_pg.hosts import rollout_flags
-from megatron_pg.hosts.startup import Checked, add_host_arguments, attribute, check, check_signature, defaults, start
+from megatron_pg.hosts.startup import (
+    Checked,
+    add_host_arguments,
+    attribute,
+    check,
+    check_signature,
+    defaults,
+    first_of,
+    start,
+)
 
 _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
@@ -35,7 +44,7 @@ class Declaration:
     name: str  # of its package, and of our module
     version: str  # with which the adapter was run
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that it relies on, by `module:name`
-    log: str  # `module:function` of (args, metrics, step_key)
+    logs: Sequence[str]  # where releases of it have their logger, `module:function` of (args, metrics, step_key)
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields that its batches can have
     names_streams: bool = False  # samples say which stream they are of
     hooks: Mapping[str, str] = field(default_factory=dict)  # further arguments that are paths: functions of our module
@@ -53,6 +62,7 @@ class RolloutHost:
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
         self.streams: frozenset[str] = frozenset()  # those with tokens of their own, likewise
+        self._log = ""  # where the host has its logger, likewise
 
     def checked(self, args: argparse.Namespace) -> Checked:
         """Our arguments, and the host's that are ours now.
@@ -73,12 +83,18 @@ class RolloutHost:
     def init(self, args: argparse.Namespace) -> None:
         """The host's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
 
+        A second call with the same arguments changes nothing.
+
         Raises:
             ArgumentError: flags contradict each other, or the host's functions are others than the adapter was written for.
         """
-        found, declared = self.checked(args), self.declaration
+        declared, loss = self.declaration, f"megatron_pg.{self.declaration.name}.loss"
+        if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
+            return
+        found = self.checked(args)
         for path, parameters in declared.signatures.items():
             check_signature(declared.version, path, parameters)
+        self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
         from megatron_pg.hosts.rollout_trainer import CONTRACT, RolloutTrainer, is_writer
 
@@ -90,7 +106,7 @@ class RolloutHost:
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
         for name, path in self._hooks.items():
             setattr(args, name, path)
-        args.loss_type, args.custom_loss_function_path = "custom_loss", f"megatron_pg.{declared.name}.loss"
+        args.loss_type, args.custom_loss_function_path = "custom_loss", loss
         self.users_hook(args, _INIT, args)
 
     def loss(
@@ -110,7 +126,7 @@ class RolloutHost:
     ) -> None:
         """The host's `--custom-megatron-before-train-step-hook-path`."""
         self.users_hook(args, _BEFORE_STEP, args, rollout_id, step_id, model, optimizer, scheduler)
-        self.trainer.begin_step(step_id, rollout_id * self.trainer.num_steps + step_id, model, optimizer)
+        self.trainer.begin_step(rollout_id, step_id, model, optimizer)
 
     def before_log_prob(self, args: argparse.Namespace, model: Sequence[Any], store_prefix: str) -> None:
         """The host's `--custom-megatron-before-log-prob-hook-path`: log-probabilities have the loss's precision."""
@@ -144,10 +160,10 @@ class RolloutHost:
         sys.argv, sys.path[0] = [*words], str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
 
-    def _to_host(self, args: argparse.Namespace) -> Callable[[Mapping[str, float], int], None]:
-        def log(metrics: Mapping[str, float], iteration: int) -> None:
+    def _to_host(self, args: argparse.Namespace) -> Callable[[Mapping[str, float], int | None], None]:
+        def log(metrics: Mapping[str, float], number: int | None) -> None:
             named = {f"train/pg/{name}": value for name, value in metrics.items()}
-            attribute(self.declaration.log)(args, named | {"train/step": iteration}, step_key="train/step")
+            attribute(self._log)(args, named | {"train/step": number}, step_key="train/step")
 
         return log
 

@@ -18,7 +18,7 @@ from megatron_pg.cp_utils import padded_length
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.rollout import Rollout
-from megatron_pg.hosts.step import HostStep
+from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.collectives import all_gather_rows
 from megatron_pg.step.findings import StepReport
@@ -50,24 +50,26 @@ class RolloutTrainer:
         self.head = HostHead(settings)
         self._steps: list[HostStep] = []
         self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host hands on
-        self._iteration, self._current = 0, HostStep(settings)
+        self._numbers, self._current = (0, 0), HostStep(settings)  # the host's rollout, and its number of the step
         self._report: StepReport | None = None
         self._rollout: Rollout | None = None  # whose tokens must live as long as their ids are used
 
     @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the rollout."""
-        return len(self._steps)
+    def corrects(self) -> bool:
+        """Whether the loss compares old log-probabilities with the rollout engine's."""
+        return self._settings.correction.name != "none"
 
     def plan(self, rollout: Rollout) -> None:
         """Plan every optimizer step of a rollout; every rank must call.
 
         Raises:
             StepPlanError: on every rank of the data-parallel group.
+            HostLossError: the rollout's data have another form than the adapter reads.
         """
+        rollout.check_schedule()
         self._steps, self._work, self._rollout = [], {}, rollout
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            self._steps = [HostStep(self._settings) for _ in rollout.rollouts_per_step]
+            self._steps = [HostStep(self._settings) for _ in rollout.counts]
             return
         data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
         samples, error = [], None
@@ -77,7 +79,7 @@ class RolloutTrainer:
                 _check_numbers(samples)
         except Exception as failure:  # travels to the other ranks with the first step's plan
             error = failure
-        for microbatches, count in zip(rollout.steps(), rollout.rollouts_per_step, strict=True):
+        for microbatches, count in zip(rollout.steps(), rollout.counts, strict=True):
             of_step = _samples_or_error(samples, [i for members in microbatches for i in members], error)
             groups = {"data": data, "context": context}
             step = HostStep.planned(self._settings, of_step, **groups, on_policy=rollout.is_on_policy)
@@ -94,10 +96,22 @@ class RolloutTrainer:
             tokens: whole tokens of its samples, the tensors that the rollout has.
             logits: [b, s, V / tp], the model's output.
         """
-        step, members, scale, width = self._work[id(tokens[0])]
+        work = self._work.get(id(tokens[0])) if len(tokens) else None
+        if work is None or work.step is not self._current:
+            raise HostLossError(
+                "the trainer computes the loss of a micro-batch that is not one of the optimizer step in progress: it has copied the "
+                "samples' tokens, or has not called the hook before the step. Use a release of the trainer that docs/hosts lists."
+            )
+        step, members, scale, width = work
         size = parallel_state.get_context_parallel_world_size()
         lengths = [padded_length(len(each), size) if width is None else width for each in tokens]
         filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
+        if len(tokens) != len(members) or filling < 0:
+            raise HostLossError(
+                f"the trainer's micro-batch has {len(tokens)} samples and {logits.shape[0] * logits.shape[1]} rows of logits, where the "
+                f"rollout's schedule has {len(members)} samples and {sum(lengths) // size} tokens on this rank. Use a release of the trainer "
+                "that docs/hosts lists."
+            )
         call = self.head.take(logits)  # with hidden states [s, b, H], where logits are [b, s, V / tp]
         padded = [*lengths, *([filling] if filling else [])]
         local = step.slice(members, padded, logits.device, side_by_side=call is not None and width is not None)
@@ -107,9 +121,9 @@ class RolloutTrainer:
         group = parallel_state.get_tensor_model_parallel_group()
         return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale)
 
-    def begin_step(self, number: int, iteration: int, model: Sequence[Any], optimizer: Any) -> None:
-        """Before the forwards of an optimizer step of the rollout: head, checks before gradients are reduced, and the log."""
-        self._current, self._iteration = self._steps[number], iteration
+    def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
+        """Before the forwards of optimizer step `number` of the rollout: head, checks before gradients are reduced, and the log."""
+        self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
         self.head.install(model)
         config = get_model_config(model[0])
         if not isinstance(config.finalize_model_grads_func, _Around):
@@ -122,11 +136,16 @@ class RolloutTrainer:
         if self._current is self._steps[-1]:  # the host frees the rollout's data before its rollout engine wakes up
             self._rollout, self._work = None, {}
 
-    def _write(self, optimizer: Any, result: tuple) -> None:
+    def _write(self, optimizer: Any, result: Any) -> None:
+        if not (isinstance(result, tuple) and len(result) == 3):
+            raise HostLossError(
+                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros). Use a release of the trainer "
+                "that docs/hosts lists."
+            )
         is_done, grad_norm, _ = result
         groups = optimizer.param_groups
         self._log.write(
-            self._iteration,
+            *self._numbers,
             self._report,
             grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=float(groups[0]["lr"]) if groups else None,

@@ -12,7 +12,7 @@ HOST = RolloutHost(
     Declaration(
         name="slime",
         version="slime 624b824a",
-        log="slime.observability.logging_utils:log",
+        logs=("slime.utils.logging_utils:log", "slime.observability.logging_utils:log"),
         carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "support"),
         names_streams=True,
         hooks={_DATA: "plan"},
@@ -20,7 +20,6 @@ HOST = RolloutHost(
             "slime.backends.megatron_utils.loss:loss_function": [
                 *("args", "batch", "num_microbatches", "step_global_batch_size", "logits")
             ],
-            "slime.backends.megatron_utils.data:get_batch": ["data_iterator", "keys", "pad_multiplier", "allgather_cp"],
             "slime.backends.megatron_utils.model:train_one_step": [
                 *("args", "rollout_id", "step_id", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
                 *("num_microbatches", "step_global_batch_size"),
@@ -28,7 +27,6 @@ HOST = RolloutHost(
             "slime.backends.megatron_utils.loss:policy_loss_function": [
                 *("args", "batch", "logits", "sum_of_sample_mean")
             ],
-            "slime.observability.logging_utils:log": ["args", "metrics", "step_key"],
         },
     )
 )
@@ -41,7 +39,7 @@ def init(args: argparse.Namespace) -> None:
         ArgumentError: flags contradict each other, or slime's functions are others than the adapter was written for.
     """
     HOST.init(args)
-    if vars(args).get("pg_correction", "none") == "none":
+    if not HOST.trainer.corrects:
         # under a custom loss slime makes old log-probabilities by a pass of their own, though one step's are the loss's
         import slime.backends.megatron_utils.loss as losses
 
@@ -53,7 +51,7 @@ def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, A
     HOST.users_hook(args, _DATA, args, rollout_id, rollout_data)
     rollout = Rollout(
         data=rollout_data,
-        rollouts_per_step=rollout_data["global_batch_sizes"],
+        rollouts_per_step="global_batch_sizes",
         old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
         rewards=rollout_data.get("local_raw_reward"),
         samples_per_prompt=args.n_samples_per_prompt,

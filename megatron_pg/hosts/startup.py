@@ -3,6 +3,7 @@
 import argparse
 import functools
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,16 @@ class TakenOver:
     attribute: str  # ours
     value: Any
     is_default: bool = False  # nobody has said it
+
+    @property
+    def ours(self) -> str:
+        """Our flag."""
+        return "--" + self.attribute.replace("_", "-")
+
+    @property
+    def name(self) -> str:
+        """The name of the flag alone."""
+        return self.theirs.partition(" ")[0].rstrip(",")
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -87,7 +98,8 @@ def check(
         ArgumentError: with every violation at once.
     """
     known = defaults()
-    ours, rows, violations = _merged(host, given, known, taken_over)
+    taken = [*taken_over]
+    ours, rows, violations = _merged(host, given, known, taken)
     args = argparse.Namespace(**ours)
     violations += [("E70", message) for message in (*refused, *_refused_of_ours(args, carried))]
     facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _OF_THE_LOOP}
@@ -100,7 +112,10 @@ def check(
         try:
             validate_args(args)
         except ArgumentError as error:
-            violations += error.violations
+            theirs = {
+                flag.ours: flag.name for flag in taken if given.get(flag.attribute) in (None, known[flag.attribute])
+            }
+            violations += [(rule, _in_words_of_the_host(message, theirs)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _refused_streams(host, args, carried, names_streams)]
     if violations:
@@ -137,15 +152,20 @@ def _merged(
     ]
     ours |= {name: value for name, value in given.items() if name in known}
     for flag in taken_over:
-        flag_of_ours, value = "--" + flag.attribute.replace("_", "-"), ours[flag.attribute]
+        value = ours[flag.attribute]
         if value != known[flag.attribute] and flag.is_default:
             continue
         if value not in (known[flag.attribute], flag.value):
-            message = f"{flag.theirs} of {host}, {flag.value}, and {flag_of_ours} {value} say different things of one loss; remove one"
+            message = f"{flag.theirs} of {host}, {flag.value}, and {flag.ours} {value} say different things of one loss; remove one"
             violations.append(("E70", message))
         ours[flag.attribute] = flag.value
-        rows.append(f"{flag.theirs} is {flag_of_ours} {flag.value}")
+        rows.append(f"{flag.theirs} is {flag.ours} {flag.value}")
     return ours, [("taken over", "; ".join(rows))] if rows else [], violations
+
+
+def _in_words_of_the_host(message: str, theirs: Mapping[str, str]) -> str:
+    """A message of our rules, with the host's flags in place of ours that nobody has set; `theirs` by our flag."""
+    return re.sub(r"--[\w-]+", lambda flag: theirs.get(flag[0], flag[0]), message)
 
 
 def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list[str]:
@@ -217,3 +237,25 @@ def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
             "version, or a megatron_pg that knows yours"
         )
         raise ArgumentError([("E70", message)])
+
+
+def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> str:
+    """The first of several `module:name` that the installed release of a host has.
+
+    Args:
+        version: as for `check_signature`.
+        paths: where releases of the host have the function.
+        parameters: as for `check_signature`.
+
+    Raises:
+        ArgumentError: the release has none of them, or with other parameters.
+    """
+    for path in paths[:-1]:
+        try:
+            attribute(path)
+        except (ImportError, AttributeError):
+            continue
+        check_signature(version, path, parameters)
+        return path
+    check_signature(version, paths[-1], parameters)
+    return paths[-1]

@@ -26,6 +26,10 @@ from megatron_pg.step.support import without_missing
 from megatron_pg.step.weights import token_weights
 
 
+class HostLossError(ValueError):
+    """A host has trained a step without this loss, or with only a part of it."""
+
+
 class HostStep:
     """A planned step.
 
@@ -59,6 +63,7 @@ class HostStep:
         }  # nothing, then by sample
         self._on_policy, self._data_rank = on_policy, data_rank
         self._found: dict[LocalBatch, Diagnostics] = {}
+        self._sizes: dict[LocalBatch, int] = {}  # samples of each micro-batch
 
     @classmethod
     def planned(
@@ -129,7 +134,10 @@ class HostStep:
             sequences=self._settings.terms.reads_sequences,
             cp_group=self._context,
         )
-        return replace(local, fields=replace(local.fields, old_logprobs=None)) if self._on_policy else local
+        if self._on_policy:
+            local = replace(local, fields=replace(local.fields, old_logprobs=None))
+        self._sizes[local] = len(members)
+        return local
 
     def loss(self, local: LocalBatch, logits: Tensor, tp_group: ProcessGroup | None, grad_scale: float) -> Tensor:
         """S from logits [T, V / tp], which the Triton kernels may overwrite; with terms of whole sequences every
@@ -159,10 +167,20 @@ class HostStep:
 
         Raises:
             NonFiniteLossError: on every rank.
+            HostLossError: on every rank; the loss was not computed once for every sample of every rank.
         """
+        astray = abs(len(self._samples) - sum(self._sizes[local] for local in self._found))
         with lost_peer_named(lambda: "behind its forwards, before the optimizer moved"):
-            found = gather_found(self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank)
-        self._found = {}
+            found = gather_found(
+                self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray
+            )
+        if found.returned:
+            raise HostLossError(
+                f"megatron_pg's loss was not computed once for every sample of the step ({found.returned} samples too few or too many over "
+                "all ranks), so the trainer computes another loss. The optimizer has not moved. Use a release of the trainer that "
+                "docs/hosts lists, without plugins that replace its loss."
+            )
+        self._found, self._sizes = {}, {}
         return None if self.plan is None else report_of(self.plan, self._settings.metrics, found)
 
 

@@ -4,10 +4,13 @@ verl imports that module in every worker before it reads the actor's configurati
 but the entry of its registry, and its actor's configuration is noted when it is made.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.startup import attribute, check_signature
+from megatron_pg.hosts.verl_options import RESPONSE_LENGTH
 
 VERSION = "verl 0.9.1"  # with which this was run
 _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
@@ -32,6 +35,7 @@ _SIGNATURES = {
     ),
     "verl.workers.utils.losses:ppo_loss": ("config", "model_output", "data", "dp_group"),
     "verl.workers.engine.base:EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
+    "verl.workers.engine_workers:omega_conf_to_dataclass": ("config",),
 }
 
 
@@ -44,17 +48,45 @@ def install() -> None:
     installed = getattr(import_module("verl"), "__version__", "an unknown version")
     for path, parameters in _SIGNATURES.items():
         check_signature(f"{VERSION} (here is {installed})", path, parameters)
-    from megatron_pg.hosts.verl_engine import ACTORS, PolicyGradientEngine
+    from megatron_pg.hosts.verl_engine import ACTOR, PolicyGradientEngine
 
     theirs, registry = attribute(_ENGINE), attribute("verl.workers.engine.base:EngineRegistry")
     engines = registry._engines["language_model"]["megatron"]
     ours = type(theirs.__name__, (PolicyGradientEngine, theirs), {})
     engines |= {device: ours for device, found in engines.items() if found is theirs}
-    config = attribute("verl.workers.config:McoreActorConfig")
-    finish = config.__post_init__
+    config, workers = attribute("verl.workers.config:McoreActorConfig"), import_module("verl.workers.engine_workers")
+    if config.__post_init__.__module__ != __name__:
+        config.__post_init__ = _noted(config.__post_init__, ACTOR)
+        vars(workers)["omega_conf_to_dataclass"] = _checked(workers.omega_conf_to_dataclass)
 
-    def remember(actor: Any) -> None:
+
+def _noted(finish: Callable[[Any], None], name: str) -> Callable[[Any], None]:
+    """The end of making an actor's configuration: the part that its engine receives then has the whole."""
+
+    def finish_and_note(actor: Any) -> None:
         finish(actor)
-        ACTORS[id(actor.engine)] = actor
+        vars(actor.engine)[name] = actor
 
-    config.__post_init__ = remember
+    return finish_and_note
+
+
+def _checked(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """How verl's worker makes its configurations, before it builds a model: what it has beside the actor's is known here."""
+
+    def convert_and_check(config: Any, *rest: Any, **more: Any) -> Any:
+        found = convert(config, *rest, **more)
+        name = type(found).__name__
+        if name == "DistillationConfig" and found.enabled:
+            raise ArgumentError(
+                [("E70", "distillation.enabled=True trains by another loss than megatron_pg's. Set it to False.")]
+            )
+        if isinstance(found, attribute("verl.workers.config:ActorConfig")):
+            if found.strategy != "megatron":
+                text = f"actor.strategy={found.strategy} does not use megatron_pg's loss, which is for verl's Megatron engine."
+                fix = "Set it to megatron (--config-name=ppo_megatron_trainer), or remove actor_rollout_ref.model.external_lib."
+                raise ArgumentError([("E70", f"{text} {fix}")])
+            length = attribute("omegaconf:OmegaConf").select(config._get_parent(), "rollout.response_length")
+            vars(found).update({} if length is None else {RESPONSE_LENGTH: length})
+        return found
+
+    return convert_and_check

@@ -7,6 +7,7 @@ context-parallel rank (only a rank's own part has a gradient), and takes D·S of
     flag on:   × R / D (verl), ÷ Σ counts (finalize): R, the tokens of the step, once the count is mended
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch
 from megatron_pg.flags.banner import banner_of
 from megatron_pg.hosts.head import output_layers
-from megatron_pg.hosts.log import HostLog, last_iteration
+from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.startup import attribute, start
 from megatron_pg.hosts.step import HostStep
 from megatron_pg.hosts.verl_logprobs import Logprobs
@@ -34,7 +35,7 @@ from megatron_pg.step.findings import StepReport, before_finalize
 
 CONTRACT = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) bring it back to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
-ACTORS: dict[int, Any] = {}  # verl's McoreActorConfigs, by the id of the engine's part of each
+ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
 _ROW = "megatron_pg_row"  # column that carries a row's place through verl's cut into micro-batches
 _Theirs: Any = object  # verl's class, which `install` puts behind ours
 
@@ -43,7 +44,7 @@ class PolicyGradientEngine(_Theirs):
     """What is ours of an engine; verl's own class comes behind it."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
-        self._actor = None if engine_config.forward_only else ACTORS.get(id(engine_config))
+        self._actor = None if engine_config.forward_only else vars(engine_config).get(ACTOR)
         found = checked(engine_config, model_config, self._actor)
         self._settings, self._rows = start("verl", found, contract=CONTRACT, says=False)
         self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
@@ -52,7 +53,10 @@ class PolicyGradientEngine(_Theirs):
         self._places: list[int | None] = []  # of the mini-batch's rows among the step's samples
         self._report: StepReport | None = None
         self._log: HostLog | None = None
-        self._iteration = 0
+        self._batch, self._ends_batch = (
+            1,
+            True,
+        )  # the global step that is trained, and whether this is its last mini-batch
         self._logprobs = Logprobs(self._settings)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -69,9 +73,19 @@ class PolicyGradientEngine(_Theirs):
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 
     def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
-        """verl's; the steps go on where metrics.jsonl ends."""
+        """verl's. Lines of metrics.jsonl after the checkpoint's global step are superseded.
+
+        Raises:
+            ValueError: the path has no global step.
+        """
         super().load_checkpoint(local_path, *rest, **more)
-        self._iteration = last_iteration(self._metrics_file)
+        found = re.search(r"global_step_(\d+)", str(local_path))
+        if found is None and self._metrics_file is not None:
+            raise ValueError(
+                f"pg_metrics_file {self._metrics_file} cannot continue, because the checkpoint's path {local_path} has no folder "
+                "global_step_N. Resume from a checkpoint as verl's trainer names it, or remove pg_metrics_file."
+            )
+        self._batch = int(found[1]) + 1 if found else 1
 
     def forward_backward_batch(self, data: Any, loss_function: Callable, forward_only: bool = False) -> dict:
         """verl's; a training step is planned before it, and checked and measured behind it."""
@@ -80,6 +94,7 @@ class PolicyGradientEngine(_Theirs):
         self._step = HostStep.planned(
             self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
         )
+        self._ends_batch = bool(attribute("verl.utils.tensordict_utils:get")(data, "update_lr_scheduler", True))
         set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
@@ -99,11 +114,11 @@ class PolicyGradientEngine(_Theirs):
     def optimizer_step(self) -> Any:
         """verl's, and the step's line."""
         norm = super().optimizer_step()
-        self._iteration += 1
         if self._log is not None:
             number = None if norm is None else float(norm)
             rate = attribute("verl.utils.megatron.optimizer:get_megatron_last_lr")(self.optimizer)
-            self._log.write(self._iteration, self._report, grad_norm=number, learning_rate=rate, skipped=False)
+            self._log.write(self._batch, None, self._report, grad_norm=number, learning_rate=rate, skipped=False)
+        self._batch += self._ends_batch
         return norm
 
     def _samples(self, data: Any, loss_function: Any) -> list:

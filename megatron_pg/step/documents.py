@@ -443,7 +443,7 @@ def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] |
         left = wanted - sum(found)
         share = left / (len(reachable) - rank)
         possible = [total for total in sums if total <= left and rests[rank + 1] >> (left - total) & 1]
-        found.append(min(possible, key=lambda total: abs(total - share)))  # noqa: B023
+        found.append(min(possible, key=lambda total: abs(total - share)))
     return found
 
 

@@ -38,7 +38,10 @@ from megatron_pg.step.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, 
 MESSAGE = 512  # bytes of a rank's error, or of an id, that travel to the others
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units, and their column in the table
 _KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # of a unit's row; after the tokens, its facts
-ONE_PER_ROLLOUT = {"reward": LARGEST, "environment": LAST}  # fields of which a rollout has one value, by column of its facts
+ONE_PER_ROLLOUT = {
+    "reward": LARGEST,
+    "environment": LAST,
+}  # fields of which a rollout has one value, by column of its facts
 _NOWHERE = 2**52  # behind every place, and exact in float64: of a unit whose samples another rank brings
 
 

@@ -14,6 +14,7 @@ from nemo_stand_in import Options, master_config
 from megatron_pg import ArgumentError
 from megatron_pg.hosts import nemo_flags
 from megatron_pg.hosts.nemo_loss import checked
+from megatron_pg.hosts.step import HostLossError
 from megatron_pg.nemo_rl import PolicyGradientLossFn, install, main
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
 
@@ -180,17 +181,25 @@ def test_a_loss_that_is_not_finite_ends_the_run():
 
 
 REFUSED = {
-    "force_on_policy_ratio": ({"force_on_policy_ratio": True}, "disable_ppo_ratio has the same gradient"),
+    "force_on_policy_ratio": (
+        {"force_on_policy_ratio": True},
+        "loss_fn.disable_ppo_ratio to true: the gradient is the same",
+    ),
+    "their bound": ({"ratio_clip_min": 1.5}, "loss_fn.ratio_clip_min must be between 0 and 1"),
     "positive_example_nll_weight": ({"positive_example_nll_weight": 0.1}, "counts one micro-batch"),
     "two objectives": ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo and loss_fn.ratio_clip_c together"),
-    "k1": ({"reference_policy_kl_type": "k1"}, "choose one by megatron_pg.pg_kl_estimator"),
-    "on-policy": ({"use_on_policy_kl_approximation": True}, "choose one by megatron_pg.pg_kl_estimator"),
+    "k1": ({"reference_policy_kl_type": "k1"}, "Set loss_fn.megatron_pg.pg_kl_estimator"),
+    "on-policy": ({"use_on_policy_kl_approximation": True}, "Set loss_fn.megatron_pg.pg_kl_estimator"),
     "no correction": (
         {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", "sequence_level_importance_ratios": True},
         "truncated_importance_sampling_type='seq-mask-tis' has no correction here",
     ),
     "half a correction": ({"truncated_importance_sampling_type": "tis"}, "without use_importance_sampling_correction"),
-    "newer": ({"brand_new": 1}, "loss_fn.brand_new=1 is not known"),
+    "a user's own": (
+        {"brand_new": 1},
+        "loss_fn.brand_new=1 is not an option of NeMo-RL's loss or of this adapter. Remove it.",
+    ),
+    "newer": ({"metrics_level": "few"}, "megatron_pg does not compute. Set it to its default 'all'."),
     "unknown of ours": ({"megatron_pg": {"loss_agregation": "constant"}}, "did you mean loss_aggregation"),
     "head": ({"megatron_pg": {"pg_fused_head": "forward"}}, "--pg-fused-head makes the logits itself"),
     "float32 head": ({"megatron_pg": {"fp32_lm_head": True}}, "--fp32-lm-head makes the logits itself"),
@@ -248,6 +257,60 @@ def test_rows_that_bypass_the_driver_are_refused():
     assert "data_plane.enabled" in next(iter(nemo_flags.refused_of_policy(config)))
 
 
+def test_an_option_of_a_newer_release_at_its_default_is_accepted():
+    assert checked(Options(metrics_level="all")).args.pg_objective == "grpo"
+
+
+def test_a_second_install_changes_nothing():
+    import nemo_rl.algorithms.grpo as grpo
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    found = grpo.setup, grpo.ClippedPGLossFn, Policy.train
+    install()
+    assert found == (grpo.setup, grpo.ClippedPGLossFn, Policy.train)
+    assert PolicyGradientLossFn(Options(**PLAIN)).args.pg_objective == "grpo"
+
+
+def test_a_setup_that_makes_another_loss_is_refused(monkeypatch):
+    nemo_stand_in.install(monkeypatch)
+    import nemo_rl.algorithms.grpo as grpo
+
+    monkeypatch.setattr(grpo, "setup", lambda master_config: (None, "their loss", None))
+    install()
+    with pytest.raises(HostLossError, match="setup has made another loss than megatron_pg's"):
+        grpo.setup(master_config(Options()))
+
+
+def test_workers_that_train_another_loss_are_noticed_after_their_first_step(monkeypatch):
+    nemo_stand_in.install(monkeypatch)
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return {"all_mb_metrics": {"loss": [0.1]}}
+
+    monkeypatch.setattr(Policy, "train", train)
+    install()
+    with pytest.raises(HostLossError, match="workers have trained by another loss"):
+        policy().train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
+
+
+def test_rows_without_a_column_that_the_loss_reads_are_refused():
+    loss, rows = PolicyGradientLossFn(Options(**PLAIN)), nemo_oracle.batch()
+    del rows["generation_logprobs"]
+    with pytest.raises(ValueError, match=r"the rows have no generation_logprobs"):
+        loss(torch.zeros(16, nemo_oracle.WIDTH, nemo_oracle.VOCABULARY), rows, None, None)
+
+
+def test_a_first_token_that_the_mask_names_is_not_trained():
+    """No logits predict it, and NeMo-RL does not count it."""
+    rows = nemo_oracle.batch()
+    wanted = [nemo_oracle.oracle(policy().parameters, nemo_oracle.rows_of(rows, 0, 16), Case("sample_mean"))]
+    rows["token_mask"][:, 0] = 1.0
+    found, logged = train(Options(**PLAIN, megatron_pg={"loss_aggregation": "sample_mean"}), rows=rows)
+    assert error(found, wanted) < 1e-6
+    assert logged["pg/num_tokens"] == pytest.approx(wanted[0].metrics["num_tokens"])
+
+
 def test_a_configuration_of_another_release_is_named():
     options = Options()
     del options.use_cispo
@@ -272,7 +335,7 @@ def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkey
         "import sys\n"
         "from nemo_rl.algorithms.grpo import setup\n"
         "from nemo_stand_in import Options, master_config\n"
-        "loss = setup(master_config(Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})), None, None, None)\n"
+        "_, loss, _ = setup(master_config(Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})), None, None, None)\n"
         "print(type(loss).__name__, loss.args.loss_aggregation, loss.input_type.name, loss.loss_type.name, *sys.argv[1:])\n"
     )
     monkeypatch.setattr(sys, "argv", [])

@@ -36,7 +36,12 @@ DEFAULTS = {
 
 
 class Options(SimpleNamespace):
-    """Its `loss_fn`."""
+    """Its `loss_fn`, a pydantic model there."""
+
+    model_fields = {  # noqa: RUF012
+        name: SimpleNamespace(get_default=lambda call_default_factory, value=value: value)
+        for name, value in (DEFAULTS | {"metrics_level": "all"}).items()
+    }
 
     def __init__(self, **given: object) -> None:
         super().__init__(**DEFAULTS | given)
@@ -62,7 +67,7 @@ class LossInputType(enum.Enum):
 
 
 class ClippedPGLossFn:
-    def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False) -> None:
+    def __init__(self, cfg: Any) -> None:
         raise AssertionError("its signature is all that is asked for")
 
 
@@ -71,10 +76,6 @@ class LossPostProcessor:
         self, loss_fn: Any, cfg: Any, num_microbatches: int = 1, cp_normalize: bool = True, sampling_params: Any = None
     ) -> None:
         raise AssertionError("its signature is all that is asked for")
-
-
-def prepare_loss_input(logits, data, loss_fn, vocab_parallel_rank=None, vocab_parallel_group=None):
-    raise AssertionError("its signature is all that is asked for")
 
 
 def calculate_kl(logprobs, logprobs_reference, kl_type="k3", input_clamp_value=20.0, output_clamp_value=10.0):
@@ -87,7 +88,7 @@ def setup(master_config, tokenizer, dataset, val_dataset, processor=None):
     """Makes the loss by the name that its module holds then."""
     import nemo_rl.algorithms.grpo as grpo
 
-    return grpo.ClippedPGLossFn(master_config.loss_fn, use_fused_linear_logprobs=False)
+    return None, grpo.ClippedPGLossFn(master_config.loss_fn), None
 
 
 class Policy:
@@ -156,7 +157,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "algorithms.utils": {"calculate_kl": calculate_kl},
         "algorithms.loss": {},
         "algorithms.loss.interfaces": {"LossType": LossType, "LossInputType": LossInputType},
-        "algorithms.loss.utils": {"prepare_loss_input": prepare_loss_input},
         "models": {},
         "models.policy": {},
         "models.policy.lm_policy": {"Policy": type("Policy", (Policy,), {"train": Policy.train})},

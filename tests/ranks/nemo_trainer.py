@@ -92,8 +92,7 @@ def load(checkout: str) -> None:
     typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it below Python 3.12
     sys.path.insert(0, checkout)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    stand_ins.install(*missing, **REAL)
-    sys.meta_path.append(_Missing(sys.meta_path[-1]))
+    sys.meta_path.append(_Missing(stand_ins.install(*missing, **REAL)))
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):
         vars(mcore_fsdp_adapter).setdefault(name, type(name, (), {}))
     vars(enums).setdefault("InferenceCudaGraphScope", type("InferenceCudaGraphScope", (), {}))

@@ -207,6 +207,7 @@ def install(host: str) -> None:
     real = {"log": log, "get_data_iterator": get_data_iterator}
     for path, parameters in {
         **declared.signatures,
+        declared.logs[-1]: ["args", "metrics", "step_key"],
         f"{host}.utils.arguments:parse_args": ["add_custom_arguments"],
     }.items():
         module, _, name = path.partition(":")

@@ -32,6 +32,11 @@ class _Finder:
         vars(module).update(self.real.get(module.__name__, {}))
 
 
-def install(*packages: str, **real: dict[str, object]) -> None:
-    """Make the packages (or packages in packages) importable, installed or not; whatever they hold is a mock, but for `real`, by package."""
-    sys.meta_path.insert(0, _Finder(packages, real))
+def install(*packages: str, **real: dict[str, object]) -> _Finder:
+    """Make the packages (or packages in packages) importable, installed or not, and return their finder.
+
+    Everything in them is a mock, except `real`, by package.
+    """
+    finder = _Finder(packages, real)
+    sys.meta_path.insert(0, finder)
+    return finder
