@@ -27,7 +27,7 @@ RECORD = TESTS.parent / "docs" / "proof.json"
 PAGE = RECORD.with_suffix(".md")
 PACKAGES = ("megatron-core", "torch", "triton", "numpy")
 PARTS = {  # the files and folders below tests/ that each part runs; a nested path belongs to the part that names it
-    "units": ("unit",),
+    "units": ("unit", "cli"),
     "kernels": (
         "unit/kernels",
         "unit/lm_head",
