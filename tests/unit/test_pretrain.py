@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import threads
+import torch
 from torch.distributed import HashStore
 
 from megatron_pg import Documents, pretrain
@@ -271,7 +272,12 @@ def test_an_error_that_every_rank_has_is_shown_by_rank_0_without_its_traceback(m
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
     error = ArgumentError([("E1", "a rule")])
     monkeypatch.setenv("RANK", "1")
-    assert pretrain._said_once(error).code == 1
+    assert pretrain._said_once(error) is error  # without a process group no other rank is known to show it
+    store = HashStore()
+    store.set(pretrain._SHOWN, "")
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "_store", lambda: store)
+        assert pretrain._said_once(error).code == 1
     monkeypatch.setenv("RANK", "0")
     assert pretrain._said_once(error) is error
     sys.excepthook(ArgumentError, error, None)
@@ -380,6 +386,13 @@ def test_a_rank_without_a_callback_writes_what_that_of_rank_0_returned(logged):
     found = logged(rank=1, heard=heard)  # TensorBoard and W&B are on the last rank
     assert found.wandb["pg/exact_match"] == 0.25
     assert (found.said, found.records) == ([], [])
+
+
+@pytest.mark.parametrize("returned", [{"nonfinite": 3.0}, {"a": 10**400}, {"a": torch.tensor(1j)}])
+def test_values_that_no_log_can_hold_are_an_error_that_reaches_every_rank(logged, returned):
+    """Rank 0 raises only after it has sent the error: what it sends is what the others raise."""
+    with pytest.raises(CallbackError, match=r"^on_step returned "):
+        logged(lambda log: returned)
 
 
 def test_a_mistake_of_a_callback_stops_every_rank(logged):
