@@ -628,7 +628,11 @@ def _write(iteration: int, metrics: Mapping[str, float]) -> None:
 
 
 def _parse_with(
-    provider: Callable, parse_args: Callable, extra_args_provider: Callable | None = None, *rest: object, **keywords: object
+    provider: Callable,
+    parse_args: Callable,
+    extra_args_provider: Callable | None = None,
+    *rest: object,
+    **keywords: object,
 ) -> Namespace:
     """Megatron's `parse_args`; where Megatron passes no flags of ours (its fault tolerance, which parses first), with them.
 

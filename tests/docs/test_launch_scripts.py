@@ -1,5 +1,6 @@
 """The launch scripts of examples/: one run folder, short runs, and --help with every flag."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def started(script: str, *flags: str, **environment: str) -> tuple[dict[str, str
     env |= {"PYTHON": "echo", "PROCESSES": "1"} | environment
     done = subprocess.run(["bash", EXAMPLES / script, *flags], env=env, capture_output=True, text=True, check=True)
     words = done.stdout.split()
-    return {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}, done.stderr
+    return {name: value for name, value in itertools.pairwise(words) if name.startswith("--")}, done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
