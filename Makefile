@@ -12,7 +12,7 @@ CONSTRAINTS ?= constraints/cpu.txt
 PIP_ARGS ?=
 MEGATRON_CORE ?= 0.17.1
 RELEASES ?= 0.16.1
-TRITONS ?= 3.7.1 3.8.0 3.9.0
+TRITONS ?= 3.6.0 3.8.0 3.9.0
 HOSTS ?=
 ARGS ?=
 

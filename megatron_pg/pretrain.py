@@ -561,27 +561,17 @@ def _start(
 
 
 def _check_warm_up(args: Namespace) -> None:
-    """Megatron asserts without a message that the warm-up of the learning rate is shorter than its schedule."""
+    """Rule E66: Megatron asserts without a message that the warm-up of the learning rate is shorter than its schedule."""
     found = vars(args)
     unit = "iters" if found.get("train_iters") else "samples"
-    length, warm_up = (f"lr_decay_{unit}", f"lr_warmup_{unit}")
-    if found.get(length) is None:
-        length = f"train_{unit}"
-    if found.get("lr_warmup_fraction") is not None:
-        length, warm_up, steps = "1", "lr_warmup_fraction", 1
-    else:
-        steps = found.get(length)
-    if steps and found.get(warm_up, 0) >= steps:
-        limit = length if length == "1" else f"--{length.replace('_', '-')} {steps}"
-        raise ArgumentError(
-            [
-                (
-                    "E66",
-                    f"--{warm_up.replace('_', '-')} {found[warm_up]} is not less than {limit}, so the learning rate would never leave its "
-                    "warm-up. Shorten the warm-up or train longer.",
-                )
-            ]
-        )
+    length = found.get(f"lr_decay_{unit}") or found.get(f"train_{unit}")
+    for flag, limit in {f"lr-warmup-{unit}": length, "lr-warmup-fraction": 1}.items():
+        value = found.get(flag.replace("-", "_"))
+        if value and limit and value >= limit:
+            message = (
+                f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the warm-up or train longer."
+            )
+            raise ArgumentError([("E66", message)])
 
 
 def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:

@@ -79,11 +79,14 @@ def _real(name: str, value: object) -> float:
             return float(value)
     except (OverflowError, RuntimeError):  # beyond float, a complex tensor
         pass
-    try:
-        shown = f"{value!r:.80}"
-    except ValueError:  # more digits than Python writes
-        shown = f"a very long {type(value).__name__}"
     raise CallbackError(
-        f"on_step returned {name:.80}={shown}, which is not a real number in the range of float. Return floats, ints or "
+        f"on_step returned {name:.80}={_shown(value)}, which is not a real number in the range of float. Return floats, ints or "
         "tensors with one element."
     )
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # more digits than Python writes
+        return f"a very long {type(value).__name__}"

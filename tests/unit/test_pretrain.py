@@ -253,6 +253,30 @@ def test_a_running_jobs_banner_names_the_kernel_in_force():
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_iters": 8, "lr_warmup_iters": 10}, "--lr-warmup-iters 10 is not less than .* schedule, 8"),
+        ({"train_iters": 8, "lr_warmup_iters": 8}, "--lr-warmup-iters 8 is not less than .* schedule, 8"),
+        ({"train_iters": 99, "lr_decay_iters": 8, "lr_warmup_iters": 8}, "--lr-warmup-iters 8 .* schedule, 8"),
+        ({"train_samples": 64, "lr_warmup_samples": 65}, "--lr-warmup-samples 65 is not less than .* schedule, 64"),
+        ({"train_iters": 8, "lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0 is not less than .* schedule, 1"),
+        ({"train_iters": 8, "lr_decay_iters": 11, "lr_warmup_iters": 10}, None),
+        ({"train_iters": 8, "lr_warmup_iters": 7}, None),
+        ({"train_iters": 8, "lr_warmup_fraction": 0.5, "lr_warmup_iters": 0}, None),
+        ({"train_iters": 8, "lr_warmup_iters": 0, "lr_warmup_samples": 99}, None),
+    ],
+)
+def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_refused_by_name_on_every_rank(given, message):
+    """Megatron ends such a run in a bare assert."""
+
+    def start(rank: int) -> None:
+        pretrain._start(Namespace(**vars(arguments()) | given), lambda report: None, lambda text: None, lambda: None)
+
+    with contextlib.nullcontext() if message is None else pytest.raises(ArgumentError, match=f"E66.*{message}"):
+        threads.run(2, start)
+
+
+@pytest.mark.parametrize(
     ("folder", "way_on"), [(None, "nothing was saved"), ("ck", "--load ck goes on from the last checkpoint there")]
 )
 def test_ctrl_c_is_one_line_and_exit_code_130(session, folder, way_on):
