@@ -4,10 +4,11 @@
 #   PYTHON, PROCESSES and RUN_DIR may be set in the environment, and on several nodes NODES, NODE_RANK and MASTER_ADDR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source examples/given.sh
 
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-2}
-RUN_DIR=${RUN_DIR:-runs/grpo}
+RUN_DIR=$(given --run-dir "${RUN_DIR:-runs/grpo}" "$@") # also of megatron.log and the TensorBoard files
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 DISTRIBUTED_ARGS=(--nproc-per-node "$PROCESSES")
@@ -61,22 +62,24 @@ GRPO_ARGS=(
     --pg-metrics basic
     --pg-kernel torch
 )
-if [[ " $* " != *" --pg-objective "* ]]; then # another one brings the numbers that it reads
+if [[ -z $(given --pg-objective "" "$@") ]]; then # another one brings the numbers that it reads
     GRPO_ARGS+=(--pg-clip-eps-low 0.2 --pg-clip-eps-high 0.28)
 fi
 
+TRAIN_ITERS=$(given --train-iters 420 "$@")
+LR_WARMUP_ITERS=$(warm_up 10 "$(given --lr-decay-iters "$TRAIN_ITERS" "$@")" "$@")
 OPTIMIZER_ARGS=(
     --optimizer adam
     --lr 1e-3
     --min-lr 5e-5
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-iters "$LR_WARMUP_ITERS"
     --weight-decay 0
     --adam-beta2 0.98
     --clip-grad 1.0
     --micro-batch-size 64
     --global-batch-size 128
-    --train-iters 420
+    --train-iters "$TRAIN_ITERS"
     --seed 1234
 )
 
@@ -92,6 +95,9 @@ LOGGING_ARGS=(
     --dataloader-type external
 )
 
+for word in "$@"; do
+    if [[ $word == --help || $word == -h ]]; then exec "$PYTHON" examples/train_grpo.py --help; fi
+done
 exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" examples/train_grpo.py \
     "${MODEL_ARGS[@]}" "${CPU_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" \
     "${LOGGING_ARGS[@]}" "$@"

@@ -7,10 +7,11 @@
 #   On several nodes: NODES, NODE_RANK, MASTER_ADDR and, unless it is 29500, MASTER_PORT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source examples/given.sh
 
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}
-RUN_DIR=${RUN_DIR:-runs/grpo}
+RUN_DIR=$(given --run-dir "${RUN_DIR:-runs/grpo}" "$@") # also of megatron.log and the TensorBoard files
 TP=${TP:-1}
 PP=${PP:-1}
 CP=${CP:-1}
@@ -74,18 +75,20 @@ GRPO_ARGS=(
     --pg-metrics with_entropy
 )
 
+TRAIN_ITERS=$(given --train-iters 900 "$@")
+LR_WARMUP_ITERS=$(warm_up 50 "$(given --lr-decay-iters "$TRAIN_ITERS" "$@")" "$@")
 OPTIMIZER_ARGS=(
     --optimizer adam
     --lr 5e-4
     --min-lr 5e-5
     --lr-decay-style cosine
-    --lr-warmup-iters 50
+    --lr-warmup-iters "$LR_WARMUP_ITERS"
     --weight-decay 0
     --adam-beta2 0.98
     --clip-grad 1.0
     --micro-batch-size 128
     --global-batch-size 256
-    --train-iters 900
+    --train-iters "$TRAIN_ITERS"
     --seed 1234
 )
 
@@ -100,6 +103,9 @@ LOGGING_ARGS=(
     --dataloader-type external
 )
 
+for word in "$@"; do
+    if [[ $word == --help || $word == -h ]]; then exec "$PYTHON" "${SCRIPT:-examples/train_grpo.py}" --help; fi
+done
 exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" "${SCRIPT:-examples/train_grpo.py}" \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" \
     "${LOGGING_ARGS[@]}" "$@"

@@ -1,8 +1,9 @@
 """Megatron's own `pretrain()` with the policy-gradient step in it: the one module that imports megatron.training.
 
 It calls Megatron by keyword, because the positional order changed between releases, and replaces a few names for the
-length of the call: the forward-backward function that the loop fetches, the logging function, behind which the step's
-metrics are written, and the build of the data-set helpers where a wheel has them built. Under --docs-per-step it also
+length of the call: the forward-backward function that the loop fetches, the logging function, after which the step's
+metrics are written, the parser of a call that knows no flags but Megatron's, and the build of the data-set helpers where
+a wheel has them built. Under --docs-per-step it also
 reads the position of the documents from a checkpoint's arguments, where it writes it after every step, and corrects
 what Megatron's loop counts by its own number of micro-batches.
 """
@@ -151,6 +152,7 @@ def pretrain(
     try:
         keywords |= _arguments_of_release(provider, args_defaults or {})
         with (
+            _replaced(arguments, "parse_args", functools.partial(_parse_with, provider)),
             _replaced(training, "get_forward_backward_func", session.forward_backward_of),
             _replaced(training, "training_log", session.log),
             _replaced(training, "num_floating_point_operations", session.flops),
@@ -176,13 +178,13 @@ def _print_whole(text: str) -> None:
 def _said_once(error: ValueError) -> BaseException:
     """What to raise for an error that every rank has: rank 0 shows it without its traceback, and only then the others leave.
 
-    A launcher ends all ranks when it sees that one has ended, so the others wait until rank 0 has shown it.
+    A launcher ends all ranks when it sees that one has ended, so the others wait until rank 0 has shown it. Without a process
+    group they cannot wait, and each shows it.
     """
     store = _store()
-    if int(os.environ.get("RANK", "0")) != 0:
-        if store is not None:
-            with suppress(RuntimeError):  # rank 0 has caught it, or has gone
-                store.wait([_SHOWN], timedelta(minutes=2))
+    if int(os.environ.get("RANK", "0")) != 0 and store is not None:
+        with suppress(RuntimeError):  # rank 0 has caught it, or has gone
+            store.wait([_SHOWN], timedelta(minutes=2))
         return SystemExit(1)
     _tell_when_shown(error)
     return error.with_traceback(None)
@@ -211,13 +213,19 @@ def _store() -> Store | None:
 
 
 def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
-    """How Megatron takes its arguments: made by it (up to 0.17), or as a container (0.18), made after our validation."""
+    """How Megatron takes its arguments: made by it (up to 0.17), or as a container (0.18), made after our validation.
+
+    There is no process group yet, so an invalid argument is not raised here but by the second validation, in `_start`: there
+    the ranks compare their errors and show one of them once.
+    """
     if "extra_args_provider" in inspect.signature(training.pretrain).parameters:
         return {"extra_args_provider": provider, "args_defaults": args_defaults}
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     args = arguments.parse_and_validate_args(extra_args_provider=provider, args_defaults=args_defaults)
-    return {"cfg_container": pretrain_cfg_container_from_args(validate_args(args))}
+    with suppress(ArgumentError):
+        validate_args(args)
+    return {"cfg_container": pretrain_cfg_container_from_args(args)}
 
 
 class _Session:
@@ -266,8 +274,7 @@ class _Session:
 
     def where(self) -> str:
         """How far this rank is, for the error that another one was lost."""
-        calls = 0 if self.step is None else self.step.calls
-        return f"behind its step {calls}" if calls else "before its first step"
+        return "before its first step" if self.step is None else self.step.progress
 
     def _open_files(self) -> None:
         """Before the model is built, so that a full disk or another job is known early."""
@@ -542,6 +549,7 @@ def _start(
             message = f"{_DRY_RUN}={asked} is neither 0 nor 1, so it is unclear whether to train. Use one of them."
             raise ArgumentError([("E25", message)])
         settings = LossSettings.from_args(validate_args(args))
+        _check_warm_up(args)
         open_files()
     except Exception as failure:  # travels to the other ranks, so that all of them stop
         error = failure
@@ -555,6 +563,20 @@ def _start(
         torch.distributed.destroy_process_group()
         sys.exit(0)
     return PolicyGradientStep(settings, keep, **(in_step or {}))
+
+
+def _check_warm_up(args: Namespace) -> None:
+    """Rule E66: Megatron asserts without a message that the warm-up of the learning rate is shorter than its schedule."""
+    found = vars(args)
+    unit = "iters" if found.get("train_iters") else "samples"
+    length = found.get(f"lr_decay_{unit}") or found.get(f"train_{unit}")
+    for flag, limit in {f"lr-warmup-{unit}": length, "lr-warmup-fraction": 1}.items():
+        value = found.get(flag.replace("-", "_"))
+        if value and limit and value >= limit:
+            message = (
+                f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the warm-up or train longer."
+            )
+            raise ArgumentError([("E66", message)])
 
 
 def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:
@@ -598,6 +620,20 @@ def _write(iteration: int, metrics: Mapping[str, float]) -> None:
             writer.add_scalar(GROUP + name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log({GROUP + name: value for name, value in metrics.items()}, iteration)
+
+
+def _parse_with(
+    provider: Callable,
+    parse_args: Callable,
+    extra_args_provider: Callable | None = None,
+    *rest: object,
+    **keywords: object,
+) -> Namespace:
+    """Megatron's `parse_args`; where Megatron passes no flags of ours (its fault tolerance, which parses first), with them.
+
+    Or `--help` would end there, without our flags and the script's.
+    """
+    return parse_args(extra_args_provider or provider, *rest, **keywords)
 
 
 def _compile_helpers(compile_helpers: Callable[[], None]) -> None:

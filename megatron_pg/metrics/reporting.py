@@ -60,18 +60,33 @@ def added_values(returned: object, taken: Collection[str]) -> dict[str, float]:
             raise CallbackError(
                 f"on_step returned a value named {name!r:.80}, which no log can show. Give it a printable name."
             )
-        if name in taken or any(metric.name == name for metric in METRICS):
+        if name in taken or name == "nonfinite" or any(metric.name == name for metric in METRICS):
             raise CallbackError(
                 f"on_step returned {name!r:.80}, which is a metric of megatron_pg, so two values would share a name. Choose another."
             )
-        is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-        if not is_scalar and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise CallbackError(
-                f"on_step returned {name:.80}={value!r:.80}, which is no number, so no curve can show it. Return numbers."
-            )
-        values[name] = float(value)
+        values[name] = _real(name, value)
     if (size := len(json.dumps(values))) > ADDED_BYTES:
         raise CallbackError(
             f"on_step returned {len(values)} values in {size} bytes, more than {ADDED_BYTES}, which no step sends. Return fewer."
         )
     return values
+
+
+def _real(name: str, value: object) -> float:
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    try:
+        if is_scalar or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+            return float(value)
+    except (OverflowError, RuntimeError):  # beyond float, a complex tensor
+        pass
+    raise CallbackError(
+        f"on_step returned {name:.80}={_shown(value)}, which is not a real number in the range of float. Return floats, ints or "
+        "tensors with one element."
+    )
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # more digits than Python writes
+        return f"a very long {type(value).__name__}"

@@ -54,6 +54,9 @@ class Limit:
         return f"{self.bounds}: {self.cause}"
 
 
+_STEP_1 = "temperature, tokenizer, a shift by one, precision of the head, or rollouts of other weights"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One diagnostic. `formula` maps TokenValues, the step plan or the reduced sums to values, by `kind`."""
@@ -352,7 +355,7 @@ METRICS: tuple[Metric, ...] = (
                 low=0.95,
                 high=1.05,
                 in_step_1=True,
-                cause="temperature, dropout, precision or stale old log-probabilities",
+                cause="temperature, dropout, precision, stale old log-probabilities, or rollouts of other weights",
             ),
         ),
     ),
@@ -387,10 +390,7 @@ METRICS: tuple[Metric, ...] = (
         "|l - o|",
         "nats",
         "distance of the two policies on the samples",
-        signs=(
-            "0 on-policy, < 0.05",
-            Limit(high=0.05, in_step_1=True, cause="temperature, tokenizer, a shift by one, precision of the head"),
-        ),
+        signs=("0 on-policy, < 0.05", Limit(high=0.05, in_step_1=True, cause=_STEP_1)),
     ),
     Metric(
         "kl_new_old",
@@ -398,10 +398,7 @@ METRICS: tuple[Metric, ...] = (
         "k3 = r - 1 - log r",
         "nats",
         "over samples of the old policy this estimates KL(old‖new), not KL(new‖old)",
-        signs=(
-            "0 on-policy, < 0.01",
-            Limit(high=0.01, in_step_1=True, cause="temperature, tokenizer, a shift by one, precision of the head"),
-        ),
+        signs=("0 on-policy, < 0.01", Limit(high=0.01, in_step_1=True, cause=_STEP_1)),
     ),
     Metric(
         "clipped_ratio_fraction",

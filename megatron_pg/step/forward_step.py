@@ -86,7 +86,7 @@ class PolicyGradientStep:
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
         self._contract: Contract | None = None  # of the step in progress
-        self.calls = 0  # of forward_backward, for messages
+        self.steps = 0  # that have begun, without evaluations; for messages
         self._has_warned = False  # of ids that may not be unique
 
     # --- the model ---
@@ -172,9 +172,17 @@ class PolicyGradientStep:
                 "collect_non_loss_data asks for outputs instead of losses, on the last rank alone; run such a forward without "
                 "PolicyGradientStep"
             )
-        self.calls += 1
-        with lost_peer_named(lambda: f"in its step {self.calls}, before the optimizer moved"):
+        place = f"in an evaluation {self.progress}"
+        if not arguments.get("forward_only"):
+            self.steps += 1
+            place = f"in its step {self.steps}, before the optimizer moved"
+        with lost_peer_named(lambda: place):
             return self._run(forward_backward_func, arguments)
+
+    @property
+    def progress(self) -> str:
+        """How far this rank is, in words for an error."""
+        return f"after its step {self.steps}" if self.steps else "before its first step"
 
     def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
         model = arguments["model"]

@@ -91,7 +91,7 @@ def names_the_loss(case: Case, rank: int, errors: list[str]) -> bool:
     """Of a rank's error; what every rank has heard of is shown by rank 0, for all."""
     if case.kind == "raise" and case.point in TOLD:
         return errors[0].startswith(OWN) if case.victim == 0 else f"rank {case.victim}: {OWN}" in errors[0]
-    place = "before its first step" if case.is_at_startup else "(in|behind) its step [123]"
+    place = "before its first step" if case.is_at_startup else "(in|after) its step [123]"
     named = rf"LostPeerError: rank {rank} of {case.size} lost another rank {place}.*, in .+, called by .+:\d+\)"
     return bool(re.match(named, errors[rank]))
 

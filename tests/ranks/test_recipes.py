@@ -10,6 +10,7 @@ import launches
 import pytest
 import recipe_files
 import torch
+from processes import ROOT
 from recipe_files import PAGE, block_of
 from recipe_runs import (
     CONSTANT,
@@ -62,6 +63,18 @@ def test_the_plain_script_trains_before_and_after(before, constant):
     assert "lm loss: 2." in before
     assert "(Σ m·ℓ)/(N_r·L)  (--loss-aggregation constant --loss-aggregation-divisor 1000)" in constant
     assert [re.search(r"\| pg_loss (-0)", line)[1] for line in steps_of(constant)] == ["-0"] * 2
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "laptop.md", "recipes.md"])
+def test_the_pages_explain_the_red_flags_of_the_recipes_first_step(constant, page):
+    raised = re.findall(
+        r"^red flag: (\w+) .* or rollouts of other weights \(docs/metrics\.md\)$", constant, re.MULTILINE
+    )
+    assert raised
+    assert len(raised) == constant.count("red flag: ")
+    paragraphs = (ROOT / "docs" / page).read_text(encoding="utf-8").split("\n\n")
+    (explained,) = (text for text in paragraphs if "red flags" in text and "another policy" in text)
+    assert all(f"`{name}`" in explained for name in raised)
 
 
 def test_a_forward_step_that_would_never_be_called_is_refused():

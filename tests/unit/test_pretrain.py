@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import threads
+import torch
 from torch.distributed import HashStore
 
 from megatron_pg import Documents, pretrain
@@ -256,6 +257,30 @@ def test_a_running_jobs_banner_names_the_kernel_in_force():
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_iters": 8, "lr_warmup_iters": 10}, "--lr-warmup-iters 10 is not less than .* schedule, 8"),
+        ({"train_iters": 8, "lr_warmup_iters": 8}, "--lr-warmup-iters 8 is not less than .* schedule, 8"),
+        ({"train_iters": 99, "lr_decay_iters": 8, "lr_warmup_iters": 8}, "--lr-warmup-iters 8 .* schedule, 8"),
+        ({"train_samples": 64, "lr_warmup_samples": 65}, "--lr-warmup-samples 65 is not less than .* schedule, 64"),
+        ({"train_iters": 8, "lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0 is not less than .* schedule, 1"),
+        ({"train_iters": 8, "lr_decay_iters": 11, "lr_warmup_iters": 10}, None),
+        ({"train_iters": 8, "lr_warmup_iters": 7}, None),
+        ({"train_iters": 8, "lr_warmup_fraction": 0.5, "lr_warmup_iters": 0}, None),
+        ({"train_iters": 8, "lr_warmup_iters": 0, "lr_warmup_samples": 99}, None),
+    ],
+)
+def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_refused_by_name_on_every_rank(given, message):
+    """Megatron ends such a run in a bare assert."""
+
+    def start(rank: int) -> None:
+        pretrain._start(Namespace(**vars(arguments()) | given), lambda report: None, lambda text: None, lambda: None)
+
+    with contextlib.nullcontext() if message is None else pytest.raises(ArgumentError, match=f"E66.*{message}"):
+        threads.run(2, start)
+
+
+@pytest.mark.parametrize(
     ("folder", "way_on"), [(None, "nothing was saved"), ("ck", "--load ck goes on from the last checkpoint there")]
 )
 def test_ctrl_c_is_one_line_and_exit_code_130(session, folder, way_on):
@@ -275,7 +300,12 @@ def test_an_error_that_every_rank_has_is_shown_by_rank_0_without_its_traceback(m
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
     error = ArgumentError([("E1", "a rule")])
     monkeypatch.setenv("RANK", "1")
-    assert pretrain._said_once(error).code == 1
+    assert pretrain._said_once(error) is error  # without a process group no other rank is known to show it
+    store = HashStore()
+    store.set(pretrain._SHOWN, "")
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "_store", lambda: store)
+        assert pretrain._said_once(error).code == 1
     monkeypatch.setenv("RANK", "0")
     assert pretrain._said_once(error) is error
     sys.excepthook(ArgumentError, error, None)
@@ -384,6 +414,13 @@ def test_a_rank_without_a_callback_writes_what_that_of_rank_0_returned(logged):
     found = logged(rank=1, heard=heard)  # TensorBoard and W&B are on the last rank
     assert found.wandb["pg/exact_match"] == 0.25
     assert (found.said, found.records) == ([], [])
+
+
+@pytest.mark.parametrize("returned", [{"nonfinite": 3.0}, {"a": 10**400}, {"a": torch.tensor(1j)}])
+def test_values_that_no_log_can_hold_are_an_error_that_reaches_every_rank(logged, returned):
+    """Rank 0 raises only after it has sent the error: what it sends is what the others raise."""
+    with pytest.raises(CallbackError, match=r"^on_step returned "):
+        logged(lambda log: returned)
 
 
 def test_a_mistake_of_a_callback_stops_every_rank(logged):

@@ -17,7 +17,7 @@ def send_weights(error: Exception) -> None:
 
 
 def raised(error: Exception) -> LostPeerError:
-    with pytest.raises(LostPeerError) as found, lost_peer_named(lambda: "behind its step 7"):
+    with pytest.raises(LostPeerError) as found, lost_peer_named(lambda: "after its step 7"):
         send_weights(error)
     return found.value
 
@@ -28,7 +28,7 @@ def test_a_lost_rank_is_named_with_how_far_this_one_is_and_what_it_waited_in(err
     monkeypatch.setenv("WORLD_SIZE", "8")
     text = str(raised(error))
     place = r"in a transfer, called by send_weights \(unit/step/test_errors.py:\d+\), and cannot go on"
-    assert re.match(rf"rank 3 of 8 lost another rank behind its step 7, {place}", text)
+    assert re.match(rf"rank 3 of 8 lost another rank after its step 7, {place}", text)
     assert text.endswith(f"({str(error).splitlines()[0]})")
     assert raised(error).__cause__ is error
 

@@ -15,7 +15,7 @@ from megatron_pg.args import add_arguments
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics import Reduction
 from megatron_pg.step import forward_step
-from megatron_pg.step.errors import ContractError, NonFiniteLossError
+from megatron_pg.step.errors import ContractError, LostPeerError, NonFiniteLossError
 from megatron_pg.step.findings import Gathered, gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
@@ -111,3 +111,24 @@ def test_a_loss_that_is_not_finite_is_named_by_the_first_of_its_samples(microbat
 
     with pytest.raises(NonFiniteLossError, match=rf"sample of micro-batch {microbatch} .* response token {row} "):
         threads.run(1, work)
+
+
+def test_an_evaluation_is_not_counted_as_a_step_when_a_rank_is_lost(monkeypatch):
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--pg-kernel", "torch"])
+    step = PolicyGradientStep(LossSettings.from_args(args))
+    monkeypatch.setattr(step, "_run", lambda function, arguments: function())
+
+    def lose() -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    def said(function, **arguments) -> str:
+        with pytest.raises(LostPeerError) as error:
+            step.forward_backward(function, **arguments)
+        return str(error.value)
+
+    assert "lost another rank in an evaluation before its first step, in" in said(lose, forward_only=True)
+    for _ in range(10):
+        step.forward_backward(lambda: None, forward_only=True)
+    assert "lost another rank in its step 1, before the optimizer moved, in" in said(lose, forward_only=False)
+    assert "lost another rank in an evaluation after its step 1, in" in said(lose, forward_only=True)
+    assert "lost another rank in its step 2, before the optimizer moved, in" in said(lose)
