@@ -127,16 +127,16 @@ def _certain(sample: Sample) -> Sample:
 
 # ---- Streams ----
 
-SAMPLED = ("kl", "entropy")  # kinds that may be over a support
-WHOLE = ("ce", "opd")
+WHOLE = ("ce", "opd")  # kinds that are over the whole vocabulary
 
 
 def random_streams(rng: random.Random) -> tuple[StreamTerm, ...]:
     """KL and entropy terms on the objective's tokens and on their own, together with terms over the whole vocabulary."""
-    terms = [StreamTerm("ref", "kl", rng.uniform(0.1, 2.0), estimator=rng.choice(["k1", "k2", "k3", "k3_weighted"]))]
-    terms += [StreamTerm("h", "entropy", rng.uniform(0.1, 2.0), on=rng.choice([None, "rl", "ref"]))]
-    terms += [StreamTerm("echo", rng.choice(WHOLE), 0.3)] if rng.random() < 0.6 else []
-    return tuple(dataclasses.replace(t, on="rl") if t.name == "ref" and rng.random() < 0.3 else t for t in terms)
+    on = rng.choice([None, None, "rl"])
+    estimator = rng.choice(["k1", "k2", "k3", "k3_weighted"])
+    terms = [StreamTerm("ref", "kl", rng.uniform(0.1, 2.0), on=on, estimator=estimator)]
+    terms += [StreamTerm("h", "entropy", rng.uniform(0.1, 2.0), on=rng.choice([None, "rl", on or "ref"]))]
+    return (*terms, *([StreamTerm("echo", rng.choice(WHOLE), 0.3)] if rng.random() < 0.6 else []))
 
 
 def random_stream_case(rng: random.Random) -> stream_cases.Case:
@@ -146,7 +146,8 @@ def random_stream_case(rng: random.Random) -> stream_cases.Case:
         given["has_policy"] = False
     while True:
         flags = stream_cases.random_flags(rng, **given)
-        if flags.has_policy or not (flags.expected.kl_coef or flags.expected.entropy_coef):
+        e = flags.expected
+        if flags.has_policy or (e.kl_coef, e.entropy_coef, e.correction, e.denominator) == (0, 0, "none", "scheduled"):
             break
     while True:
         samples = [_with_sets(flags, sample, rng) for sample in stream_cases.random_samples(rng, flags)]

@@ -175,10 +175,100 @@ def test_a_stream_over_the_whole_vocabulary_has_tokens_of_its_own(stream, is_ref
         counted(given, settings)
         return
     flag = f"--pg-stream {stream.name}:{stream.kind}"
-    with pytest.raises(
-        ValueError, match=f"sample s has a support, .* and {flag} reads those over the whole vocabulary"
-    ):
+    message = f"^{flag} reads log-probabilities over the whole vocabulary .* of sample s, where another term"
+    with pytest.raises(ValueError, match=message):
         counted(given, settings)
+
+
+def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_support():
+    """Over the whole vocabulary at those tokens, whatever set they have."""
+    settings = with_streams(Stream(name="echo", kind="ce", aggregation="token_mean"))
+    (local,) = sliced([sample([[5, 9], [], [1, 7], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
+    assert rows_with_sets(local) == [[5, 9], [8, 2]]
+
+
+REF = Stream(name="ref", kind="kl", aggregation="token_mean", estimator="k2")
+OF_TOOL = {"masks": {"ref": [0, 0, 1, 0]}, "ref_logprobs": [-0.5] * 4}
+
+
+def with_reference(*, on: str | None = None, has_policy: bool = True, **more) -> LossSettings:
+    settings = with_streams(dataclasses.replace(REF, on=on))
+    names = settings.streams_of_samples | {"ref"}
+    return dataclasses.replace(settings, has_policy=has_policy, streams_of_samples=names, **more)
+
+
+def sliced(samples, settings):
+    batch, table, factors = counted(samples, settings)
+    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
+    return slice_step([batch], plan, factors, settings, group_of=lambda _: None, device="cpu")
+
+
+def rows_with_sets(local) -> list[list[int]]:
+    return [sorted(row[row >= 0].tolist(), key=row.tolist().index) for row in local.fields.support.table() if any(row >= 0)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (with_reference(), [[5, 9], [7, 3], [8, 2]]),  # the objective's tokens and the stream's own
+        (with_reference(has_policy=False), [[7, 3]]),
+        (with_reference(on="rl", has_policy=False), [[5, 9], [8, 2]]),
+    ],
+    ids=["own tokens", "own tokens alone", "on=rl without the objective"],
+)
+def test_a_divergence_from_the_reference_reads_the_support_at_its_tokens(settings, wanted):
+    masks = OF_TOOL if settings.terms.streams[0].on is None else {"ref_logprobs": [-0.5] * 4}
+    (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], **masks)], settings)
+    assert rows_with_sets(local) == wanted
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_entropy_reads_the_support_at_its_own_tokens_where_it_is_kept(kept):
+    settings = with_streams(Stream(name="echo", kind="entropy", aggregation="token_mean"))
+    terms = dataclasses.replace(settings.terms, entropy_support="kept" if kept else "full")
+    settings = dataclasses.replace(settings, terms=terms, has_policy=False)
+    (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
+    assert (rows_with_sets(local) if local.fields.support is not None else []) == ([[7, 3]] if kept else [])
+
+
+@pytest.mark.parametrize(
+    ("sets", "changes", "message"),
+    [
+        ([[5], [], [1, 4], [8]], {}, "does not hold token 7, its response token 2"),
+        ([[5], [], [7, 7], [8]], {}, "names a token twice, which would count twice: at response token 2"),
+        ([[5], [], [7], [8]], {}, "old_logprobs of sample s is -0.5 at response token 2"),
+        ([[5], [], [7], [8]], {"old_logprobs": [0.0] * 4}, "ref_logprobs of sample s is -0.5 at response token 2"),
+    ],
+    ids=range(4),
+)
+def test_without_the_objective_the_tokens_of_the_reference_are_checked(sets, changes, message):
+    with pytest.raises(ValueError, match=message):
+        counted([sample(sets, **OF_TOOL, **changes)], with_reference(has_policy=False))
+
+
+def test_two_terms_that_read_different_distributions_of_a_token_are_refused_without_the_objective_too():
+    echo = Stream(name="echo", kind="ce", on="rl", aggregation="token_mean")
+    terms = LossTerms(objective=SETTINGS.terms.objective, streams=(dataclasses.replace(REF, on="rl"), echo))
+    settings = dataclasses.replace(SETTINGS, terms=terms, has_policy=False)
+    with pytest.raises(ValueError, match=r"^--pg-stream echo:ce reads log-probabilities over the whole vocabulary"):
+        counted([sample(GOOD, ref_logprobs=[-0.5] * 4)], settings)
+
+
+def test_tokens_of_the_reference_outside_their_sets_are_masked_there_alone():
+    settings = with_reference(support_missing="mask")
+    given = sample([[4, 9], [], [1], [8, 2]], masks={"ref": [0, 1, 1, 0]}, ref_logprobs=[-0.5] * 4)
+    batch, table, _ = counted([given], settings)
+    (found,) = batch.samples
+    assert found.loss_mask.int().tolist() == [0, 1, 0, 1]
+    assert found.masks["ref"].int().tolist() == [0, 1, 0, 0]
+    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
+    assert (plan.num_tokens, plan.num_missing, plan.streams["ref"].num_tokens) == (2, 2, 1)
+
+
+def test_rollouts_with_and_without_a_support_are_refused_where_the_reference_alone_reads_it():
+    given = [sample(GOOD, ref_logprobs=[-0.5] * 4), sample(None, sample_id="t", ref_logprobs=[-0.5] * 4)]
+    with pytest.raises(ValueError, match="sample t has no support while others of the step have one"):
+        counted(given, with_reference(on="rl", has_policy=False))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_where_a_token_is_trained():
@@ -187,6 +277,9 @@ def test_ids_beyond_the_vocabulary_are_refused_where_a_token_is_trained():
     check_vocabulary_of_supports(batches, model, SETTINGS)
     with pytest.raises(ContractError, match="holds token id 15 at response token 0, the vocabulary has 12"):
         check_vocabulary_of_supports(batches, model, dataclasses.replace(SETTINGS, vocab_size=12))
+    tool = [pack([sample([[5], [], [16], [8]], **OF_TOOL)], qkv_format="thd")]
+    with pytest.raises(ContractError, match="holds token id 16 at response token 2, the vocabulary has 16"):
+        check_vocabulary_of_supports(tool, model, with_reference(has_policy=False))
     with pytest.raises(ContractError, match="holds token id 21 at response token 3"):
         check_vocabulary_of_supports([pack([sample([[5], [], [1], [8, 21]])], qkv_format="thd")], model, SETTINGS)
 
