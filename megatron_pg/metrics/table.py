@@ -491,7 +491,7 @@ METRICS: tuple[Metric, ...] = (
         lambda plan: plan.selection.threshold,
         "the least key that is selected; top_entropy: the least H that is kept",
         "the key's",
-        "where the choice ends: cov, (log ρ)² or H; absent where nothing is selected, and with clip_cov, which draws",
+        "where the choice ends: cov, (log ρ)² or H; absent with clip_cov, which draws, and where m2po or kl_cov selects nothing",
         kind="step",
         only_with="selection",
     ),

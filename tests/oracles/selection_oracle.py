@@ -133,3 +133,13 @@ def select(rows: Sequence[Row], rule: Rule) -> list[np.ndarray]:
     for token in selected_tokens(ordered_tokens(rows, rule), rule):
         found[token.row][token.place] = True
     return found
+
+
+def facts(rows: Sequence[Row], rule: Rule) -> dict[str, float]:
+    """What is logged of the choice: where it ends, and how many tokens clip_cov draws from."""
+    tokens = ordered_tokens(rows, rule)
+    chosen = selected_tokens(tokens, rule)
+    if rule.name == "clip_cov":
+        return {"selection_candidates": sum(rule.low < token.key < rule.high for token in tokens)}
+    ends = chosen if rule.name != "top_entropy" else [token for token in tokens if token not in chosen]
+    return {"selection_threshold": min(token.key for token in ends)} if ends else {}

@@ -132,6 +132,8 @@ class Case:
         wanted = self.wanted
         count, size = sum(int(each.sum()) for each in self.selected), sum(s.num_trained for s in self.samples)
         assert found.metrics["selected_fraction"] == count / size
+        logged = {name: value for name, value in found.metrics.items() if name.startswith("selection_")}
+        assert logged == selection_oracle.facts(rows_of(self.samples), self.rule)
         scale = sum(w * np.abs(x).sum() for w, x in zip(wanted.weights, wanted.token_losses, strict=True))
         errors = [scalar_error(found.metrics["pg_loss"], wanted.pg_loss, scale)]
         if self.rule.name == PENALTY:

@@ -34,6 +34,14 @@ def pack_length(lengths: list[int], size: int) -> int:
     return sum(-(-length // unit) * unit for length in lengths)
 
 
+def test_a_row_takes_no_document_that_it_has_no_room_for():
+    """One place of 8 tokens: a second document of 5 would be dropped or cut by whoever reads the row."""
+    given = {"num_ranks": 1, "num_microbatches": 1, "max_tokens": 8, "attention_length": 500.0}
+    assert [row.tokens for row in assign_rows([5, 3], **given)] == [8]
+    with pytest.raises(ValueError, match="2 documents of 10 tokens, the longest of 5, do not fit into 1 micro-batches"):
+        assign_rows([5, 5], **given)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_long_documents_among_short_ones_leave_no_rank_waiting_long(seed):
     lengths = [*skewed(seed, count=200), 16000]

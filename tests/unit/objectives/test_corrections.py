@@ -98,11 +98,14 @@ def test_a_bound_is_inclusive(name, bound):
     ("threshold", "kept"),
     [(0.25, [True] * 4), (0.125, [True, True, False, True])],  # the mean of the first sequence is 0.25, and inside
 )
-def test_opsm_rejects_negative_advantages_of_sequences_beyond_the_threshold_only(threshold, kept):
+@pytest.mark.parametrize("name", ["opsm", "opsm_old"])
+def test_opsm_rejects_negative_advantages_of_sequences_beyond_the_threshold_only(name, threshold, kept):
+    anchor = CORRECTIONS[name].anchor
+    other = {"rollout_logprobs": "old_logprobs", "old_logprobs": "rollout_logprobs"}[anchor]
     fields = TokenFields(
         targets=torch.zeros(4, dtype=torch.int64),
         mask=torch.ones(4, dtype=torch.bool),
-        old_logprobs=torch.full((4,), -1.0),
+        **{anchor: torch.full((4,), -1.0), other: torch.full((4,), -2.0)},
         advantages=torch.tensor([1.0, 0.0, -1.0, -1.0]),
         weights=torch.ones(4),
         sequences=Sequences(
@@ -112,8 +115,8 @@ def test_opsm_rejects_negative_advantages_of_sequences_beyond_the_threshold_only
             counts=torch.tensor([3.0, 1.0], dtype=torch.float64),
         ),
     )
-    terms = dataclasses.replace(simulation.GRPO, opsm_anchor="old_logprobs", opsm_threshold=threshold)
-    logprobs = torch.tensor([-1.0, -1.25, -1.5, -1.0])  # of old - new: 0, 0.25, 0.5, and 0
+    terms = dataclasses.replace(simulation.GRPO, opsm_anchor=anchor, opsm_threshold=threshold)
+    logprobs = torch.tensor([-1.0, -1.25, -1.5, -1.0])  # of anchor - new: 0, 0.25, 0.5, and 0
     assert PolicyLoss(terms, fields)(logprobs).kept.tolist() == kept
 
 

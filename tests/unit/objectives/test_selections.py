@@ -8,6 +8,7 @@ import pytest
 import torch
 from samples import make_sample
 
+from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.objectives.corrections import Correction
 from megatron_pg.objectives.selections import (
     StepKeys,
@@ -101,6 +102,7 @@ def test_equals_of_the_least_that_is_kept_are_kept():
 
 
 def test_draws_are_from_the_open_interval_alone():
+    assert CORRECTIONS["clip_cov"].selection.choice == drawn_between.__name__
     step = step_of(1.0, 2.0, 3.0, 4.0, 5.0, 2.0)
     found = drawn_between(step, correction(low=1.0, high=5.0, fraction=0.5))
     assert found.num_candidates == 4

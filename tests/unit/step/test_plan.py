@@ -344,6 +344,27 @@ def test_a_depth_has_a_denominator_of_its_own_tokens(aggregation):
     assert [plan.num_tokens for plan in plans] == [14, 14]
 
 
+def test_a_depth_counts_the_rollouts_that_the_policys_denominators_count():
+    """Under `live` those with a token of the depth: two of the three, and one of them at depth 2."""
+    rng = random.Random(0)
+    samples = [make_sample(prompt_length=1, mask=mask, rng=rng) for mask in ([0, 0], [1, 1], [1, 1, 1])]
+    batches = [pack(samples, qkv_format="thd")]
+    for denominator, expected in (("scheduled", [[3.0, 6.0], [3.0]]), ("live", [[2.0, 4.0], [1.0]])):
+        rule = PlanRule(aggregation="sample_mean", denominator=denominator, depths=2, depth_aggregation="sample_mean")
+        plan = plan_from_table(local_table_of(batches, rule, None), rule, error=None, group=None)
+        assert plan.depth_counts == (3, 1)
+        for depth, found in enumerate(plan.depth_denominators):
+            assert found.tolist()[1 + depth :] == expected[depth]
+
+
+def test_samples_of_two_ranks_without_rollout_ids_are_rollouts_of_their_own():
+    def work(rank: int):
+        return plan([3, 5], "sample_mean", group=threads.subgroup(lambda r: 0, 2, rank))
+
+    for found in threads.run(2, work):
+        assert (found.num_rollouts, found.denominators.tolist()) == (4, [12.0, 20.0])
+
+
 def test_a_depth_that_no_token_reaches_weighs_nothing():
     sample = make_sample(prompt_length=1, mask=[1], rng=random.Random(0))
     rule = PlanRule(aggregation="sample_mean", depths=1)
@@ -366,7 +387,8 @@ def on_runs(samples, rng, *, num_ranks: int, num_microbatches: int) -> list[list
         dealt[rng.choice(places)].append(sample)
     for (_, run), part in dealt.items():
         for rank in run:
-            found[rank].append(pack(part, qkv_format="thd", cp_ranks=run))
+            batch = pack(part, qkv_format="thd", cp_ranks=run)
+            found[rank].append(dataclasses.replace(batch, num_missing=len(part)))
     return found
 
 
@@ -389,6 +411,7 @@ def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denomi
 
     whole = plan_from_table(local_table_of([pack(samples, qkv_format="thd")], rule, None), rule, error=None, group=None)
     expected = {id(sample): value for sample, value in zip(samples, whole.denominators.tolist(), strict=True)}
+    brought = [batch for rank, own in enumerate(ranks) for batch in own if batch.cp_ranks.first == rank]
     for found, batches in zip(threads.run(4, work), ranks, strict=True):
         held = [sample for batch in batches for sample in batch.samples]
         assert found.denominators.tolist() == [expected[id(sample)] for sample in held]
@@ -402,6 +425,8 @@ def test_a_sample_that_lies_on_several_ranks_counts_once_and_all_have_its_denomi
             "depth_counts",
         ):
             assert getattr(found, total) == getattr(whole, total), total
+        assert found.num_missing == len(samples)
+        assert found.num_positions == sum(batch.num_positions for batch in brought)
         for statistic in ("sums", "largest", "groups"):
             assert torch.equal(getattr(found.facts, statistic), getattr(whole.facts, statistic)), statistic
 

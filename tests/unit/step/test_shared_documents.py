@@ -1,5 +1,6 @@
 """Documents that every rank has, taken step by step under dynamic_cp."""
 
+import dataclasses
 import random
 from functools import partial
 
@@ -71,6 +72,7 @@ def test_every_document_is_taken_once_in_order_and_long_ones_lie_on_several_rank
         (figures,) = {figures for _, figures in of_ranks}
         seen = min(4 * (step + 1), 10)
         assert (figures.num_documents, figures.documents_seen, figures.documents_waiting) == (count, seen, 0)
+        assert figures.documents_surplus == 0  # of a last step that is too small too
         held = [name for batches, _ in of_ranks for names in batches for name in names]
         assert sorted(set(held)) == sorted(f"{i}.0" for i in range(4 * step, seen))
         assert [held.count(f"{i}.0") >= least for i, least in ((0, 4), (6, 2)) if 4 * step <= i < seen] in ([True], [])
@@ -107,6 +109,16 @@ def test_a_resumed_run_takes_what_the_whole_one_does():
 
 def test_a_rank_with_other_documents_stops_all():
     found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: d[1:] if rank == 2 else d)
+    assert all("ranks 0 and 2 have other documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
+
+
+def test_a_rank_with_another_mask_stops_all():
+    def change(rank, documents):
+        (first, *_), *others = documents
+        mask = torch.tensor([rank != 2, True])
+        return [[dataclasses.replace(first, loss_mask=mask)], *others]
+
+    found = run(groups(LENGTHS), num_documents=4, change=change)
     assert all("ranks 0 and 2 have other documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
