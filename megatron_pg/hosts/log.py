@@ -93,4 +93,6 @@ class HostLog:
         known = int(last.get("iteration", 0))
         if number is None or last.get(ROUND) == host_round - 1:
             return known
-        return max(number, known) if ROUND in last else number
+        if last and ROUND not in last:  # a file of version 0.1 counts from 0, as slime and miles do
+            return number - 1
+        return max(number, known)

@@ -159,17 +159,19 @@ class HostStep:
         total, self._found[local] = microbatch_logprobs_loss(logprobs, entropy, local, self._settings)
         return total
 
-    def finish(self, *, reports: bool) -> StepReport | None:
+    def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:
         """Check the losses and combine the metrics, by one all-gather over all ranks, every one of which must call before the
         optimizer moves; None on stages without the loss.
 
-        `reports`: whether this rank's sums count, because no other rank holds copies that do.
+        `reports`: whether this rank's sums count, because no other rank holds copies that do. `has_loss`: whether the loss is computed
+        on this rank's pipeline stage.
 
         Raises:
             NonFiniteLossError: on every rank.
             HostLossError: on every rank; the loss was not computed once for every sample of every rank.
         """
-        astray = abs(len(self._samples) - sum(self._sizes[local] for local in self._found))
+        expected = len(self._samples) if has_loss else 0
+        astray = abs(expected - sum(self._sizes[local] for local in self._found))
         with lost_peer_named(lambda: "behind its forwards, before the optimizer moved"):
             found = gather_found(
                 self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray

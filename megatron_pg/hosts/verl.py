@@ -74,12 +74,11 @@ def _checked(convert: Callable[..., Any]) -> Callable[..., Any]:
     """How verl's worker makes its configurations, before it builds a model: what it has beside the actor's is known here."""
 
     def convert_and_check(config: Any, *rest: Any, **more: Any) -> Any:
+        target = config.get("_target_") if hasattr(config, "get") else None
+        if str(target).endswith(".DistillationConfig") and config.get("enabled"):
+            text = "distillation.enabled=True trains by another loss than megatron_pg's. Set it to False."
+            raise ArgumentError([("E70", text)])
         found = convert(config, *rest, **more)
-        name = type(found).__name__
-        if name == "DistillationConfig" and found.enabled:
-            raise ArgumentError(
-                [("E70", "distillation.enabled=True trains by another loss than megatron_pg's. Set it to False.")]
-            )
         if isinstance(found, attribute("verl.workers.config:ActorConfig")):
             if found.strategy != "megatron":
                 text = f"actor.strategy={found.strategy} does not use megatron_pg's loss, which is for verl's Megatron engine."

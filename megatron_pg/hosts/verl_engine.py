@@ -109,7 +109,8 @@ class PolicyGradientEngine(_Theirs):
         return output
 
     def _check(self) -> None:
-        self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs())
+        has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
 
     def optimizer_step(self) -> Any:
         """verl's, and the step's line."""

@@ -116,7 +116,7 @@ def _of_the_mean(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
         yield TakenOver(source, "loss_aggregation_divisor", 1.0)
     elif mode == "constant" and actor.loss_scale_factor is not None:
         yield TakenOver("actor.loss_scale_factor", "loss_aggregation_divisor", float(actor.loss_scale_factor))
-    elif mode == "constant" and "loss_aggregation_divisor" not in given:
+    elif mode == "constant" and RESPONSE_LENGTH in vars(actor) and "loss_aggregation_divisor" not in given:
         length = vars(actor)[RESPONSE_LENGTH]
         yield TakenOver(
             "rollout.response_length (actor.loss_scale_factor is null)", "loss_aggregation_divisor", float(length)
@@ -215,7 +215,6 @@ def _reads(actor: Any, given: Mapping[str, Any], name: str) -> bool:
 
 
 def _divisor_is_unknown(actor: Any, given: Mapping[str, Any]) -> bool:
-    is_known = (
-        actor.loss_scale_factor is not None or RESPONSE_LENGTH in vars(actor) or "loss_aggregation_divisor" in given
-    )
-    return actor.loss_agg_mode == "seq-mean-token-sum-norm" and not is_known
+    is_known = actor.loss_scale_factor is not None or RESPONSE_LENGTH in vars(actor)
+    is_ours = {"loss_aggregation", "loss_aggregation_divisor"} & given.keys()
+    return actor.loss_agg_mode == "seq-mean-token-sum-norm" and not (is_known or is_ours)

@@ -4,6 +4,7 @@ In their own code where HOSTS (or SLIME, MILES) names their checkouts, by `make 
 """
 
 import random
+import re
 
 import host_cases as hosts
 import host_runs
@@ -64,8 +65,22 @@ def test_gradients_in_a_stand_in_are_those_of_plain_loops(stand_in, host, eviden
 @pytest.mark.parametrize("host", HOSTS)
 def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(stand_in, host, layout):
     found = stand_in[host][layout]["streams"].values()
-    assert len(found) == {"slime": 6, "miles": 2}[host]
+    assert len(found) == {"slime": 8, "miles": 4}[host]
     assert max(found) < LIMIT
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_trainer_that_computes_another_loss_stops_on_every_rank_before_the_optimizer_moves(stand_in, host):
+    said = stand_in[host]["refused"]["their own loss"]
+    assert len(set(said)) == 1
+    assert re.match(r"HostLossError: megatron_pg's loss was not computed once for every sample .*\(0 steps\)$", said[0])
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_trainer_that_copies_its_samples_stops_on_every_rank(stand_in, host):
+    """miles' own hook plans a rollout in its first step, so copies show in the second."""
+    for said in stand_in[host]["refused"]["copied tokens"]:
+        assert re.match(r"HostLossError: .*has copied the samples' tokens.*\([01] steps\)$", said)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,7 +154,7 @@ def compare(logged: list[dict], without: set[str]) -> None:
         logits = [embedding[sample.tokens] @ head.T for sample in samples]
         expected = simulation.run_step(samples, logits, Layout(), settings, random.Random(1)).metrics
         mine = {name.removeprefix("train/pg/"): value for name, value in found.items() if name != "train/step"}
-        assert number == found["train/step"]
+        assert number == found["train/step"]  # as both number their steps
         assert mine.keys() - {"truncated_fraction"} - OF_RANKS == expected.keys() - without  # these samples do not say
         for name in mine.keys() & expected.keys():
             assert mine[name] == pytest.approx(expected[name], rel=2e-5, abs=2e-6), name

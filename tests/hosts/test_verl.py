@@ -14,8 +14,9 @@ import torch
 from processes import ROOT, environment, run
 
 from megatron_pg.args import ArgumentError
+from megatron_pg.hosts import verl_options
 from megatron_pg.hosts.verl import install
-from megatron_pg.hosts.verl_options import KEY, checked
+from megatron_pg.hosts.verl_options import KEY, RESPONSE_LENGTH, checked
 from megatron_pg.hosts.verl_samples import samples_of
 
 LIMIT = 1e-6  # of float32 against float64
@@ -103,17 +104,39 @@ def test_verls_own_configuration_is_read_as_its_trainer_composes_it(on_ranks):
 
 
 @needs_verl
-def test_the_metrics_file_goes_on_behind_a_checkpoint(on_ranks):
-    assert on_ranks["resumed"] == [1, 2, 3, 4, 5, 6]
+def test_steps_after_the_checkpoint_are_superseded(on_ranks):
+    assert on_ranks["resumed"] == [[1, 2, 3, 4, 5, 6], [4, 5, 6]]
+
+
+@needs_verl
+@pytest.mark.parametrize("mode", verl_options.MODES)
+def test_an_inherited_policy_loss_has_the_value_and_gradient_of_verls_own_function(on_ranks, mode):
+    """In float64; verl adds 1e-8 to the lengths that it divides by."""
+    assert max(on_ranks["modes"][mode]) < 1e-8
+
+
+@needs_verl
+def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks):
+    found = on_ranks["worker"]
+    assert found["divisor"] == ["constant", 77.0]
+    assert "actor.strategy=fsdp does not use megatron_pg's loss" in found["fsdp"]
+    assert "distillation.enabled=True trains by another loss" in found["distillation"]
 
 
 # --- what the configuration says ---
 
 
+def policy_loss(loss_mode: str, **changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"loss_mode": loss_mode, "dro_beta": None} | changes)
+
+
 def actor(**changes) -> SimpleNamespace:
     """What the adapter reads of verl's McoreActorConfig, with verl's defaults."""
     known = {
-        "policy_loss": SimpleNamespace(loss_mode="vanilla"),
+        "policy_loss": policy_loss("vanilla"),
+        "clip_ratio": 0.2,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
         "clip_ratio_low": 0.2,
         "clip_ratio_high": 0.2,
         "clip_ratio_c": 3.0,
@@ -131,7 +154,7 @@ def actor(**changes) -> SimpleNamespace:
     return SimpleNamespace(**known | changes)
 
 
-def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **flags):
+def engine_config(options=None, **changes) -> SimpleNamespace:
     known = {
         "override_mcore_model_config": {KEY: options or {}},
         "override_transformer_config": {},
@@ -141,9 +164,16 @@ def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **fl
         "vanilla_mbridge": False,
         "use_megatron_fsdp": False,
     }
-    model = SimpleNamespace(mtp=SimpleNamespace(enable=mtp))
-    given = SimpleNamespace(**known | (engine or {}))
-    return checked(given, model, None if without_actor else actor(**flags))
+    return SimpleNamespace(**known | changes)
+
+
+def model_config(*, mtp: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(mtp=SimpleNamespace(enable=mtp))
+
+
+def arguments(options=None, *, engine=None, mtp=False, without_actor=False, **flags):
+    given = engine_config(options, **engine or {})
+    return checked(given, model_config(mtp=mtp), None if without_actor else actor(**flags))
 
 
 def test_without_options_the_loss_is_what_verls_actor_says():
@@ -164,6 +194,53 @@ def test_a_constant_of_verl_is_ours():
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 1.0)
 
 
+MODES = {
+    "gspo": ("gspo_token", {"pg_clip_eps_low": 0.1, "pg_clip_eps_high": 0.3}),
+    "cispo": ("cispo", {"pg_clip_eps_low": 0.1, "pg_cispo_cap": 1.3}),
+    "dppo_tv": ("dppo_tv", {"pg_dppo_delta_low": 0.1, "pg_dppo_delta_high": 0.3, "pg_dual_clip": 3.0}),
+    "dppo_kl": ("dppo_kl", {"pg_dppo_delta_low": 0.1, "pg_dppo_delta_high": 0.3, "pg_dual_clip": 3.0}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policy_loss_of_verl_is_the_objective_that_computes_it(mode):
+    objective, numbers = MODES[mode]
+    given = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "loss_agg_mode": "seq-mean-token-mean"}
+    args, _ = arguments(policy_loss=policy_loss(mode), **given)
+    assert args.pg_objective == objective
+    assert {name: getattr(args, name) for name in numbers} == numbers
+
+
+def test_a_policy_loss_without_clip_bounds_reads_its_own_numbers():
+    args, _ = arguments(policy_loss=policy_loss("sapo"), tau_pos=2.0, loss_agg_mode="seq-mean-token-mean")
+    assert (args.pg_objective, args.pg_sapo_tau_pos, args.pg_sapo_tau_neg) == ("sapo", 2.0, 1.05)
+    assert arguments(policy_loss=policy_loss("gpg")).args.pg_objective == "reinforce"
+    args, _ = arguments(policy_loss=policy_loss("dro", dro_beta=0.4))
+    assert (args.pg_objective, args.pg_dro_beta) == ("dro", 0.4)
+
+
+def test_a_clip_bound_that_is_null_is_clip_ratio():
+    args, _ = arguments(clip_ratio=0.3, clip_ratio_low=None)
+    assert (args.pg_clip_eps_low, args.pg_clip_eps_high) == (0.3, 0.2)
+
+
+def test_a_kl_term_without_a_coefficient_is_measured_by_nobody_and_refused_by_nobody():
+    args, rows = arguments(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="k3+")
+    assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_aux_aggregation) == (0.0, None, "default")
+    assert "actor.kl_loss_coef is --pg-kl-coef 0.0" in dict(rows)["taken over"]
+
+
+def test_a_scale_factor_that_is_null_is_the_rollouts_response_length():
+    given = actor(loss_agg_mode="seq-mean-token-sum-norm")
+    vars(given)[RESPONSE_LENGTH] = 8192
+    args, rows = checked(engine_config(), model_config(), given)
+    assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 8192.0)
+    assert (
+        "rollout.response_length (actor.loss_scale_factor is null) is --loss-aggregation-divisor 8192.0" in rows[0][1]
+    )
+
+
 def test_options_take_the_place_of_what_verl_has_by_default():
     args, _ = arguments({"pg_objective": "gspo", "loss_aggregation": "sample_mean"})
     assert (args.pg_objective, args.pg_clip_eps_low, args.loss_aggregation) == ("gspo", None, "sample_mean")
@@ -179,7 +256,33 @@ def test_the_reference_model_needs_no_actor():
 REFUSED = [
     ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is no mean over the step"),
     ({}, {"loss_scale_factor": 100}, "actor.loss_scale_factor=100 has no effect with loss_agg_mode=token-mean"),
-    ({}, {"policy_loss": SimpleNamespace(loss_mode="gspo")}, "actor.policy_loss.loss_mode=gspo would have no effect"),
+    (
+        {},
+        {"policy_loss": policy_loss("clip_cov")},
+        "actor.policy_loss.loss_mode=clip_cov has no objective of megatron_pg",
+    ),
+    (
+        {},
+        {"policy_loss": policy_loss("gspo")},
+        "actor.loss_agg_mode=token-mean has no effect on actor.policy_loss.loss_mode=gspo",
+    ),
+    ({}, {"policy_loss": policy_loss("dro")}, "actor.policy_loss.dro_beta is null"),
+    (
+        {},
+        {"policy_loss": policy_loss("gpg"), "clip_ratio_c": 5.0},
+        "actor.clip_ratio_c=5.0 has no effect with actor.policy_loss.loss_mode=gpg",
+    ),
+    (
+        {"pg_objective": "cispo"},
+        {"policy_loss": policy_loss("gpg")},
+        "loss_mode gpg of verl, reinforce, and --pg-objective cispo",
+    ),
+    (
+        {},
+        {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        "actor.loss_scale_factor is null, so verl divides each micro-batch",
+    ),
+    ({}, {"clip_ratio_low": 1.5}, "actor.clip_ratio_low must be between 0 and 1"),
     ({}, {"use_kl_loss": True, "kl_loss_type": "k3+"}, "actor.kl_loss_type=k3+ has no estimator of ours"),
     ({}, {"calculate_sum_pi_squared": True}, "actor.calculate_sum_pi_squared was not run"),
     ({}, {"mtp": True}, "model.mtp.enable was not run"),
@@ -199,6 +302,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
 @pytest.mark.parametrize(("options", "flags", "message"), REFUSED)
 def test_what_contradicts_or_was_not_run_is_refused_by_name(options, flags, message):
     with pytest.raises(ArgumentError, match=re.escape(message)):
@@ -242,6 +346,15 @@ def test_rows_become_samples_and_filling_rows_nothing():
     assert (sample.prompt_id, sample.rollout_id, sample.reward) == ("a", "a/3", 2.0)
     assert sample.loss_mask.tolist() == [True, False]
     assert sample.tokens.tolist() == [1, 2, 3]
+
+
+def test_a_row_that_trains_a_token_is_a_sample_whatever_its_uid_is_called():
+    rows = samples_of(batch(uid=Column(["padlock", "pad1"])))
+    assert [row and row.prompt_id for row in rows] == ["padlock", None]
+
+
+def test_a_reward_is_the_sum_of_its_scores():
+    assert samples_of(batch(rm_scores=nested([0.5, 2.0], [0.0])))[0].reward == 2.5
 
 
 def test_without_sessions_every_row_is_a_rollout_and_a_masked_sample_counts():

@@ -39,6 +39,7 @@ AGGREGATIONS = {
 }
 HEADS = {"logits": {}} | {mode: {"pg_fused_head": mode} for mode in HEAD_MODES}
 SFT_WEIGHT = 0.25
+TIS = (0.9, 1.2)
 _CLIP = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
 OBJECTIVES = {
     "grpo": (_CLIP, {}),
@@ -49,13 +50,17 @@ OBJECTIVES = {
     ),
     "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
 }
-STREAMS = {  # for hosts whose batches have a teacher's log-probabilities and the samples' origins
+STREAMS = {  # and what a host's own flags say; for hosts whose batches have a teacher's log-probabilities and the samples' origins
     "opd": (
         {**_CLIP, "pg_stream": ["teacher:opd,on=rl,weight=0.3,aggregation=policy"]},
         {"kl_coef": 0.3, "kl_estimator": "k3_weighted", "aux_aggregation": "policy"},
     ),
     "sft": ({**_CLIP, "pg_stream": [f"sft:ce,weight={SFT_WEIGHT}"]}, {}),
     "top_p": (_CLIP, {}),  # whose samples say what could be sampled
+    "their tis": (
+        _CLIP,
+        {"correction": "tis", "correction_low": TIS[0], "correction_high": TIS[1]},
+    ),  # by the host's flags
 }
 
 

@@ -61,7 +61,10 @@ STREAM_CASES = [
     Case(objective="sft", head="forward", rollouts_per_step=6, fan_out=True),
     Case(objective="top_p", rollouts_per_step=6, aggregation="constant"),
     Case(objective="top_p", aggregation="token_mean", head="recompute"),
+    Case(objective="their tis", rollouts_per_step=4),
+    Case(objective="their tis", aggregation="token_mean", head="forward"),
 ]
+OF_MILES = {"opd", "their tis"}  # whose batches name no streams and no supports
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 
@@ -78,6 +81,9 @@ def arguments(host: str, case: Case, **more: object) -> Namespace:
         "eps_clip_high": 0.28,
         "use_kl_loss": "pg_kl_coef" in case.flags,
         "use_opd": False,
+        "use_tis": case.objective == "their tis",
+        "tis_clip_low": hosts.TIS[0] if case.objective == "their tis" else 0.0,
+        "tis_clip": hosts.TIS[1] if case.objective == "their tis" else 2.0,
         "rollout_top_p": 0.9 if case.objective == "top_p" else 1.0,
         "kl_loss_coef": case.flags.get("pg_kl_coef", 0.0),
         "kl_loss_type": "k3",
@@ -95,14 +101,15 @@ def errors(train: Train, host: str, case: Case, **more: object) -> float:
     steps = hosts.steps_of(found, case)
     assert len(gradients) == len(steps)
     # slime leaves out the pass for old log-probabilities where one step's are the loss's own
-    on_policy = host == "slime" and case.num_steps == 1 and "pg_correction" not in case.flags
+    corrects = "pg_correction" in case.flags or case.objective == "their tis"
+    on_policy = host == "slime" and case.num_steps == 1 and not corrects
     pairs = zip(gradients, steps, strict=True)
     return max(hosts.error(mine, hosts.expected(step, case, on_policy=on_policy)[0]) for mine, step in pairs)
 
 
-def jump(train: Train, host: str) -> float:
-    """Between the host's own loss under its default and ours, of every gradient of three steps."""
-    case = Case(rollouts_per_step=4)
+def jump(train: Train, host: str, objective: str = "grpo") -> float:
+    """Between the host's own loss under its own flags and ours, of every gradient of three steps."""
+    case = Case(rollouts_per_step=4, objective=objective)
     found = hosts.samples()
     (ours, _), (theirs, _) = (
         train(case, found, arguments(host, case, custom_megatron_init_path=path))
@@ -120,12 +127,14 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
             "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
         }
         of_layout["streams"] = {
-            case.name: errors(train, host, case) for case in STREAM_CASES if host == "slime" or case.objective == "opd"
+            case.name: errors(train, host, case)
+            for case in STREAM_CASES
+            if host == "slime" or case.objective in OF_MILES
         }
         if host == "miles":
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}
         if has_own_loss:
-            of_layout["jump"] = jump(train, host)
+            of_layout["jump"] = max(jump(train, host), jump(train, host, "their tis"))
         more = arguments(host, MEASURED, pg_metrics="with_entropy")
         logged = [train(MEASURED, hosts.samples(), more)[1]]
         writer = parallel_state.get_pipeline_model_parallel_world_size() - 1  # the first rank of the last stage

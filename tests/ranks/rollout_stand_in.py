@@ -98,7 +98,17 @@ def scaled(args: Namespace, batch: dict, count: int, rollouts: int, logits: Tens
     return loss * count / rollouts * ranks, torch.tensor(1, dtype=torch.int), found
 
 
-def step(args: Namespace, number: int, iterators: list, model: Any, optimizer: Any, count: int, rollouts: int) -> None:
+def step(
+    args: Namespace,
+    number: int,
+    iterators: list,
+    model: Any,
+    optimizer: Any,
+    count: int,
+    rollouts: int,
+    own: Any = None,
+) -> None:
+    """An optimizer step; with `own`, by that loss of the trainer instead of the one that it was told."""
     model.zero_grad_buffer()
     hook = load_function(args.custom_megatron_before_train_step_hook_path)
     hook(args, 0, number, [model], optimizer, hosts.scheduler())
@@ -106,7 +116,7 @@ def step(args: Namespace, number: int, iterators: list, model: Any, optimizer: A
     def forward_step(iterator, chunk):
         batch = batch_of(iterator)
         output = chunk(input_ids=batch["tokens"], packed_seq_params=batch["packed_seq_params"])
-        return output, partial(scaled, args, batch, count, rollouts)
+        return output, own or partial(scaled, args, batch, count, rollouts)
 
     get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -175,8 +185,13 @@ def _kept(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
     }
 
 
-def train(host: str, case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[list[Tensor]], list[dict]]:
-    """Gradients of every optimizer step of a rollout, and what the logger was given."""
+def train(
+    host: str, case: Case, found: Sequence[Sample], args: Namespace, own: Any = None, copies: bool = False
+) -> tuple[list[list[Tensor]], list[dict]]:
+    """Gradients of every optimizer step of a rollout, and what the logger was given.
+
+    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned.
+    """
     _logged.clear()
     actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
     actor.get_data_iterator = get_data_iterator
@@ -191,7 +206,9 @@ def train(host: str, case: Case, found: Sequence[Sample], args: Namespace) -> tu
         load_function(args.rollout_data_postprocess_path)(args, 0, data)
     model.module.config.finalize_model_grads_func = finalize_model_grads
     for number, (count, rollouts) in enumerate(zip(counts, data["num_rollouts"], strict=True)):
-        step(args, number, iterators, model, optimizer, count, rollouts)
+        if copies:
+            data["tokens"] = [tokens.clone() for tokens in data["tokens"]]
+        step(args, number, iterators, model, optimizer, count, rollouts, own)
     mask = weakref.ref(data["loss_masks"][0])
     del data, iterators
     assert mask() is None, "a rollout's data are kept while the rollout engine needs the memory"
@@ -237,4 +254,30 @@ def figures() -> dict[str, object]:
     for host in ("slime", "miles"):
         install(host)
         found[host] = rollout_hosts.figures(partial(train, host), host, has_own_loss=False)
+        found[host]["refused"] = {name: refusal(host, **fault) for name, fault in FAULTS.items()}
     return found
+
+
+def _their_loss(logits: Tensor) -> tuple:
+    return logits.mean(), torch.tensor(1, dtype=torch.int), {}
+
+
+FAULTS = {"their own loss": {"own": _their_loss}, "copied tokens": {"copies": True}}
+
+
+def refusal(host: str, **fault: Any) -> list[str]:
+    """What every rank raises for a fault of the trainer, and how many optimizer steps it has done by then."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2 if "own" in fault else 1)
+    case, said, model = Case(rollouts_per_step=4), "nothing", hosts.Optimizer.step
+    steps: list = []
+    hosts.Optimizer.step = lambda self: steps.append(1) or model(self)
+    try:
+        train(host, case, hosts.samples(), rollout_hosts.arguments(host, case), **fault)
+    except ValueError as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        hosts.Optimizer.step = model
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, f"{said} ({len(steps)} steps)")
+    parallel_state.destroy_model_parallel()
+    return every

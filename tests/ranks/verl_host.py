@@ -86,6 +86,7 @@ def load() -> SimpleNamespace:
         "registry": "verl.workers.engine.base",
         "config": "verl.workers.config",
         "losses": "verl.workers.utils.losses",
+        "core_algos": "verl.trainer.ppo.core_algos",
         "fused": "verl.models.mcore.model_forward_fused",
         "metrics": "verl.utils.metric.utils",
         "tensordicts": "verl.utils.tensordict_utils",

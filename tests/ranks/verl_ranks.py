@@ -28,7 +28,11 @@ import verl_host as host
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_pg.hosts.step import HostStep
+from megatron_pg.hosts.verl_options import MODES as MODES_OF_VERL
+from megatron_pg.hosts.verl_options import checked
 from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.settings import LossSettings
 
 LAYOUTS = {
     "dp2": {},
@@ -279,6 +283,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     },
     "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
     "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05},
+    "KL without a coefficient": {"use_kl_loss": True, "kl_loss_coef": 0.0},
 }
 
 
@@ -295,6 +300,46 @@ def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, ste
     losses = [logged.get("loss", 0.0) for _, logged in found.values()]
     jump = worst_of(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1.0))
     return {"gradient": worst_of(worst), "loss": jump, "losses": losses}  # of rank 0
+
+
+_NUMBERS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15, "clip_ratio_c": 1.6, "tau_pos": 1.5, "tau_neg": 0.7}
+
+
+def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
+    """Errors of loss and gradient of our objective against verl's own policy loss, by its name, on random tokens in float64."""
+    alone = [torch.distributed.new_group([r]) for r in range(torch.distributed.get_world_size())]
+    mine, found = alone[torch.distributed.get_rank()], {}
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([3, 7, 5, 6, 1, 7])
+    mask = (torch.arange(7) < lengths[:, None]) & (torch.rand(6, 7, generator=generator) < 0.8)
+    mask[:, 0] = True
+    old, advantages = (torch.randn(6, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    old = -old.abs() - 0.1
+    new = (old + 0.5 * torch.randn(6, 7, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
+    for mode in MODES_OF_VERL:
+        policy_loss = verl.config.PolicyLossConfig(loss_mode=mode, dro_beta=0.3)
+        given = {name: _NUMBERS[name] for name in MODES_OF_VERL[mode].numbers if name in _NUMBERS}
+        actor = host.actor_config(verl, policy_loss=policy_loss, loss_agg_mode="seq-mean-token-mean", **given)
+        theirs = new.clone().requires_grad_()
+        loss, _ = verl.core_algos.get_policy_loss_fn(mode)(
+            old, theirs, advantages, mask, "seq-mean-token-mean", actor, None
+        )
+        loss.backward()
+        model = SimpleNamespace(mtp=SimpleNamespace(enable=False))
+        actor.engine.use_remove_padding = True
+        settings = LossSettings.from_args(checked(actor.engine, model, actor).args)
+        samples = [
+            Sample.build(tokens=[1] * (n + 1), response_length=n, loss_mask=m[:n], old_logprobs=o[:n], advantage=a[:n])
+            for n, m, o, a in zip(lengths.tolist(), mask, old, advantages, strict=True)
+        ]
+        step = HostStep.planned(settings, lambda samples=samples: samples, data=mine)
+        ours = [row[:n].clone().requires_grad_() for n, row in zip(lengths.tolist(), new, strict=True)]
+        local = step.slice(range(6), (lengths + 1).tolist())
+        own = step.logprobs_loss(local, torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours]))
+        own.backward()
+        gradients = [(o.grad - t[: len(o)]).abs().max() for o, t in zip(ours, theirs.grad, strict=True)]
+        found[mode] = [float((own - loss).detach().abs()), float(max(gradients))]
+    return found
 
 
 def floor(verl: SimpleNamespace) -> float:
@@ -354,18 +399,46 @@ def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
     return worst_of(worst)
 
 
-def resumed(verl: SimpleNamespace, folder: Path) -> list[int]:
-    """The steps in metrics.jsonl of a run, and of one that goes on from its checkpoint."""
+def resumed(verl: SimpleNamespace, folder: Path) -> list[list[int]]:
+    """The steps in metrics.jsonl of a run and of one that goes on from its checkpoint, and those that are superseded."""
     path = folder / "resumed.jsonl"
     for is_first in (True, False):
         worker = host.worker(verl, host.actor_config(verl, options={"pg_metrics_file": str(path)}))
         if not is_first:
-            worker.engine.load_checkpoint("global_step_1")
-        train(verl, worker, batch(), 3)
+            worker.engine.load_checkpoint("checkpoints/global_step_1/actor")
+        for _ in range(2 if is_first else 1):  # batches, the second of which is after the checkpoint
+            train(verl, worker, batch(), 3)
         if worker.engine._log is not None:
             worker.engine._log._file.close()
         torch.distributed.barrier()
-    return [json.loads(line)["iteration"] for line in path.read_text(encoding="utf-8").splitlines()]
+    both = (path, path.with_name("resumed.jsonl.1"))
+    return [[json.loads(line)["iteration"] for line in each.read_text(encoding="utf-8").splitlines()] for each in both]
+
+
+def worker_configured(verl: SimpleNamespace) -> dict[str, Any]:
+    """What verl's worker makes of its configurations before it builds a model."""
+    import hydra
+    import verl as package
+
+    convert, found = verl.workers.omega_conf_to_dataclass, {}
+    folder = Path(package.__file__).parent / "trainer" / "config"
+    means = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        whole = hydra.compose("ppo_megatron_trainer", ["data.max_response_length=77", means, *_SIZES])
+        fsdp = hydra.compose("ppo_trainer", _SIZES)
+    actor = convert(whole.actor_rollout_ref.actor)
+    settings = host.worker(verl, actor).engine._settings
+    found["divisor"] = [settings.aggregation, settings.divisor]
+    whole.distillation.enabled = True
+    for name, config in {"fsdp": fsdp.actor_rollout_ref.actor, "distillation": whole.distillation}.items():
+        try:
+            convert(config)
+        except ValueError as refused:
+            found[name] = str(refused)
+    return found
+
+
+_SIZES = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.model.path=toy"]
 
 
 def configured(verl: SimpleNamespace) -> dict[str, Any]:
@@ -450,7 +523,8 @@ def main() -> None:
             if not (per_token and layout == "cp2")  # see `floor`
         }
         if layout == "dp2":
-            found["configured"] = configured(verl)
+            found["configured"], found["modes"] = configured(verl), modes(verl)
+            found["worker"] = worker_configured(verl)
             found["refused"], found["resumed"] = refusals(verl), resumed(verl, folder)
         parallel_state.destroy_model_parallel()
     found["absent"] = sorted(host.ABSENT)

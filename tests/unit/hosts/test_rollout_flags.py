@@ -8,7 +8,6 @@ from megatron_pg.args import ArgumentError
 from megatron_pg.hosts import miles, slime
 
 REFUSED = {
-    "use_tis": True,
     "custom_tis_function_path": "a.b",
     "use_opsm": True,
     "eps_clip_c": 3.0,
@@ -120,6 +119,40 @@ def test_streams_of_ones_own_need_a_host_that_names_them():
 
 def test_a_teacher_in_the_advantages_alone_stays_theirs():
     assert slime.HOST.checked(arguments(use_opd=True, opd_kl_coef=1.0)).args.pg_stream is None
+
+
+@pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
+def test_their_truncated_importance_sampling_is_ours(host):
+    found = host.checked(arguments(use_tis=True, tis_clip=1.5, tis_clip_low=0.5))
+    args = found.args
+    assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.5, 1.5)
+    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["taken over"]
+    args = host.checked(arguments(use_tis=True)).args
+    assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.0, 2.0)
+    assert host.checked(arguments(use_tis=True, pg_correction_high=3.0)).args.pg_correction_high == 3.0
+    assert host.checked(arguments()).args.pg_correction == "none"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pg_correction": "icepop"}, "--use-tis of slime, tis, and --pg-correction icepop"),
+        ({"tis_clip": 1.5, "pg_correction_high": 3.0}, "--tis-clip of slime, 1.5, and --pg-correction-high 3.0"),
+        ({"tis_clip": 1.0, "tis_clip_low": 1.5}, "--tis-clip"),
+        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not done by this loss"),
+    ],
+)
+def test_truncated_importance_sampling_that_contradicts_is_refused(more, message):
+    with pytest.raises(ArgumentError, match=message):
+        slime.HOST.checked(arguments(use_tis=True, **more))
+
+
+def test_a_message_about_a_number_of_theirs_names_their_flag():
+    with pytest.raises(ArgumentError, match=r"--eps-clip must be between 0 and 1 .*got 1\.5") as refused:
+        slime.HOST.checked(arguments(eps_clip=1.5))
+    assert "--pg-clip-eps-low" not in str(refused.value)
+    with pytest.raises(ArgumentError, match=r"--pg-clip-eps-low must be between 0 and 1 .*got 1\.5"):
+        slime.HOST.checked(arguments(eps_clip=0.2, pg_clip_eps_low=1.5))
 
 
 def test_a_default_of_theirs_gives_way_to_ours():

@@ -12,6 +12,7 @@ from host_cases import Case
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts import miles, slime
 from megatron_pg.hosts.rollout_host import _USERS
+from megatron_pg.hosts.step import HostLossError
 
 HOSTS = {"slime": slime, "miles": miles}
 SCRIPT = """
@@ -75,6 +76,67 @@ def test_a_hook_of_the_users_is_called_before_ours(installed, host):
     HOSTS[host].HOST.users_hook(args, "custom_megatron_before_log_prob_hook_path", 1, 2)
     HOSTS[host].HOST.users_hook(args, "custom_megatron_init_path", 3)
     assert calls == [(1, 2)]
+
+
+@pytest.fixture
+def actor(installed, monkeypatch):
+    """miles' module whose iterators the adapter takes."""
+    monkeypatch.setattr("megatron_pg.hosts.rollout_trainer.is_writer", lambda: False)
+    module = sys.modules["miles.backends.megatron_utils.actor"]
+    module.get_data_iterator = rollout_stand_in.get_data_iterator
+    return module
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_second_init_changes_nothing(actor, host):
+    args = rollout_hosts.arguments(host, Case())
+    HOSTS[host].init(args)
+    first, trainer, iterators = dict(vars(args)), HOSTS[host].HOST.trainer, actor.get_data_iterator
+    HOSTS[host].init(args)
+    assert (vars(args), HOSTS[host].HOST.trainer, actor.get_data_iterator) == (first, trainer, iterators)
+
+
+def test_iterators_are_wrapped_once_for_several_runs_in_a_process(actor):
+    miles.init(rollout_hosts.arguments("miles", Case()))
+    iterators = actor.get_data_iterator
+    miles.init(rollout_hosts.arguments("miles", Case()))
+    assert actor.get_data_iterator is iterators
+
+
+def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatch):
+    monkeypatch.setattr("megatron_pg.hosts.rollout_trainer.is_writer", lambda: False)
+    slime.init(rollout_hosts.arguments("slime", Case()))
+    assert slime.HOST._log == "slime.observability.logging_utils:log"
+    moved = rollout_stand_in._module("slime.utils.logging_utils")  # as in v0.3.1
+    moved.log = sys.modules["slime.observability.logging_utils"].log
+    del sys.modules["slime.observability.logging_utils"].log
+    slime.init(rollout_hosts.arguments("slime", Case()))
+    assert slime.HOST._log == "slime.utils.logging_utils:log"
+    del moved.log
+    with pytest.raises(ArgumentError, match=r"slime\.observability\.logging_utils:log is not there"):
+        slime.init(rollout_hosts.arguments("slime", Case()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("num_microbatches"), "the rollout data have no num_microbatches"),
+        (lambda data: data.pop("sample_indices"), "the rollout data have no sample_indices"),
+        (lambda data: data.update(num_rollouts=[6]), "do not belong together"),
+        (lambda data: data.update(num_microbatches=[1, 2]), "do not belong together"),
+    ],
+)
+def test_data_of_another_form_are_refused_by_key(change, message):
+    data = {
+        name: []
+        for name in ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
+    }
+    data |= {"micro_batch_indices": [[0], [1]], "num_microbatches": [1, 1], "num_rollouts": [6, 6]}
+    rollout = miles._rollout(rollout_hosts.arguments("miles", Case()), data)
+    rollout.check_schedule()
+    change(data)
+    with pytest.raises(HostLossError, match=message):
+        rollout.check_schedule()
 
 
 def test_a_batch_that_miles_cuts_in_the_trainer_is_refused():

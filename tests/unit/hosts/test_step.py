@@ -13,7 +13,7 @@ from compare import OF_RANKS
 from simulation import Layout
 
 from megatron_pg.hosts.startup import check
-from megatron_pg.hosts.step import HostStep
+from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
 from megatron_pg.step.settings import LossSettings
@@ -197,6 +197,23 @@ def test_a_loss_that_is_not_finite_names_its_sample_on_every_rank():
         local = step.slice(range(2), [len(sample.tokens) for sample in samples])
         step.loss(local, values.requires_grad_(), None, 1.0)
         with pytest.raises(NonFiniteLossError, match="non-finite loss at rank 1, sample 2 "):
+            step.finish(reports=True)
+
+    threads.run(2, work)
+
+
+@pytest.mark.parametrize("forwards", [[], [[0, 1]], [[0, 1], [2, 3], [0, 1]]])
+def test_a_loss_that_did_not_run_once_for_every_sample_stops_every_rank(forwards):
+    """Rank 0 computes other micro-batches than the host has planned."""
+
+    def work(rank: int):
+        samples = hosts.samples()[rank * 4 : rank * 4 + 4]
+        step = HostStep.planned(settings(), lambda: samples, data=torch.distributed.group.WORLD)
+        logits = logits_of(samples)
+        for members in forwards if rank == 0 else [[0, 1], [2, 3]]:
+            local = step.slice(members, [len(samples[i].tokens) for i in members])
+            step.loss(local, row(logits, members), None, 1.0)
+        with pytest.raises(HostLossError, match="was not computed once for every sample of the step"):
             step.finish(reports=True)
 
     threads.run(2, work)

@@ -1,0 +1,126 @@
+"""How a host's steps are numbered: in metrics.jsonl from 1, one by one, whatever the host counts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import host_cases as hosts
+import pytest
+import threads
+import torch
+
+from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.startup import check
+from megatron_pg.hosts.step import HostStep
+from megatron_pg.step.findings import StepReport
+from megatron_pg.step.settings import LossSettings
+
+SETTINGS = LossSettings.from_args(check("host", {}, megatron={}).args)
+
+
+@pytest.fixture(scope="module")
+def report() -> StepReport:
+    """Of one step."""
+
+    def work(rank: int) -> StepReport | None:
+        samples = hosts.samples()[:2]
+        embedding, head = hosts.parameters()
+        step = HostStep.planned(SETTINGS, lambda: samples, data=torch.distributed.group.WORLD)
+        local = step.slice(range(2), [len(sample.tokens) for sample in samples])
+        step.loss(local, torch.cat([embedding[s.tokens] @ head.T for s in samples]), None, 1.0)
+        return step.finish(reports=True)
+
+    return threads.run(1, work)[0]
+
+
+def run(path: Path | None, report: StepReport, rounds: dict[int, int], *, is_numbered: bool = True) -> list[int | None]:
+    """A process that trains so many steps in each round; returns what the host's logger was given as their numbers."""
+    seen: list[int | None] = []
+    log = HostLog(SETTINGS, {}, None if path is None else str(path), lambda metrics, number: seen.append(number))
+    for host_round, steps in rounds.items():
+        for number in range(steps):
+            own = host_round * steps + number if is_numbered else None  # as slime and miles number their steps
+            log.write(host_round, own, report, grad_norm=1.0, learning_rate=0.1, skipped=False)
+    if log._file is not None:
+        log._file.close()
+    return seen
+
+
+def lines(path: Path) -> list[tuple[int, int]]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(record["host_round"], record["iteration"]) for record in records]
+
+
+def test_the_first_step_is_number_1_and_the_hosts_logger_has_the_hosts_own_number(tmp_path, report):
+    assert run(tmp_path / "m.jsonl", report, {0: 2, 1: 2}) == [0, 1, 2, 3]
+    assert lines(tmp_path / "m.jsonl") == [(0, 1), (0, 2), (1, 3), (1, 4)]
+
+
+def test_red_flags_of_the_first_step_are_printed_at_the_first_step_alone(report, capsys):
+    moved = replace(report, metrics=report.metrics | {"kl_new_old": 0.5, "ratio_new_old": 1.3})
+    log = HostLog(SETTINGS, {}, None)
+    log.write(0, 0, moved, grad_norm=1.0, learning_rate=0.1, skipped=False)
+    first = capsys.readouterr().out
+    assert "red flag" in first
+    assert "kl_new_old" in first.partition("red flag")[2]
+    calm = HostLog(SETTINGS, {}, None)
+    calm.write(
+        0,
+        0,
+        replace(report, metrics=report.metrics | {"kl_new_old": 0.0, "ratio_new_old": 1.0}),
+        grad_norm=1.0,
+        learning_rate=0.1,
+        skipped=False,
+    )
+    capsys.readouterr()
+    calm.write(0, 1, moved, grad_norm=1.0, learning_rate=0.1, skipped=False)  # off-policy, as the second step is
+    assert "red flag" not in capsys.readouterr().out
+
+
+def test_rounds_of_different_numbers_of_steps_lose_no_line(tmp_path, report):
+    run(tmp_path / "m.jsonl", report, {0: 3, 1: 1, 2: 2})
+    assert lines(tmp_path / "m.jsonl") == [(0, 1), (0, 2), (0, 3), (1, 4), (2, 5), (2, 6)]
+    assert not (tmp_path / "m.jsonl.1").exists()
+
+
+@pytest.mark.parametrize("is_numbered", [True, False])
+def test_steps_after_the_checkpoint_are_superseded(tmp_path, report, is_numbered):
+    path = tmp_path / "m.jsonl"
+    run(path, report, {0: 3, 1: 1, 2: 2}, is_numbered=is_numbered)
+    run(path, report, {1: 2, 2: 1}, is_numbered=is_numbered)
+    assert lines(path) == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (2, 6)]
+    assert lines(tmp_path / "m.jsonl.1") == [(1, 4), (2, 5), (2, 6)]
+
+
+def test_a_gap_in_the_file_is_a_gap_in_the_numbers(tmp_path, report):
+    """Rounds 1 and 2 ran without the file; the host's own number tells how many steps they had."""
+    path = tmp_path / "m.jsonl"
+    run(path, report, {0: 2})
+    run(path, report, {3: 2})
+    assert lines(path) == [(0, 1), (0, 2), (3, 7), (3, 8)]
+
+
+def test_without_a_file_the_hosts_own_number_decides(report):
+    log = HostLog(SETTINGS, {}, None)
+    log.write(4, 8, report, grad_norm=1.0, learning_rate=0.1, skipped=False)
+    assert log._iteration == 9
+
+
+def test_a_file_that_counts_from_0_is_continued_as_it_is(tmp_path, report):
+    """Files of version 0.1 have no rounds and number steps as the host does."""
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"iteration": {k}}}\n' for k in range(6)), encoding="utf-8")
+    run(path, report, {2: 2})
+    run(path, report, {3: 2})
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["iteration"] for line in found] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [line.get("host_round") for line in found] == [None] * 4 + [2, 2, 3, 3]
+
+
+def test_a_line_that_is_not_valid_is_named(tmp_path, report):
+    path = tmp_path / "m.jsonl"
+    run(path, report, {1: 1})
+    with path.open("a", encoding="utf-8") as file:
+        file.write("{not json}\n")
+    with pytest.raises(ValueError, match=r"m\.jsonl:2 is no line of a metrics file"):
+        HostLog(SETTINGS, {}, str(path))
