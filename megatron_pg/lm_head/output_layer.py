@@ -26,7 +26,9 @@ class HeadCall(NamedTuple):
     tp_group: ProcessGroup | None
     sequence_parallel: bool
 
-    is_changed: Tensor | bool = False  # [] whether code after the layer changed what it returned, in this call or before
+    is_changed: Tensor | bool = (
+        False  # [] whether code after the layer changed what it returned, in this call or before
+    )
 
     @property
     def stand_in(self) -> Tensor:

@@ -155,7 +155,9 @@ def random_stream_case(rng: random.Random) -> stream_cases.Case:
         if not any(len(stream_cases.live_rows(flags, sample)) for sample in samples):
             continue
         policy = case.wanted.streams.get("rl")
-        if policy is None or not policy.num_tokens or policy.magnitude > 1e-3:  # not of rejected and certain tokens alone
+        if (
+            policy is None or not policy.num_tokens or policy.magnitude > 1e-3
+        ):  # not of rejected and certain tokens alone
             return case
 
 
