@@ -1,6 +1,7 @@
 """The float32 or fused head in the model of a host, which builds it and calls it without labels."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -52,7 +53,7 @@ class HostHead:
                 continue
             compute_in_float32(layer, backward=self._settings.head_backward)
             if self._settings.head_mode:
-                self._deferred.put_into(layer, lambda layer=layer: layer.training)
+                self._deferred.put_into(layer, partial(getattr, layer, "training"))
             self._layers.add(layer)
 
     def take(self, logits: Tensor) -> HeadCall | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, check_loss
+from megatron_pg.kernels.checks import check_for_triton, check_impl, check_labels, check_layout, check_loss
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss, clipped_surrogate
 from megatron_pg.kernels.reference import reference_loss
@@ -42,13 +42,16 @@ def grpo_loss(
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
+    There is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU. On a GPU, where a check would make the
+    host wait, it makes the loss and its whole row of the gradient NaN. Tokens are left out by `mask`, or by a weight of 0.
+
     Computed in float32 (float64 for float64 logits). Masked tokens are selected away before any exp: whatever their
     fields hold reaches neither loss nor gradient. A value that is not finite at a trained token stays visible.
 
     Args:
         logits: [T, V / tp] this tensor-parallel rank's slice of the vocabulary.
-        targets: [T] int64 global token ids; one outside the vocabulary at a trained token makes the loss and its row's
-            gradient NaN. Equal on all tensor-parallel ranks, like every [T] field.
+        targets: [T] int64 global token ids, anything at tokens that are not trained. Equal on all tensor-parallel ranks, like every [T]
+            field.
         old_logprobs: [T] nats, of the sampling policy at `temperature`.
         advantages: [T].
         weights: [T] the aggregation's weight of each token.
@@ -68,7 +71,7 @@ def grpo_loss(
         impl: "triton" or "torch".
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be.
+        ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
     check_logits(logits, targets)
     mask = weights != 0 if mask is None else mask
@@ -77,6 +80,7 @@ def grpo_loss(
         fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
     vocabulary = Vocabulary.of(logits.shape[1], temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    check_labels(targets, mask, vocabulary)
     return policy_gradient_loss(
         logits, policy_loss, vocabulary, grad_scale=grad_scale, entropy=entropy, inplace=inplace, impl=impl
     )
@@ -98,7 +102,8 @@ def policy_gradient_loss(  # noqa: D417
 
     Args:
         logits: [T, V / tp] as in `grpo_loss`, like every argument that is not named here.
-        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields.
+        policy_loss: the loss as a function of log-probabilities and entropies, with its [T] fields. A target outside the vocabulary at a
+            trained token makes the loss and its whole row of the gradient NaN, on every device.
         vocabulary: the columns of the logits, their padding, and tau.
 
     Raises:

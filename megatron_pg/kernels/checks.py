@@ -9,6 +9,7 @@ from megatron_pg.batch.fields import TOPK
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
 from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.kernels.policy_loss import PolicyLoss
+from megatron_pg.kernels.vocabulary import Vocabulary
 
 
 def check_impl(impl: str) -> None:
@@ -59,6 +60,18 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:
             raise ValueError(f"{name}={value} is not > 0, so the gradient would vanish or change sign. Use 1.")
+
+
+def check_labels(targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> None:
+    """Refuse a target outside the vocabulary at a trained token [T]; on a CPU only, since the host would wait for a GPU."""
+    if targets.device.type != "cpu" or mask.shape != targets.shape or mask.dtype != torch.bool:  # refused elsewhere
+        return
+    if (bad := (mask & ((targets < 0) | (targets >= vocabulary.size))).nonzero()).numel():
+        t = int(bad[0])
+        raise ValueError(
+            f"targets[{t}] is {int(targets[t])} at a trained token, and the vocabulary has the ids 0 to {vocabulary.size - 1} "
+            f"({len(bad)} such tokens). Set weights or mask to 0 there: no value of targets is ignored."
+        )
 
 
 def _check_mixture(stream: Stream) -> None:

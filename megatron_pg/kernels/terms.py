@@ -91,6 +91,9 @@ def loss_terms(
         kl, kl_slope = KL(logprob, old_logprob, other_logprob)
         loss += kl_coef * kl_weight * kl
         slope += kl_coef * kl_weight * kl_slope
+    slope = tl.where(
+        logprob == logprob, slope, logprob
+    )  # NaN in the whole row, also where the objective's slope does not read it
     if BONUS:
         bend = -entropy_coef * bonus_weight
         loss += bend * entropy

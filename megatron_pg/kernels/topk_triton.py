@@ -26,7 +26,9 @@ class _TopKRows(torch.autograd.Function):
     def forward(ctx, logits, targets, mask, ids, vocabulary, inplace, stays_hidden):
         table = logits.detach()
         shares = statistics(table, targets, mask, ids, vocabulary)
-        if not stays_hidden:
+        if stays_hidden:  # whoever saved the logits gets an error, not the gradient of -inf
+            torch.autograd.graph.increment_version(logits)
+        else:
             put(table, ids, mask, shares[:, 4:], vocabulary)
         rows = combine(vocabulary.gather(shares), targets, mask, ids, vocabulary)
         ctx.save_for_backward(logits, targets, mask, ids, *rows)

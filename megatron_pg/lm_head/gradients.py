@@ -1,5 +1,7 @@
 """From the gradient of the logits to those of hidden states and weight, which is added up in float32."""
 
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -21,15 +23,37 @@ class HeadGradients:
         rows: [n] the rows of `hidden` that have logits; None: all.
         head: its `main_grad`.
         needed: which of hidden states and weight need a gradient, as autograd has it.
+        parameter: what has Megatron's protocol, where `weight` is what a saved-tensor hook has made of it.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, rows: Tensor | None, head: Head, needed: tuple[bool, ...]):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor | None,
+        head: Head,
+        needed: tuple[bool, ...],
+        parameter: Tensor | None = None,
+    ):
         self._hidden, self._weight, self._rows = hidden, weight, rows
         self._of_hidden = torch.zeros_like(hidden) if needed[0] else None
-        self._of_weight = _WeightGradient(weight, head.main_grad) if needed[1] else None
+        holder = weight if parameter is None else parameter
+        self._of_weight = _WeightGradient(holder, head.main_grad) if needed[1] else None
+        self._is_finished = False
+
+    def __del__(self) -> None:
+        """A forward that added to `main_grad` and had no backward must not pass unnoticed."""
+        weight = getattr(self, "_of_weight", None)
+        if weight is not None and weight.is_elsewhere and not self._is_finished and not sys.is_finalizing():
+            warnings.warn(
+                "main_grad holds the weight gradient of a fused head whose backward never ran: the modes forward and odds add it in the "
+                "forward. Set main_grad to zero before the next step; call the head under torch.no_grad() where no backward follows.",
+                stacklevel=1,
+            )
 
     def finish(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Gradients for autograd, times `factor` (a 0-d tensor) if it is given."""
+        self._is_finished = True
         if factor is not None and self._of_weight is not None and self._of_weight.is_elsewhere:
             torch._assert_async(
                 (factor - 1).abs() < UPSTREAM_TOLERANCE,
@@ -46,7 +70,7 @@ class Gradients(HeadGradients):
     """Takes the gradient of the logits chunk by chunk and makes those of hidden states and weight.
 
     Args:
-        hidden, weight, rows, head, needed: as in `HeadGradients`; of the head its `backward` too.
+        hidden, weight, rows, head, needed, parameter: as in `HeadGradients`; of the head its `backward` too.
         count: rows that have logits.
         chunk: rows of logits at a time.
     """
@@ -60,8 +84,9 @@ class Gradients(HeadGradients):
         chunk: int,
         head: Head,
         needed: tuple[bool, ...],
+        parameter: Tensor | None = None,
     ):
-        super().__init__(hidden, weight, rows, head, needed)
+        super().__init__(hidden, weight, rows, head, needed, parameter)
         self._count = count
         self._split = head.backward == "split" and hidden.dtype.itemsize < 4
         size = min(products.block_rows(weight, chunk), count), len(weight)
@@ -121,5 +146,20 @@ class _WeightGradient:
         self._weight.grad_added_to_main_grad = True  # for Megatron's backward hook, which wants to see a gradient
         if getattr(self._weight, "zero_out_wgrad", False):  # shared with the embedding, whose gradient comes on top
             return torch.zeros_like(self._weight)
-        self._weight.grad = self._weight.new_zeros(()).expand(self._weight.shape)  # no memory; the hook drops it
+        _before_accumulation(self._weight)
         return None
+
+
+def _before_accumulation(weight: Any) -> None:
+    """Once all gradients of this backward are known, give Megatron's hook the one to add, or one without memory to drop."""
+    with torch.enable_grad():
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+
+    def decide(gradients: tuple[Tensor | None, ...]) -> None:
+        handle.remove()
+        if gradients[0] is not None:  # of another use of the weight, which the hook must add
+            weight.grad_added_to_main_grad = False
+        elif weight.grad is None:
+            weight.grad = weight.new_zeros(()).expand(weight.shape)
+
+    handle = node.register_prehook(decide)

@@ -55,7 +55,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, head):
         ctx.save_for_backward(hidden, weight)
-        ctx.head = head
+        ctx.head, ctx.parameter = head, weight  # what is saved may come back as a copy, without Megatron's attributes
         return product(hidden, weight.t(), logits_dtype(hidden))
 
     @staticmethod
@@ -63,7 +63,8 @@ class _Logits(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
         chunk = products.chunk_rows(weight, 1)
-        gradients = Gradients(hidden, weight, None, len(hidden), chunk, ctx.head, ctx.needs_input_grad)
+        known = hidden, weight, None, len(hidden), chunk, ctx.head, ctx.needs_input_grad
+        gradients = Gradients(*known, parameter=ctx.parameter)
         for part in products.slices(len(hidden), chunk):
             z = grad[part]
             if (out := gradients.buffer(part, z)) is not z:
@@ -156,7 +157,7 @@ class _Outputs(torch.autograd.Function):
             for values, new in zip(found, part, strict=True):
                 values[chunk] = new
         ctx.save_for_backward(hidden, weight, targets, rows, *found)
-        ctx.vocabulary, ctx.head, ctx.named = vocabulary, head, named
+        ctx.vocabulary, ctx.head, ctx.named, ctx.parameter = vocabulary, head, named, weight
         outputs = [values.clone() for values in (*found.outputs, found.totals)]  # what is saved must not be an output
         ctx.mark_non_differentiable(outputs[-1])
         return tuple(outputs)
@@ -166,7 +167,8 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx, *slopes):
         hidden, weight, targets, rows, *found = ctx.saved_tensors
         chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ctx.named)
-        gradients = Gradients(hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad)
+        known = hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad
+        gradients = Gradients(*known, parameter=ctx.parameter)
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
             of_chunk = chunks.reader.rows(*(values[chunk] for values in found))

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
-from megatron_pg.kernels.checks import check_for_triton, check_loss
+from megatron_pg.kernels.checks import check_for_triton, check_labels, check_loss
 from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.lm_head.chunks import Chunks, Named
 from megatron_pg.lm_head.gradients import Gradients
@@ -46,6 +46,8 @@ def grpo_head_loss(  # noqa: D417
 
         loss = sum_t w_t * -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t),   logits h W^T
 
+    As in `grpo_loss` there is no ignore index: a target such as -100 at a trained token is a ValueError on a CPU and NaN on a GPU.
+
     Args:
         hidden: [..., H] as in `fp32_logits`, T rows in all once gathered.
         weight: [V / tp, H].
@@ -55,7 +57,7 @@ def grpo_head_loss(  # noqa: D417
         head: the arguments of `Head`: mode, backward, impl, sequence_parallel, main_grad.
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be.
+        ValueError: shapes, dtypes or options are not valid, or on a CPU a target.
     """
     mask = weights != 0 if mask is None else mask
     token_fields = TokenFields(
@@ -65,6 +67,7 @@ def grpo_head_loss(  # noqa: D417
         token_fields, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, grad_divisor=grad_divisor
     )
     vocabulary = Vocabulary.of(len(weight), temperature=temperature, vocab_size=vocab_size, tp_group=tp_group)
+    check_labels(targets, mask, vocabulary)
     return policy_gradient_head_loss(
         hidden, weight, policy_loss, vocabulary, Head(**head), rows=rows, grad_scale=grad_scale, entropy=entropy
     )

@@ -30,7 +30,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
     """out = left @ right, summed in float32 and rounded once, to the dtype of `out`."""
     if not left.is_cuda:
-        out.copy_(left.to(logits_dtype(left)) @ right.to(logits_dtype(right)))
+        out.copy_(_on_cpu(left, right))
     elif out.dtype == left.dtype:
         torch.mm(left, right, out=out)
     else:
@@ -40,11 +40,17 @@ def product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
 def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
     """total += left @ right, summed in float32."""
     if not left.is_cuda:
-        total.add_(left.to(logits_dtype(left)) @ right.to(logits_dtype(right)))
+        total.add_(_on_cpu(left, right))
     elif total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def _on_cpu(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32, under autocast too, which would round it to bfloat16."""
+    with torch.autocast("cpu", enabled=False):
+        return left.to(logits_dtype(left)) @ right.to(logits_dtype(right))
 
 
 def sum_of_products(parts: list[Tensor], right: Tensor) -> Tensor:

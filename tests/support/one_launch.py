@@ -67,6 +67,7 @@ def _compute(k: SimpleNamespace) -> None:
         kl, kl_slope = row_in_torch(k.KL, torch.float32)(logprobs, old, other)
         results[1], slope = loss + k.kl_coef * kl_weights * kl, slope + k.kl_coef * kl_weights * kl_slope
         results.append(kl)
+    slope = torch.where(logprobs.isnan(), torch.nan, slope)
     if k.BONUS:
         results[1] = results[1] - k.entropy_coef * bonus_weights * entropy
     k.results.zero_()

@@ -154,7 +154,10 @@ def random_stream_case(rng: random.Random) -> stream_cases.Case:
         case = stream_cases.Case(samples, stream_cases.poisoned_logits(rng, flags, samples), flags)
         if not any(len(stream_cases.live_rows(flags, sample)) for sample in samples):
             continue
-        if flags.expected.denominator != "kept" or case.wanted.streams["rl"].magnitude:
+        policy = case.wanted.streams.get("rl")
+        if (
+            policy is None or not policy.num_tokens or policy.magnitude > 1e-3
+        ):  # not of rejected and certain tokens alone
             return case
 
 

@@ -204,6 +204,20 @@ def test_what_is_not_finite_at_a_trained_token_stays_visible(name, field):
         assert broken.tolist() == [at]
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if not OBJECTIVES[name].reads_sequences])
+def test_a_logprob_that_is_nan_has_a_nan_slope_under_every_objective(name):
+    """Kernels take the whole row's gradient from it; reinforce and topr_token do not read the log-probability there."""
+    loss, logprobs, entropy = drawn(name, 3)
+    at = int(loss.fields.mask.nonzero()[2])
+    loss.fields.advantages[at] = 0.0 if name == "reinforce" else 1.0
+    as_kernels, *leaves = poisoned(loss, logprobs, entropy)
+    logprobs, entropy = (leaf.detach().clone() for leaf in leaves)
+    logprobs[at] = math.nan
+    found, (slope, _) = surrogate_and_slopes(as_kernels, logprobs, entropy)
+    assert found.loss.isnan()
+    assert slope.isnan().nonzero().flatten().tolist() == [at]
+
+
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_a_loss_keeps_its_fields_no_longer_than_it_is_there(name):
     loss, logprobs, entropy = poisoned(*drawn(name, 5))

@@ -38,6 +38,24 @@ def run(parts: Parts, logits: torch.Tensor, impl: str, *, inplace: bool = False,
 
 
 @pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_whoever_saved_the_logits_gets_an_error_where_the_forward_leaves_ids_hidden(inplace):
+    """Between forward and backward the logits hold -inf at the ids, where the gradient may overwrite them."""
+    torch.manual_seed(3)
+    parts = Parts.draw(6, 9, 3, NAMES[0], NAMES[1])
+    leaf = torch.randn(6, 10, requires_grad=True)
+    rows = leaf * 1
+    other = rows.square().sum()
+    policy_gradient_loss(rows, parts.policy_loss, Vocabulary.of(10, vocab_size=9), impl="triton", inplace=inplace)
+    if inplace:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+    else:
+        other.backward()
+        assert torch.equal(leaf.grad, 2 * leaf.detach())
+
+
+@pytest.mark.usefixtures("on_the_device")
 @pytest.mark.parametrize("columns", [10, 300])
 @pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
 def test_loss_and_gradient_are_those_of_the_categories(impl, inplace, columns, full):

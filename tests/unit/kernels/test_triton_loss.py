@@ -19,7 +19,7 @@ from stream_terms import kl_and_entropy
 from megatron_pg.batch import TokenFields, pack, slice_batch
 from megatron_pg.batch.fields import StreamFields
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, grpo_loss, policy_gradient_loss
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, api, grpo_loss, policy_gradient_loss
 from megatron_pg.kernels.logprobs import logprobs_of
 from megatron_pg.step.loss import microbatch_loss
 
@@ -400,7 +400,8 @@ def test_nan_at_a_trained_token_is_seen_in_the_loss_and_stays_in_its_row(where):
 
 @pytest.mark.parametrize("columns", [1000, 1024] if CUDA else [1000])  # three launches, one launch
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_a_target_outside_the_vocabulary_is_nan_in_loss_and_gradient_and_no_wild_read(impl, columns):
+def test_a_target_outside_the_vocabulary_is_nan_in_loss_and_gradient_and_no_wild_read(impl, columns, monkeypatch):
+    monkeypatch.setattr(api, "check_labels", lambda *_: None)  # as on a GPU
     case = base(columns=columns, rows=6, padding=columns % 100 + 40)
     fields, valid = trained_everywhere(case), columns - case.padding
     fields["targets"][1:5] = torch.tensor([-1, valid, columns, 2**40])
@@ -409,6 +410,40 @@ def test_a_target_outside_the_vocabulary_is_nan_in_loss_and_gradient_and_no_wild
     assert out.loss.isnan()
     assert torch.equal(out.logprobs.isnan(), is_bad)
     assert torch.equal(gradient.isnan(), is_bad[:, None] & (torch.arange(columns, device=DEVICE) < valid))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("name", ROWS)
+def test_no_objective_leaves_a_finite_gradient_in_a_row_whose_target_does_not_exist(name, impl, inplace):
+    """reinforce and topr_token have a slope that reads no log-probability; with A = 0 it is 0."""
+    if inplace and impl == "torch":
+        return
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 1024, generator=generator).to(DEVICE).requires_grad_()
+    values = {"old_logprobs": -7.0, "advantages": 1.0, "weights": 0.5}
+    fields = {each: torch.full((5,), value, device=DEVICE) for each, value in values.items()}
+    fields["advantages"][2] = 0.0
+    targets = torch.tensor([3, 1024, -100, 2**40, 7], device=DEVICE)
+    given = TokenFields(targets=targets, mask=torch.ones(5, dtype=torch.bool, device=DEVICE), **fields)
+    loss = PolicyLoss(LossTerms(objective=build(name)), given)
+    found = policy_gradient_loss(logits * 1.0, loss, Vocabulary.of(1024), impl=impl, inplace=inplace)
+    found.loss.backward()
+    assert found.loss.isnan()
+    assert logits.grad.isnan().all(dim=1).tolist() == [False, True, True, True, False]
+    assert logits.grad[[0, 4]].isfinite().all()
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU is not asked for the values")
+def test_a_target_outside_the_vocabulary_is_refused_by_name_and_position_on_a_cpu():
+    fields = {each: torch.ones(4) for each in ("advantages", "weights")} | {"old_logprobs": torch.full((4,), -3.0)}
+    options = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH, "impl": "torch", "vocab_size": 30}
+    targets = torch.tensor([3, -100, 30, 2])
+    message = r"^targets\[1\] is -100 at a trained token, and the vocabulary has the ids 0 to 29 \(2 such tokens\)"
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(torch.zeros(4, 32), targets, **fields, **options)
+    fields["weights"][1:3] = 0.0
+    assert grpo_loss(torch.zeros(4, 32), targets, **fields, **options).loss.isfinite()
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])

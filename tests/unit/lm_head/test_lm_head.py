@@ -1,7 +1,9 @@
 """The LM head from hidden states against float64 autograd: on a CPU its mathematics, on a GPU its products and kernels too."""
 
+import gc
 import math
 import random
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
@@ -14,11 +16,12 @@ import threads
 import torch
 from stream_terms import kl_and_entropy
 
+from megatron_pg import lm_head
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.choices import AT_ONCE, HEAD_MODES
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, grpo_loss, policy_gradient_loss
 from megatron_pg.lm_head import (
     Head,
     fp32_logits,
@@ -369,7 +372,8 @@ def test_the_gradient_of_a_multiple_of_the_loss_is_that_multiple_of_the_gradient
 
 @pytest.mark.parametrize("mode", HEAD_MODES)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_a_target_outside_the_vocabulary_makes_loss_and_gradient_of_its_row_nan(impl, mode):
+def test_a_target_outside_the_vocabulary_makes_loss_and_gradient_of_its_row_nan(impl, mode, monkeypatch):
+    monkeypatch.setattr(lm_head.loss, "check_labels", lambda *_: None)  # as on a GPU
     case = Case(rows=6, masked=0.0, dtype=torch.float32, impl=impl, mode=mode, padding=3)
     case = replace(case, dtype=dtype_for_triton(case)) if impl == "triton" else case
     fields = make(case)
@@ -451,6 +455,114 @@ def test_megatrons_protocol_of_main_grad(mode, shared):
     wanted = expected(case, fields)["of_weight"] + (3.0 if shared else 0.0)
     assert seen == [True]
     assert worst(weight.main_grad, wanted) <= 1e-12
+
+
+def megatrons_hook(weight: torch.nn.Parameter) -> object:
+    """What Megatron's DDP does behind a backward; the node that has it must be kept."""
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
+
+    def hook(*_):
+        assert weight.grad is not None
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad.data)
+        weight.grad, weight.grad_added_to_main_grad = None, False
+
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(hook)
+    return node
+
+
+def loss_of(head: str, hidden: torch.Tensor, weight: torch.Tensor, fields: dict) -> torch.Tensor:
+    """By a mode of the fused head, or by whole logits ("logits")."""
+    names = ("targets", "old_logprobs", "advantages", "weights", "mask")
+    given = {name: fields[name] for name in names}
+    if head == "logits":
+        return grpo_loss(fp32_logits(hidden, weight), **given, **CLIP, impl="torch").loss
+    return grpo_head_loss(hidden, weight, **given, **CLIP, mode=head, impl="torch").loss
+
+
+@pytest.mark.parametrize("head", [*HEAD_MODES, "logits"])
+@pytest.mark.parametrize("order", ["head first", "head last"])
+def test_another_gradient_of_an_untied_weight_is_added_to_main_grad(head, order):
+    """A penalty on the weight, for instance: it would be lost, or meet a gradient without memory."""
+    case = Case(masked=0.0)  # whole logits read the rows that are masked
+    fields = make(case)
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    node = megatrons_hook(weight)
+    hidden = fields["hidden"].clone().requires_grad_()
+    parts = [lambda: loss_of(head, hidden, weight, fields), lambda: 0.5 * (weight**2).sum()]
+    first, second = parts if order == "head first" else parts[::-1]
+    (first() + second()).backward()
+    wanted = expected(case, fields)["of_weight"] + fields["weight"]
+    assert worst(weight.main_grad, wanted) <= 1e-12
+    loss_of(head, hidden, weight, fields).backward()  # the next micro-batch has none
+    assert worst(weight.main_grad, wanted + expected(case, fields)["of_weight"]) <= 1e-12
+    assert node is not None
+
+
+@pytest.mark.parametrize("head", [*HEAD_MODES, "logits"])
+def test_main_grad_has_the_gradient_where_saved_tensors_are_kept_elsewhere(head):
+    case = Case(masked=0.0)  # whole logits read the rows that are masked
+    fields = make(case)
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
+    hidden = fields["hidden"].clone().requires_grad_()
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(head, hidden, weight, fields)
+    loss.backward()
+    assert worst(weight.main_grad, expected(case, fields)["of_weight"]) <= 1e-12
+    assert weight.grad_added_to_main_grad
+    assert worst(hidden.grad, expected(case, fields)["of_hidden"]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", HEAD_MODES)
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_a_forward_that_added_to_main_grad_warns_if_its_backward_never_runs(mode, has_backward):
+    fields = make(Case())
+    weight = torch.nn.Parameter(fields["weight"].clone())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).requires_grad_(False), False
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss = loss_of(mode, fields["hidden"].clone().requires_grad_(), weight, fields)
+        if has_backward:
+            loss.backward()
+        del loss
+        gc.collect()
+    texts = [str(each.message) for each in seen if "fused head whose backward never ran" in str(each.message)]
+    assert len(texts) == int(not has_backward and mode != "recompute")
+    with torch.no_grad():
+        before = weight.main_grad.clone()
+        loss_of(mode, fields["hidden"].clone().requires_grad_(), weight, fields)
+    assert torch.equal(weight.main_grad, before)
+
+
+@pytest.mark.skipif(CUDA, reason="products on a CPU")
+def test_logits_are_float32_under_autocast():
+    hidden, weight = torch.randn(6, 32), torch.randn(40, 32)
+    found, leaves = {}, {}
+    for is_on in (True, False):
+        leaves[is_on] = [each.bfloat16().requires_grad_() for each in (hidden, weight)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            found[is_on] = fp32_logits(*leaves[is_on])
+            found[is_on].square().sum().backward()
+    assert found[True].dtype == torch.float32
+    assert torch.equal(found[True], found[False])
+    assert all(torch.equal(on.grad, off.grad) for on, off in zip(leaves[True], leaves[False], strict=True))
+
+
+@pytest.mark.parametrize("mode", HEAD_MODES)
+def test_a_masked_ignore_index_is_accepted_and_a_trained_one_refused_on_a_cpu(mode):
+    fields = make(Case(rows=6, masked=0.0))
+    fields["targets"][2] = -100
+    given = {name: fields[name] for name in ("hidden", "weight", "targets", "old_logprobs", "advantages", "weights")}
+    given |= {"mode": mode, "impl": "torch", **CLIP}
+    mask = torch.arange(6, device=DEVICE) != 2
+    assert grpo_head_loss(**given, mask=mask).loss.isfinite()
+    if CUDA:
+        assert grpo_head_loss(**given, mask=mask | True).loss.isnan()
+        return
+    with pytest.raises(ValueError, match=r"^targets\[2\] is -100 at a trained token, .* ids 0 to 47 \(1 such"):
+        grpo_head_loss(**given, mask=mask | True)
 
 
 @pytest.mark.parametrize("mode", HEAD_MODES)

@@ -204,7 +204,9 @@ def sliced(samples, settings):
 
 
 def rows_with_sets(local) -> list[list[int]]:
-    return [sorted(row[row >= 0].tolist(), key=row.tolist().index) for row in local.fields.support.table() if any(row >= 0)]
+    return [
+        sorted(row[row >= 0].tolist(), key=row.tolist().index) for row in local.fields.support.table() if any(row >= 0)
+    ]
 
 
 @pytest.mark.parametrize(
