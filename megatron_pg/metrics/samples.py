@@ -29,7 +29,9 @@ _STARTS = ((NOTHING, "amax"), (~NOTHING, "amin")) * 2 + ((0, "sum"), (0, "amax")
 def encode_facts(samples: Sequence[Sample]) -> Tensor:
     """[S, 3] int64 of this process's samples, for the exchange."""
     rewards = torch.tensor([float(s.reward or 0.0) for s in samples], dtype=torch.float64) + 0.0  # no -0.0
-    bits = torch.where(rewards.isnan(), torch.nan, rewards).view(torch.int64)  # one NaN, so that equal bits are equal rewards
+    bits = torch.where(rewards.isnan(), torch.nan, rewards).view(
+        torch.int64
+    )  # one NaN, so that equal bits are equal rewards
     facts = [
         s.response_length
         + _HAS_REWARD * (s.reward is not None)

@@ -29,7 +29,9 @@ class Parameters(SimpleNamespace):
 
     def __getattr__(self, name: str) -> None:
         known = ", ".join(sorted(each for each in vars(self) if not each.startswith("_")))
-        raise AttributeError(f"parameters has no {name!r}, only {known}. Declare a number of that name (docs/adding.md)")
+        raise AttributeError(
+            f"parameters has no {name!r}, only {known}. Declare a number of that name (docs/adding.md)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

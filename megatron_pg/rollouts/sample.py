@@ -286,7 +286,9 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
             found = set(map(type, values))
         if found <= set(kinds) or len(values) == 0:
             # copied, because the caller may reuse a buffer; an array has been copied above
-            vector = torch.as_tensor(values, dtype=None if is_tensor else dtype).detach().to("cpu", dtype, copy=is_tensor)
+            vector = (
+                torch.as_tensor(values, dtype=None if is_tensor else dtype).detach().to("cpu", dtype, copy=is_tensor)
+            )
             if _is_vector(vector):
                 return vector
     except Exception:  # of whatever else was given

@@ -123,11 +123,7 @@ def head_of(call: HeadCall, settings: LossSettings) -> Head:
 
 
 def _with_diagnostics(
-    found: PolicyGradientLoss,
-    local: LocalBatch,
-    settings: LossSettings,
-    totals: Totals,
-    vocab_size: int | None = None,
+    found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings, totals: Totals, vocab_size: int | None = None
 ) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
         fields, policy = local.fields, found.loss.detach()

@@ -62,8 +62,4 @@ def totals_of(depths: Sequence[DepthLoss], plan: StepPlan, factor: float) -> dic
         return {}
     accepted = torch.stack([depth.accepted for depth in depths]).sum().double()
     loss = torch.stack([depth.total.detach() for depth in depths]).sum()
-    return {
-        "mtp_loss": loss,
-        "loss": factor * loss,
-        "mtp_acceptance": accepted / max(sum(plan.depth_counts), 1),
-    }
+    return {"mtp_loss": loss, "loss": factor * loss, "mtp_acceptance": accepted / max(sum(plan.depth_counts), 1)}

@@ -200,7 +200,9 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
         "--microbatch-means 2 reweighs token_mean of one rank in equal parts of --global-batch-size 4, not constant"
         in refusals
     )
-    assert "--microbatch-means 2 reweighs advantages, and the samples of --demonstrations-per-step 2 have none" in refusals
+    assert (
+        "--microbatch-means 2 reweighs advantages, and the samples of --demonstrations-per-step 2 have none" in refusals
+    )
     for ignored in (
         "--top-p-logprobs engine without --top-p",
         "--teacher-hidden-size without",

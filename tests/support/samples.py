@@ -49,7 +49,9 @@ def make_sample(
         prompt_id=prompt_id,
         sample_id=sample_id,
         step=0,
-        reward=float(round(_draw_of(rollout_id, draw := rng.uniform(0.0, 1.0)))),  # of two values: groups without variance occur
+        reward=float(
+            round(_draw_of(rollout_id, draw := rng.uniform(0.0, 1.0)))
+        ),  # of two values: groups without variance occur
         truncated=[None, False, True][int(1000 * draw) % 3],
         **{name: [rng.uniform(-4.0, -1.0) if m else bad for m in mask] for name in optional},
     )

@@ -235,7 +235,9 @@ def test_megatrons_own_order_is_taken_and_a_forward_step_is_refused():
     provider.is_distributed = True
     with pytest.raises(ValueError, match="forward_step_func has no effect here"):
         pretrain.pretrain(provider, provider, 1, provider, args_defaults={})
-    with pytest.raises(ValueError, match="process_non_loss_data_func without non_loss_data_func makes Megatron run a forward"):
+    with pytest.raises(
+        ValueError, match="process_non_loss_data_func without non_loss_data_func makes Megatron run a forward"
+    ):
         pretrain.pretrain(provider, provider, 1, process_non_loss_data_func=provider)
     del provider.is_distributed
     with pytest.raises(ValueError, match="the dataset provider is not marked as distributed"):

@@ -115,7 +115,9 @@ def test_rewards_lengths_and_truncation_count_rollouts(cells):
 
 
 @pytest.mark.parametrize("cells", [[[0, 1]], [[0], [1]], [[1], [2], [0]], [[0, 1], [2]]])
-@pytest.mark.parametrize(("name", "two"), [("reward", (1.0, 0.5)), ("reward", (math.nan, 1.0)), ("environment", ("a", "b"))])
+@pytest.mark.parametrize(
+    ("name", "two"), [("reward", (1.0, 0.5)), ("reward", (math.nan, 1.0)), ("environment", ("a", "b"))]
+)
 def test_two_values_in_one_rollout_are_an_error_on_every_rank(cells, name, two):
     samples = [sample(rollout="r", sample_id=f"s{i}", **{name: two[i]}) for i in range(2)]
     samples.append(sample(rollout="r", sample_id="neither"))
@@ -137,7 +139,11 @@ def by_loops(samples: list[Sample]) -> dict[str, float]:
     for one in samples:
         rollouts[one.rollout_id].append(one)
     lengths = [sum(len(one.loss_mask) for one in own) for own in rollouts.values()]
-    found = {"num_rollouts": len(rollouts), "response_length": sum(lengths) / len(lengths), "max_response_length": max(lengths)}
+    found = {
+        "num_rollouts": len(rollouts),
+        "response_length": sum(lengths) / len(lengths),
+        "max_response_length": max(lengths),
+    }
     rewards = [next((one.reward for one in own if one.reward is not None), None) for own in rollouts.values()]
     if rewards := [reward for reward in rewards if reward is not None]:
         mean = sum(rewards) / len(rewards)
@@ -161,7 +167,9 @@ def rollouts_of_environments(rng: random.Random) -> list[Sample]:
     return samples
 
 
-@pytest.mark.proof("Metrics over rollouts and per environment equal plain loops, whatever the partition over ranks and micro-batches")
+@pytest.mark.proof(
+    "Metrics over rollouts and per environment equal plain loops, whatever the partition over ranks and micro-batches"
+)
 def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
     rng, cases = random.Random(4), 400 if full else 12
     for _ in range(cases):
@@ -177,8 +185,14 @@ def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
             rng.choice(cells).append(one)
         for facts in facts_on_ranks(*cells, num_microbatches=rng.randint(1, 3)):
             plan = SimpleNamespace(
-                facts=facts, selection=None, num_tokens=1, num_trained=1, num_response_tokens=1, num_samples=1,
-                num_rollouts=facts.num_rollouts, num_prompts=1,
+                facts=facts,
+                selection=None,
+                num_tokens=1,
+                num_trained=1,
+                num_response_tokens=1,
+                num_samples=1,
+                num_rollouts=facts.num_rollouts,
+                num_prompts=1,
             )
             reduction = Reduction("basic")
             found = reduction.finish(reduction.identity(), plan)
@@ -189,7 +203,9 @@ def test_every_environment_has_its_own_metrics_in_any_partition(full, evidence):
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 101, 7, True])
 def test_an_environment_has_a_short_printable_name(name):
-    with pytest.raises(ValueError, match=r"^environment=.* of sample \? is not a string of 1 to 100 printable characters"):
+    with pytest.raises(
+        ValueError, match=r"^environment=.* of sample \? is not a string of 1 to 100 printable characters"
+    ):
         sample(environment=name)
 
 

@@ -178,7 +178,9 @@ def exists(rest: list[list[int]], n: int) -> bool:
     )
 
 
-@pytest.mark.proof("Documents per step: exact, uneven groups: a step is found wherever one exists, also resumed and replayed (steps)")
+@pytest.mark.proof(
+    "Documents per step: exact, uneven groups: a step is found wherever one exists, also resumed and replayed (steps)"
+)
 def test_exact_steps_of_uneven_groups_are_found_wherever_they_exist(full, evidence):
     rng, steps = random.Random(13), 0
     for _ in range(300 if full else 25):
@@ -205,7 +207,9 @@ def test_exact_steps_of_uneven_groups_are_found_wherever_they_exist(full, eviden
             assert not any(rest)
         if len(found[0].steps) > 1:
             first = take_all(given, rule(n), PACKED, most_steps=1)
-            second = take_all(given, rule(n), PACKED, position=Position.from_text(first[0].position.to_text(), len(given)))
+            second = take_all(
+                given, rule(n), PACKED, position=Position.from_text(first[0].position.to_text(), len(given))
+            )
             for run, before, after in zip(found, first, second, strict=True):
                 expected = [(each.names, each.documents) for each in run.steps]
                 assert [(each.names, each.documents) for each in before.steps + after.steps] == expected

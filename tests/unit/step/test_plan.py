@@ -255,7 +255,9 @@ def test_what_cannot_be_planned_is_a_named_error(tokens, aggregation, rest, mess
 
 @pytest.mark.parametrize("divisor", [None, 0.0, -1.0, float("inf"), float("nan"), True, "5", [5], 10**400])
 def test_constant_needs_a_usable_divisor(divisor):
-    with pytest.raises(ValueError, match=r"^divisor=.* of constant must be a finite number > 0\. Set it to a length, for"):
+    with pytest.raises(
+        ValueError, match=r"^divisor=.* of constant must be a finite number > 0\. Set it to a length, for"
+    ):
         plan_step([1], aggregation="constant", divisor=divisor)
 
 

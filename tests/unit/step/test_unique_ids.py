@@ -187,7 +187,9 @@ def test_equal_samples_that_may_be_different_ones_are_not_refused():
     assert warning_of([[], [sample([7], 1.0, 1, 1)], []]) is None
 
 
-@pytest.mark.proof("Ranks with different samples are never taken for copies: turns, branches, empty ranks, dynamic context parallelism")
+@pytest.mark.proof(
+    "Ranks with different samples are never taken for copies: turns, branches, empty ranks, dynamic context parallelism"
+)
 def test_different_samples_are_never_taken_for_copies(full, evidence):
     rng, cases = random.Random(12), 600 if full else 40
     for _ in range(cases):
