@@ -49,7 +49,7 @@ class Others:
         kinds = exchange.KINDS.values()
         own = [exchange._own_units(table_of(rows), rule, kind, 0) for kind in kinds]  # as if one rank had them all
         owned = [exchange._owned_units(units.rows, kind) for units, kind in zip(own, kinds, strict=True)]
-        self._sums = torch.cat(exchange._sums(table_of(rows), rule, 0, own, owned))
+        self._sums = torch.cat(exchange._sums(table_of(rows), rule, 0, own, owned, [owned[0].facts]))
 
     def _sent_to_0(self, rows: Tensor, rule: PlanRule) -> tuple[Tensor, Tensor]:
         """Unit rows of all ranks that rank 0 owns, and what the others answer to its own."""

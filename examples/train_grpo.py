@@ -280,9 +280,10 @@ class Example:
     def _recorded_microbatches(self, steps: list[list[Sample]], args) -> Iterator[PackedBatch]:
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         for step in steps:
+            rewards = {sample.rollout_id: sample.reward for sample in step}
             self.task_metrics = {
-                "reward": sum(sample.reward for sample in step) / len(step),
-                "response_length": sum(sample.response_length for sample in step) / len(step),
+                "reward": sum(rewards.values()) / len(rewards),
+                "response_length": sum(sample.response_length for sample in step) / len(rewards),
             }
             yield from microbatches(step, args, data_parallel_rank=rank, data_parallel_size=size)
 

@@ -25,7 +25,7 @@ def choice(
 ) -> Violations:
     """Rule E25 (E50 of the head): one of several words; `elsewhere`: what other frameworks' words are here."""
     if not (isinstance(value, str) and value in choices):
-        hint = did_you_mean(value, choices, elsewhere) if isinstance(value, str) else ""
+        hint = did_you_mean(f"{value}", choices, elsewhere)
         yield rule, f"{flag} {value!r} is not one of {', '.join(choices)}{hint}"
 
 

@@ -279,21 +279,17 @@ class DocumentAccumulator:
             if rows[:, 0].all():
                 shares = whole_groups([each.nonzero().flatten().tolist() for each in rows], wanted)
                 if shares is None:
-                    return table, self._no_step(table)  # the same on every rank
+                    next_groups = ", ".join(
+                        f"{counts.next_group} on rank {r}" for r, counts in enumerate(table) if not counts.has_ended
+                    )
+                    raise ValueError(
+                        f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - _total(table)} documents are missing, and the "
+                        f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
+                    )
                 draft.take_exactly(shares[rank], wanted)
         except Exception as failure:
             error = failure
         return _gather_counts(draft, group, error), error
-
-    def _no_step(self, table: Sequence[_Counts]) -> ValueError:
-        missing = self._rule.num_documents - _total(table)
-        next_groups = ", ".join(
-            f"{counts.next_group} on rank {rank}" for rank, counts in enumerate(table) if not counts.has_ended
-        )
-        return ValueError(
-            f"--docs-per-step {self._rule.num_documents} with --docs-per-step-policy exact: {missing} documents are missing, and the "
-            f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
-        )
 
     def _limits(self, table: Sequence[_Counts], *, has_progressed: bool) -> list[float] | None:
         """How many documents each rank may take in the next round; None: no next group fits into a step of exactly N."""

@@ -2,7 +2,7 @@
 
 Every rollout and every prompt has an owner: the rank that a hash of its key gives. Each rank sends the owner one row per unit
 that its samples belong to; the owner adds up, looks for what may not be, and answers. What is left is sums and largest values.
-So a rank receives about as many rows as it has units, and 64 bytes of every other rank, whatever the aggregation.
+So a rank receives about as many rows as it has units, and 36 bytes of every other rank, whatever the aggregation.
 
     all-gather heads -> all-to-all sizes, rows -> count -> all-to-all answers -> all-reduce sums, largest values
 
@@ -54,20 +54,26 @@ class Head(NamedTuple):
     has_prompt_ids: int
     num_microbatches: int
     has_support: int  # 1 or 0; -1 without rollouts at which it is read
-    content: int  # digest of its samples; 0: not to be compared
     environments: int  # bytes of their names
+    content: int  # digest of its samples, below 2^62; 0: not to be compared
 
     @classmethod
     def of(cls, local: LocalTable, error: Exception | None) -> "Head":
         """This rank's."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
         sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support
-        return cls(*sizes, local.content, len(json.dumps(local.environments)) if local.environments else 0)
+        return cls(*sizes, len(json.dumps(local.environments)) if local.environments else 0, local.content)
+
+    @property
+    def row(self) -> Tensor:
+        """As it travels, [9] int32."""
+        return torch.tensor([*self[:-1], self.content >> 31, self.content & (2**31 - 1)], dtype=torch.int32)
 
 
 def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:
     """All ranks' heads, in rank order; raises on every rank where one rank reports an error."""
-    heads = [Head(*values) for values in gathered(torch.tensor(head, dtype=torch.int64), group, error).tolist()]
+    rows = gathered(head.row, group, error).tolist()
+    heads = [Head(*values, (high << 31) + low) for *values, high, low in rows]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
         messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
         texts = [decode(messages[rank]) for rank in failed]

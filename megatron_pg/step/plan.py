@@ -253,7 +253,7 @@ def _check_conflicts(
 
 def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
     """The values of a field in the samples here of one sample's rollout, each with the first sample that has it."""
-    rollouts, found = local.rows[:, ROLLOUT].tolist(), {}
+    rollouts, found = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
     for key, sample in zip(rollouts, local.samples or (), strict=True):
         if key == rollouts[index] and (value := getattr(sample, name)) is not None:
             found.setdefault(shorten(value), sample.sample_id)

@@ -225,7 +225,7 @@ def content_of(samples: Sequence[Sample]) -> int:
         content.update(repr((*names, sample.reward, sorted(sample.masks))).encode())
         for values in (sample.tokens, sample.loss_mask, sample.old_logprobs, sample.advantages):
             content.update(b"" if values is None else values.numpy().tobytes())
-    return 1 + (int.from_bytes(content.digest(), "big") >> 2)
+    return 1 + (int.from_bytes(content.digest(), "big") >> 3)
 
 
 def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:

@@ -179,9 +179,10 @@ class Case:
 
     @property
     def _mean_reward(self) -> float | None:
-        """Of the samples of the objective, whatever a sample of another stream carries; sums of these are exact."""
-        rewards = [s.reward for s in self.samples if s.stream == "rl" and s.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
+        """Of the rollouts of the objective, whatever a sample of another stream carries; sums of these are exact."""
+        known = [(i, s) for i, s in enumerate(self.samples) if s.stream == "rl" and s.reward is not None]
+        rewards = {i if s.rollout_id is None else s.rollout_id: s.reward for i, s in known}
+        return sum(rewards.values()) / len(rewards) if rewards else None
 
     def _policy_errors(self, found: Outcome) -> dict[str, float]:
         """pg_loss and the shorthands, which are absent without a token of the objective."""
