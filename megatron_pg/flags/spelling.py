@@ -75,4 +75,4 @@ def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
     named = [each for each, names in NAMES.items() if name.startswith("pg-") and name[3:] in names]
     if len(begun) > _MOST_SHOWN and not named:
         return []
-    return named or begun or close or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.5)
+    return named or begun or close or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.82)
