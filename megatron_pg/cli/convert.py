@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_pg.cli.columns import FORMATS, check_complete, misspelt_columns
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
 from megatron_pg.rollouts.advantages import RULES, group_advantages
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, Id, is_id, is_number
@@ -18,13 +19,6 @@ if TYPE_CHECKING:
 
     Dumps = Callable[[], Iterable[tuple[str, list[Row]]]]  # path and rows of each dump
 
-FORMATS = {  # and the options that have an effect on each
-    "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
-    "miles": ("reward_key", "old_logprobs", "advantage"),
-    "nemo_rl": ("group_size", "step", "old_logprobs", "advantage"),
-    "verl": ("column", "old_logprobs", "advantage", "loss_mask"),
-    "jsonl": ("column", "group_size", "step", "old_logprobs", "advantage", "loss_mask"),
-}
 _OF_ONE_DUMP = {"slime": ("train_data",), "nemo_rl": ("step",)}  # options of a format that say what one dump holds
 
 
@@ -156,11 +150,9 @@ def _complete(
     Raises:
         InputError: a dump does not hold what a sample needs, and no option chooses it.
     """
-    from megatron_pg.cli.dumps import check_complete, misspelt_columns
-
     notes = [
         f"column {printable(name)} is kept as an x_ field. Did you mean --column {field}={printable(name)}?"
-        for name, field in misspelt_columns(rows).items()
+        for name, field in misspelt_columns((row.record, row.unused) for row in rows).items()
     ]
     for row in rows if options.advantage else ():
         unit = row.record["prompt_id"], row.record["rollout_id"]

@@ -7,7 +7,6 @@ jsonl          one JSON object per sample, in columns of any names
 """
 
 import argparse
-import difflib
 import gzip
 import json
 import operator
@@ -15,7 +14,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -24,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.cli.convert import FORMATS
+from megatron_pg.cli.columns import COLUMNS, PAIR, check_complete, columns_of, missing_fields, names_of
 from megatron_pg.cli.terminal import InputError, opened, show_path
-from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL, is_int, plain
+from megatron_pg.rollouts.fields import FIELDS, POLICY, is_int, plain
 from megatron_pg.rollouts.lines import raw_lines, unique_keys
 from megatron_pg.rollouts.printable import printable, shorten
-
-_MOST_NAMES = 24  # of columns that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def _field(record: Any, name: str, where: str) -> Any:
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
     if name not in record:
-        raise _foreign(where, f"has no field {name!r}, which this format has (it has: {_names(record)})")
+        raise _foreign(where, f"has no field {name!r}, which this format has (it has: {names_of(record)})")
     return record[name]
 
 
@@ -84,11 +81,6 @@ def _integer(record: Any, name: str, where: str) -> int:
 def _constant_mask(bit: int, length: int, tokens: Any) -> list[int]:
     """A mask of equal bits, no longer than the sample, however long its response is said to be."""
     return [bit] * max(0, min(length, len(tokens) if isinstance(tokens, list) else 0))
-
-
-def _names(record: Iterable[Any]) -> str:
-    names = [printable(str(key), limit=32) for key in record]
-    return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
 
 
 def _foreign(where: str, what: str) -> InputError:
@@ -160,7 +152,9 @@ def _slime_support(sample: Mapping, where: str) -> dict[str, Any] | None:
 def _reward(reward: Any, where: str, key: str | None) -> Any:
     if isinstance(reward, Mapping):
         if key not in reward:
-            raise InputError(f"{where}: its reward has several parts ({_names(reward)}). Choose one with --reward-key.")
+            raise InputError(
+                f"{where}: its reward has several parts ({names_of(reward)}). Choose one with --reward-key."
+            )
         reward = reward[key]
     elif key is not None:
         raise InputError(f"{where}: its reward {shorten(reward)} has no parts. Leave --reward-key out.")
@@ -285,7 +279,7 @@ def read_nemo_rl(path: str, options: argparse.Namespace, names: Names) -> list[R
     if step is None and (named := re.search(r"train_data_step(\d{1,18})\.jsonl$", str(path))):
         step = int(named.group(1))
     if missing := [name for name, value in (("step", step), ("prompt_id", size)) if value is None]:
-        raise _missing(missing, {}, shown, options)
+        raise missing_fields(missing, {}, shown, options)
     rows = [
         Row(where, {"step": step, "rollout_id": f"{step}/{i}"} | _nemo_rl_fields(record, where))
         for i, (record, where) in enumerate(_json_lines(path))
@@ -331,35 +325,7 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
 
 # --- JSON Lines of any trainer, verl's among them ---
 
-_ELSEWHERE = {  # field -> what other trainers and engines call its column
-    "prompt_id": ("uid",),
-    "response_ids": ("completion_ids",),
-    "loss_mask": ("response_mask",),
-    "old_logprobs": ("old_per_token_logps",),
-    "rollout_logprobs": ("response_logprobs", "sampling_per_token_logps"),
-    "ref_logprobs": ("ref_per_token_logps",),
-    "teacher_logprobs": ("teacher_log_probs",),
-    "support": ("sampling_mask", "output_token_sampling_mask"),
-    "reward": ("score",),
-    "advantage": ("advantages",),
-}
-_PAIR = ("prompt_ids", "response_ids")  # joined they are tokens and response_length
-COLUMNS = {
-    name: (name, *_ELSEWHERE.get(name, ())) for name in (*FIELDS, *_PAIR)
-}  # field -> columns that it is read from
-_VLLM = {"prompt_ids": "prompt_token_ids", "response_ids": "token_ids"}  # elsewhere token_ids include the prompt
 _FINISH_REASONS = {"length": True, "truncated": True, "stop": False, "tool_calls": False, "completed": False}
-_OPTIONS = {  # field -> the options that give it, as they are written
-    "step": {"step": "--step N"},
-    "prompt_id": {"group_size": "--group-size N"},
-    "loss_mask": {"loss_mask": "--loss-mask ones"},
-    "old_logprobs": {
-        "old_logprobs": "--old-logprobs rollout (the rollout engine's)",
-        "train_data": "--train-data FILE",
-    },
-    "advantage": {"advantage": "--advantage RULE", "train_data": "--train-data FILE"},
-}
-_CLOSE = 0.85  # similarity of a misspelt column to the name of a field
 
 
 def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row]:
@@ -394,32 +360,11 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
     if rows and absent:
         raise InputError(
             f"--column {printable(next(f'{field}={name}' for field, name in chosen.items() if name in absent))}: no line of {show_path(path)} "
-            f"has this column. The first one has: {_names(rows[0].unused)}."
+            f"has this column. The first one has: {names_of(rows[0].unused)}."
         )
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path), names)
     return rows
-
-
-def columns_of(options: argparse.Namespace) -> dict[str, str]:
-    """Field -> the column that --column names for it.
-
-    Raises:
-        InputError: it names none, or one twice.
-    """
-    columns: dict[str, str] = {}
-    for text in options.column or ():
-        name, equals, column = text.partition("=")
-        if not equals or not column or name not in COLUMNS:
-            close = difflib.get_close_matches(name, COLUMNS, n=1)
-            hint = f"Did you mean {close[0]}?" if close and name not in COLUMNS else "Correct it."
-            raise InputError(
-                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(COLUMNS)}. {hint}"
-            )
-        if name in columns:
-            raise InputError(f"--column names {name} twice. Name it once.")
-        columns[name] = column
-    return columns
 
 
 def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[str]]:
@@ -437,7 +382,7 @@ def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str
     fields = {field: record[taken[field]] for field in COLUMNS if field in taken}
     if "truncated" in fields:
         fields["truncated"] = _truncated(fields["truncated"], where)
-    if all(name in fields for name in _PAIR):
+    if all(name in fields for name in PAIR):
         _join(fields, where)
     unused = {name: value for name, value in free.items() if name not in taken.values()}
     for name, value in unused.items():
@@ -449,7 +394,7 @@ def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str
 
 def _join(fields: dict[str, Any], where: str) -> None:
     """Put tokens and response_length in the place of prompt_ids and response_ids."""
-    prompt, response = map(fields.pop, _PAIR)
+    prompt, response = map(fields.pop, PAIR)
     if not isinstance(prompt, list) or not isinstance(response, list):
         raise _foreign(where, "prompt_ids and response_ids are not two lists")
     for name, value in (("tokens", prompt + response), ("response_length", len(response))):
@@ -465,86 +410,6 @@ def _truncated(value: Any, where: str) -> Any:
             f"{where}: truncated {shorten(value)} is not a known finish reason ({known}). Write true or false, or leave the column out."
         )
     return _FINISH_REASONS[value] if isinstance(value, str) else value
-
-
-def check_complete(record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()) -> None:
-    """Refuse a sample that lacks what no option gives; the message names all that is missing, and how to give it.
-
-    Args:
-        record: its fields.
-        where: its file and number.
-        options: of the command.
-        unused: columns of its line that are not a field.
-
-    Raises:
-        InputError: a field is missing, or several columns may be it.
-    """
-    is_of_policy = record.get("stream") in (None, POLICY)
-    wanted = list(REQUIRED if is_of_policy else REQUIRED_OF_ALL)
-    if options.old_logprobs and (is_of_policy or record.get("old_logprobs") is not None):
-        wanted = ["rollout_logprobs", *(name for name in wanted if name != "old_logprobs")]
-    given = {
-        "advantage": options.advantage,
-        "prompt_id": options.group_size,
-        "rollout_id": "column" in FORMATS[options.format],
-    }
-    missing = [name for name in wanted if record.get(name) is None and not given.get(name)]
-    if half := [name for name in _PAIR if name in record]:
-        missing = [*({*_PAIR} - {*half}), *(name for name in missing if name not in ("tokens", "response_length"))]
-    unclear = [name for name in COLUMNS if name not in columns_of(options) and len(_alike(name, unused)) > 1]
-    if missing := list(dict.fromkeys([*missing, *unclear])):
-        raise _missing(missing, record, where, options, unused)
-
-
-def _alike(field: str, unused: Sequence[str]) -> list[str]:
-    """The unused columns that may all be a field."""
-    return [name for name in COLUMNS[field] if name in unused]
-
-
-def _missing(
-    fields: Sequence[str], record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()
-) -> InputError:
-    chosen = columns_of(options)
-    names = [
-        f"{field} (no value in column {printable(chosen[field])})" if field in chosen else field for field in fields
-    ]
-    there = f" Unused columns: {_names(unused)}." if unused else ""
-    ways = "; ".join(_ways(field, record, options, unused) for field in fields)
-    meant = "".join(f" --column {field}={printable(name)}" for field, name in _meant(fields, unused).items())
-    hint = f" Did you mean{meant}?" if meant else ""
-    return InputError(f"{where}: missing {', '.join(names)}.{there} Give {ways}.{hint}")
-
-
-def _ways(field: str, record: Mapping, options: argparse.Namespace, unused: Sequence[str]) -> str:
-    """What gives a field: its column, or an option of the format."""
-    ways, has_columns = [], "column" in FORMATS[options.format]
-    if has_columns:
-        alike = _alike(field, unused)
-        ways = [f"--column {field}={name}" for name in (alike if len(alike) > 1 else ["NAME"])]
-        ways += ["--column prompt_ids=NAME --column response_ids=NAME"] * (field == "tokens")
-    for option, text in _OPTIONS.get(field, {}).items():
-        is_there = option != "old_logprobs" or has_columns or record.get("rollout_logprobs") is not None
-        if option in FORMATS[options.format] and is_there:
-            ways.append(text)
-    return " or ".join(ways) or f"a dump with {field}"
-
-
-def _meant(fields: Sequence[str], unused: Sequence[str]) -> dict[str, str]:
-    """Field -> the unused column that may be meant: misspelt, or under vLLM's name."""
-    found = {}
-    for field in (*fields, *(_PAIR if "tokens" in fields else ())):
-        alike = difflib.get_close_matches(field, unused, n=1, cutoff=_CLOSE)
-        if named := [name for name in (_VLLM.get(field), *alike) if name in unused and name not in COLUMNS[field]]:
-            found[field] = named[0]
-    return found
-
-
-def misspelt_columns(rows: Sequence[Row]) -> dict[str, str]:
-    """Column that is kept as x_ field -> the field, absent from its line, that it resembles."""
-    kinds = {(tuple(name for name in FIELDS if row.record.get(name) is None), row.unused) for row in rows}
-    return {
-        name: field for absent, unused in kinds for field, name in _meant(absent, unused).items() if field in FIELDS
-    }
 
 
 def _group_rows(rows: Sequence[Row], size: int, shown: str, names: Names) -> None:

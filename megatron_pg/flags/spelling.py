@@ -75,15 +75,4 @@ def meant_flags(word: str, flags: Collection[str]) -> list[str] | None:
     named = [each for each, names in NAMES.items() if name.startswith("pg-") and name[3:] in names]
     if len(begun) > _MOST_SHOWN and not named:
         return []
-    return named or begun or close or _of_close_words(name, flags)
-
-
-def _of_close_words(name: str, flags: Collection[str]) -> list[str]:
-    """The closest flag, if each of its words is close to one of the name: --pg-value-coef is not --pg-kl-coef."""
-    words = name.split("-")
-    possible = [
-        flag
-        for flag in flags
-        if all(difflib.get_close_matches(part, words, n=1, cutoff=0.5) for part in flag.lstrip("-").split("-"))
-    ]
-    return difflib.get_close_matches(f"--{name}", possible, n=1, cutoff=0.5)
+    return named or begun or close or difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.82)

@@ -36,8 +36,9 @@ MEANT = {
     "--loss_aggregation": ["--loss-aggregation"],
     "--loss-agregation": ["--loss-aggregation"],
     "--pg-kl-coeff": ["--pg-kl-coef"],
+    "--pg-entropy-coefficient": ["--pg-entropy-coef"],
     "--pg-zzzzzzzzzzzz": [],
-    "--pg-value-coef": [],  # there is no value function
+    "--pg-value-coef": [],  # there is no value loss, and nothing close
     "--pg-correctoin-hgih": ["--pg-correction-high"],
 }
 

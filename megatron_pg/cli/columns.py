@@ -1,0 +1,153 @@
+"""Which columns of a dump's lines are fields of the rollout file, which fields are missing, and what can give them. Needs no torch."""
+
+import argparse
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_pg.cli.terminal import InputError
+from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL
+from megatron_pg.rollouts.printable import printable
+
+FORMATS = {  # and the options that have an effect on each
+    "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
+    "miles": ("reward_key", "old_logprobs", "advantage"),
+    "nemo_rl": ("group_size", "step", "old_logprobs", "advantage"),
+    "verl": ("column", "old_logprobs", "advantage", "loss_mask"),
+    "jsonl": ("column", "group_size", "step", "old_logprobs", "advantage", "loss_mask"),
+}
+_ELSEWHERE = {  # field -> what other trainers and engines call its column
+    "prompt_id": ("uid",),
+    "response_ids": ("completion_ids",),
+    "loss_mask": ("response_mask",),
+    "old_logprobs": ("old_per_token_logps",),
+    "rollout_logprobs": ("response_logprobs", "sampling_per_token_logps"),
+    "ref_logprobs": ("ref_per_token_logps",),
+    "teacher_logprobs": ("teacher_log_probs",),
+    "support": ("sampling_mask", "output_token_sampling_mask"),
+    "reward": ("score",),
+    "advantage": ("advantages",),
+}
+PAIR = ("prompt_ids", "response_ids")  # joined they are tokens and response_length
+# field -> the columns that are read as it unless --column names one
+COLUMNS = {name: (name, *_ELSEWHERE.get(name, ())) for name in (*FIELDS, *PAIR)}
+_VLLM = {"prompt_ids": "prompt_token_ids", "response_ids": "token_ids"}  # elsewhere token_ids include the prompt
+_OPTIONS = {  # field -> the options that give it, as they are written
+    "step": {"step": "--step N"},
+    "prompt_id": {"group_size": "--group-size N"},
+    "loss_mask": {"loss_mask": "--loss-mask ones"},
+    "old_logprobs": {
+        "old_logprobs": "--old-logprobs rollout (the rollout engine's)",
+        "train_data": "--train-data FILE",
+    },
+    "advantage": {"advantage": "--advantage RULE", "train_data": "--train-data FILE"},
+}
+_MOST_NAMES = 24  # of columns that a message lists
+_CLOSE = 0.85  # similarity of a misspelt column to the name of a field
+
+
+def columns_of(options: argparse.Namespace) -> dict[str, str]:
+    """Field -> the column that --column names for it.
+
+    Raises:
+        InputError: it names none, or one twice.
+    """
+    columns: dict[str, str] = {}
+    for text in options.column or ():
+        name, equals, column = text.partition("=")
+        if not equals or not column or name not in COLUMNS:
+            close = difflib.get_close_matches(name, COLUMNS, n=1)
+            hint = f"Did you mean {close[0]}?" if close and name not in COLUMNS else "Correct it."
+            raise InputError(
+                f"--column {printable(text)} is not FIELD=NAME with a field of {', '.join(COLUMNS)}. {hint}"
+            )
+        if name in columns:
+            raise InputError(f"--column names {name} twice. Name it once.")
+        columns[name] = column
+    return columns
+
+
+def check_complete(record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()) -> None:
+    """Refuse a sample that lacks what no option gives; the message names all that is missing, and how to give it.
+
+    Args:
+        record: its fields.
+        where: its file and number.
+        options: of the command.
+        unused: columns of its line that are not a field.
+
+    Raises:
+        InputError: a field is missing, or several columns may be it.
+    """
+    is_of_policy = record.get("stream") in (None, POLICY)
+    wanted = list(REQUIRED if is_of_policy else REQUIRED_OF_ALL)
+    if options.old_logprobs and (is_of_policy or record.get("old_logprobs") is not None):
+        wanted = ["rollout_logprobs", *(name for name in wanted if name != "old_logprobs")]
+    given = {
+        "advantage": options.advantage,
+        "prompt_id": options.group_size,
+        "rollout_id": "column" in FORMATS[options.format],
+    }
+    missing = [name for name in wanted if record.get(name) is None and not given.get(name)]
+    if half := [name for name in PAIR if name in record]:
+        missing = [*({*PAIR} - {*half}), *(name for name in missing if name not in ("tokens", "response_length"))]
+    unclear = [name for name in COLUMNS if name not in columns_of(options) and len(_alike(name, unused)) > 1]
+    if missing := list(dict.fromkeys([*missing, *unclear])):
+        raise missing_fields(missing, record, where, options, unused)
+
+
+def _alike(field: str, unused: Sequence[str]) -> list[str]:
+    """The unused columns that may all be a field."""
+    return [name for name in COLUMNS[field] if name in unused]
+
+
+def missing_fields(
+    fields: Sequence[str], record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()
+) -> InputError:
+    """What says that fields are missing, and lists every way to give them; arguments as `check_complete`."""
+    chosen = columns_of(options)
+    names = [
+        f"{field} (no value in column {printable(chosen[field])})" if field in chosen else field for field in fields
+    ]
+    there = f" Unused columns: {names_of(unused)}." if unused else ""
+    ways = "; ".join(_ways(field, record, options, unused) for field in fields)
+    meant = "".join(f" --column {field}={printable(name)}" for field, name in _meant(fields, unused).items())
+    hint = f" Did you mean{meant}?" if meant else ""
+    return InputError(f"{where}: missing {', '.join(names)}.{there} Give {ways}.{hint}")
+
+
+def _ways(field: str, record: Mapping, options: argparse.Namespace, unused: Sequence[str]) -> str:
+    """What gives a field: its column, or an option of the format."""
+    ways, has_columns = [], "column" in FORMATS[options.format]
+    if has_columns:
+        alike = _alike(field, unused)
+        ways = [f"--column {field}={name}" for name in (alike if len(alike) > 1 else ["NAME"])]
+        ways += ["--column prompt_ids=NAME --column response_ids=NAME"] * (field == "tokens")
+    for option, text in _OPTIONS.get(field, {}).items():
+        is_there = option != "old_logprobs" or has_columns or record.get("rollout_logprobs") is not None
+        if option in FORMATS[options.format] and is_there:
+            ways.append(text)
+    return " or ".join(ways) or f"a dump with {field}"
+
+
+def _meant(fields: Sequence[str], unused: Sequence[str]) -> dict[str, str]:
+    """Field -> the unused column that may be meant: misspelt, or under vLLM's name."""
+    found = {}
+    for field in (*fields, *(PAIR if "tokens" in fields else ())):
+        alike = difflib.get_close_matches(field, unused, n=1, cutoff=_CLOSE)
+        if named := [name for name in (_VLLM.get(field), *alike) if name in unused and name not in COLUMNS[field]]:
+            found[field] = named[0]
+    return found
+
+
+def misspelt_columns(lines: Iterable[tuple[Mapping, tuple[str, ...]]]) -> dict[str, str]:
+    """Column that is kept as x_ field -> the field that it resembles, over the fields and unused columns of lines without that field."""
+    kinds = {(tuple(name for name in FIELDS if record.get(name) is None), unused) for record, unused in lines}
+    pairs = [pair for absent, unused in kinds for pair in _meant(absent, unused).items()]
+    return {column: field for field, column in pairs if field in FIELDS}
+
+
+def names_of(record: Iterable[Any]) -> str:
+    """The names of columns or keys, as messages list them."""
+    names = [printable(str(key), limit=32) for key in record]
+    return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
