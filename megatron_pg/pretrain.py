@@ -573,9 +573,7 @@ def _check_warm_up(args: Namespace) -> None:
     for flag, limit in {f"lr-warmup-{unit}": length, "lr-warmup-fraction": 1}.items():
         value = found.get(flag.replace("-", "_"))
         if value and limit and value >= limit:
-            message = (
-                f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the warm-up or train longer."
-            )
+            message = f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the warm-up or train longer."
             raise ArgumentError([("E66", message)])
 
 

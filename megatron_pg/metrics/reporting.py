@@ -72,7 +72,7 @@ def added_values(returned: object, taken: Collection[str]) -> dict[str, float]:
     return values
 
 
-def _real(name: str, value: object) -> float:
+def _real(name: str, value: Any) -> float:
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
     try:
         if is_scalar or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
