@@ -6,6 +6,7 @@ reference log-probabilities, which give those of the samples.
 """
 
 import importlib
+import importlib.util
 import itertools
 import os
 from argparse import Namespace
@@ -44,24 +45,23 @@ def run(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any, de
 def begin(args: Namespace, device: torch.device) -> list[dict]:
     """What slime does before it builds the model; and the list of what its logger will be given."""
     from slime.backends.megatron_utils import loss
-    from slime.observability import logging_utils
-    from slime.utils import accelerator
     from slime.utils.misc import load_function
 
     logged: list[dict] = []
     loss.policy_loss_function = POLICY_LOSS.setdefault("theirs", loss.policy_loss_function)
-    logging_utils.log = lambda args, metrics, step_key: logged.append(dict(metrics))
+    _moved("logging_utils").log = lambda args, metrics, step_key: logged.append(dict(metrics))
     if args.custom_megatron_init_path:
         load_function(args.custom_megatron_init_path)(args)  # the last lines of its initialize.init
     importlib.import_module("megatron.training.global_vars").set_args(args)
-    accelerator.device = accelerator.current_device = lambda index=None: device
+    if importlib.util.find_spec("slime.utils.accelerator"):  # in v0.3.1 it is torch.cuda
+        accelerator: Any = importlib.import_module("slime.utils.accelerator")
+        accelerator.device = accelerator.current_device = lambda index=None: device
     return logged
 
 
 def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -> None:
     """A rollout through slime, begun."""
     from slime.backends.megatron_utils import actor
-    from slime.observability.timer import Timer
     from slime.ray.rollout import RolloutManager
     from slime.utils.misc import load_function
     from slime.utils.types import Sample as Theirs
@@ -97,11 +97,20 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
     )
     mine = actor.MegatronTrainRayActor._get_rollout_data(SimpleNamespace(args=args), boxes)
     me.compute_log_prob = lambda iterators, counts, store_prefix: _log_probs(mine, found, store_prefix)
-    Timer().start_time.pop("train_wait", None)
-    Timer().start("train_wait")
+    timer = _moved("timer").Timer()
+    timer.start_time.pop("train_wait", None)
+    timer.start("train_wait")
     actor.train_metric_utils.log_perf_data = lambda *given, **named: None
     actor.train_metric_utils.log_rollout_data = lambda *given, **named: None
     actor.MegatronTrainRayActor.train_actor(me, 0, mine)
+
+
+def _moved(name: str) -> Any:
+    """A module that v0.3.1 has in `slime.utils` and later releases in `slime.observability`."""
+    try:
+        return importlib.import_module(f"slime.observability.{name}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"slime.utils.{name}")
 
 
 def _path(load_function, path: str | None):

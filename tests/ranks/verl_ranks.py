@@ -338,6 +338,7 @@ def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
         own = step.logprobs_loss(local, torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours]))
         own.backward()
         gradients = [(o.grad - t[: len(o)]).abs().max() for o, t in zip(ours, theirs.grad, strict=True)]
+        assert min(float(row.grad.abs().max()) for row in ours) > 1e-4
         found[mode] = [float((own - loss).detach().abs()), float(max(gradients))]
     return found
 
