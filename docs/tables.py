@@ -1,17 +1,26 @@
-"""The tables of docs/ that are written from the declarations: `python docs/tables.py`, which `make docs` runs."""
+"""The tables and counts on the pages that come from the code or from docs/*.json: `python docs/tables.py`, which `make docs` runs.
 
+A count in prose stands between markers, `<!-- count: objectives -->17<!-- -->`; its name is a key of `counts()`.
+"""
+
+import argparse
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_pg.args import add_arguments
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
-from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Reads
 from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.declarations.streams import KINDS
 from megatron_pg.metrics.table import LIMITS, METRICS, Metric
 from megatron_pg.mismatch.causes import CAUSES
 
 DOCS = Path(__file__).parent
+WITH_COUNTS = [DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 FRAMEWORKS = ("slime, miles", "verl", "TRL", "NeMo-RL", "PipelineRL")
 ELSEWHERE = {  # what a metric is called there
     "pg_loss": {"slime, miles": "pg_loss", "verl": "actor/pg_loss"},
@@ -218,7 +227,50 @@ def written(page: str, makers: dict[str, Callable[[], str]]) -> str:
     return page
 
 
+# --- counts in prose ---
+
+COUNT = re.compile(r"<!-- count: ([^>]+) -->([^<]*)<!-- -->")
+
+
+def counts() -> dict[str, int]:
+    """What the pages count, by the name that a marker gives."""
+    flags = add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    mutants = (DOCS.parent / "tests" / "support" / "source_mutants.txt").read_text(encoding="utf-8")
+    rows = json.loads((DOCS / "proof.json").read_text(encoding="utf-8"))["rows"]
+    cases = {name: rows[row]["cases"] for name, row in PROVED.items()}
+    return {
+        "objectives": len(OBJECTIVES),
+        "aggregations": len(AGGREGATIONS),
+        "corrections": len(CORRECTIONS) - 1,  # without `none`
+        "KL estimators": len(KL_ESTIMATORS),
+        "stream kinds": len(KINDS),
+        "causes": len(CAUSES),
+        "metrics": sum(metric.kind != "part" for metric in METRICS),
+        "flags": len(flags),
+        "source mutants": len(re.findall(r"^[^-+=\n].* \| .*$", mutants, re.MULTILINE)),
+        "proof rows": len(rows),
+        **cases,
+        "proved steps of an objective": cases["proved objective steps"] // len(OBJECTIVES),
+    }
+
+
+PROVED = {  # rows of docs/proof.md, of which pages quote the number of cases
+    "proved partitions": "partitions, float64: gradients within 1e-12",
+    "proved objective steps": "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle",
+    "seeded mistakes": "seeded bugs caught",
+    "killed source mutants": "Mutants of the source killed by the default tier",
+}
+
+
+def counted(page: str, found: dict[str, int]) -> str:
+    """The page with today's counts between their markers."""
+    return COUNT.sub(lambda match: f"<!-- count: {match[1]} -->{found[match[1]]:,}<!-- -->", page)
+
+
 if __name__ == "__main__":
     for file, makers in PAGES.items():
         path = DOCS / file
         path.write_text(written(path.read_text(encoding="utf-8"), makers), encoding="utf-8")
+    known = counts()
+    for path in WITH_COUNTS:
+        path.write_text(counted(path.read_text(encoding="utf-8"), known), encoding="utf-8")

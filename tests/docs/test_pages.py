@@ -258,3 +258,21 @@ def test_the_pictures_are_drawn_from_the_package(tmp_path, capsys):
     sizes = [path.stat().st_size for path in tmp_path.glob("*.png")]
     assert len(sizes) == 3
     assert 5_000 < min(sizes) <= max(sizes) < 100_000
+
+
+def rules_of_the_code() -> set[str]:
+    """The numbers that messages carry: texts such as "E5", and those that begin with one."""
+    texts = [
+        node.value
+        for path in (ROOT / "megatron_pg").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return {match[1] for text in texts if (match := re.match(r"(E\d+)(?: |$)", text))}
+
+
+def test_every_rule_that_a_message_names_is_explained_in_one_row():
+    rows = re.findall(r"^\| (E\d+) \| (.+) \|$", faq_messages.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 40
+    assert [rule for rule, _ in rows] == sorted(rules_of_the_code(), key=lambda rule: int(rule[1:]))
+    assert all(len(sentence.split()) >= 4 for _, sentence in rows)

@@ -134,6 +134,24 @@ def test_rows_are_merged(monkeypatch):
     assert "| [units](#units) | 5 | 2 | 2 |" in page
 
 
+@pytest.mark.parametrize(
+    ("status", "arguments", "has_time"), [(0, [], True), (1, [], True), (-15, [], False), (0, ["-k", "a"], False)]
+)
+def test_a_part_that_ran_whole_has_its_time(status, arguments, has_time, monkeypatch):
+    monkeypatch.setattr(proof, "rows_of", lambda _: ({"a": row(cases=1)}, status))
+    record, bad = proof.prove("units", {"parts": {}, "rows": {}}, {"a": row()}, arguments)
+    assert record["rows"]["a"]["cases"] == 1
+    assert ("seconds" in record["parts"]["units"]) == has_time
+    assert bad == ([f"units: pytest ended with {status}"] if status else [])
+
+
+def test_a_row_without_a_case_is_what_the_run_fails_for(monkeypatch):
+    monkeypatch.setattr(proof, "rows_of", lambda _: ({"a": row(), "b": row(missing="needs a checkout")}, 0))
+    _, bad = proof.prove("units", {"parts": {}, "rows": {}}, {"a": row(), "b": row()}, [])
+    assert len(bad) == 1
+    assert bad[0].startswith("units: a: ")
+
+
 def test_the_fixture_and_the_marks_write_the_rows(tmp_path):
     test = "tests/unit/test_cp_utils.py::test_labels_are_the_next_token_of_the_same_document_on_whichever_rank_that_is"
     found, status = proof.rows_of([test, "-k", "3"])
