@@ -73,7 +73,7 @@ class Head(NamedTuple):
 def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:
     """All ranks' heads, in rank order; raises on every rank where one rank reports an error."""
     rows = gathered(head.row, group, error).tolist()
-    heads = [Head(*values, (high << 31) + low) for *values, high, low in rows]
+    heads = [Head._make([*values, (high << 31) + low]) for *values, high, low in rows]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
         messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
         texts = [decode(messages[rank]) for rank in failed]
