@@ -185,14 +185,15 @@ def test_a_refusal_on_the_last_stage_stops_every_rank():
 
 
 def test_a_change_on_one_rank_is_a_named_error_of_the_step_on_every_rank():
-    local = object()
+    local, metrics = object(), Reduction("none")
 
     def work(rank: int) -> str:
         changed = torch.tensor(True) if rank else False
         nothing = torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64)
-        found = {local: Diagnostics(None, torch.zeros(0, dtype=torch.float64), nothing, changed)}
+        partial = torch.zeros(metrics.width, dtype=torch.float64)
+        found = {local: Diagnostics(None, partial, nothing, changed)}
         with pytest.raises(ContractError, match=r"^--pg-fused-head takes .* \(rank 1, 1 ranks\)") as error:
-            gather_found(found, Reduction("none"), reports=True)
+            gather_found(found, metrics, reports=True)
         return type(error.value).__name__
 
     assert threads.run(2, work) == ["ContractError"] * 2
