@@ -91,8 +91,8 @@ def check_complete(record: Mapping, where: str, options: argparse.Namespace, unu
     missing = [name for name in wanted if record.get(name) is None and not given.get(name)]
     if half := [name for name in PAIR if name in record]:
         missing = [*({*PAIR} - {*half}), *(name for name in missing if name not in ("tokens", "response_length"))]
-    unclear = [name for name in COLUMNS if name not in columns_of(options) and len(_alike(name, unused)) > 1]
-    if missing := list(dict.fromkeys([*missing, *unclear])):
+    unclear = [name for name in COLUMNS.keys() - columns_of(options).keys() if len(_alike(name, unused)) > 1]
+    if missing := list(dict.fromkeys([*missing, *sorted(unclear)])):
         raise missing_fields(missing, record, where, options, unused)
 
 

@@ -222,7 +222,7 @@ def _clear_untrained(record: dict[str, Any]) -> None:
     """Write 0 for what is not a number at tokens that no stream trains: nothing reads it, and some dumps hold NaN there."""
     further = record.get("masks")
     masks = [record.get("loss_mask"), *(further.values() if isinstance(further, dict) else ())]
-    if not all(isinstance(mask, list) and len(mask) == len(masks[0]) for mask in masks):
+    if not all(FIELDS["loss_mask"].accepts(mask) and len(mask) == len(masks[0]) for mask in masks):
         return
     is_trained = [any(bits) for bits in zip(*masks, strict=True)]
     for name in {"advantage", "old_logprobs", *OPTIONAL} & record.keys():
