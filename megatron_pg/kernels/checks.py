@@ -66,11 +66,12 @@ def check_labels(targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> None:
     """Refuse a target outside the vocabulary at a trained token [T]; on a CPU only, since the host would wait for a GPU."""
     if targets.device.type != "cpu" or mask.shape != targets.shape or mask.dtype != torch.bool:  # refused elsewhere
         return
-    if (bad := (mask & ((targets < 0) | (targets >= vocabulary.size))).nonzero()).numel():
-        t = int(bad[0])
+    bad = mask & ((targets < 0) | (targets >= vocabulary.size))
+    if count := int(bad.sum()):
+        t = int(bad.int().argmax())
         raise ValueError(
             f"targets[{t}] is {int(targets[t])} at a trained token, and the vocabulary has the ids 0 to {vocabulary.size - 1} "
-            f"({len(bad)} such tokens). Set weights or mask to 0 there: no value of targets is ignored."
+            f"({count} such tokens). Set weights or mask to 0 there: no value of targets is ignored."
         )
 
 

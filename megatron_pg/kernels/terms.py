@@ -91,9 +91,8 @@ def loss_terms(
         kl, kl_slope = KL(logprob, old_logprob, other_logprob)
         loss += kl_coef * kl_weight * kl
         slope += kl_coef * kl_weight * kl_slope
-    slope = tl.where(
-        logprob == logprob, slope, logprob
-    )  # NaN in the whole row, also where the objective's slope does not read it
+    # NaN in the whole row, also where the objective's slope does not read the log-probability
+    slope = tl.where(logprob == logprob, slope, logprob)
     if BONUS:
         bend = -entropy_coef * bonus_weight
         loss += bend * entropy

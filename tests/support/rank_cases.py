@@ -372,7 +372,7 @@ FAULTS = {
     "dp2-constant-supportbeyond": "rank 1: support of sample 1 holds token id 16 at response token",
     "dp2-constant-supportwhole": "rank 1: old_logprobs of sample 1 is -",
     "tp2-constant-supportother": "ContractError: step plan differs between ranks 0 and 1",
-    "dp2-constant-supporttaught": "has a support, over which the objective's log-probabilities are, and --pg-stream teacher:ce reads those",
+    "dp2-constant-supporttaught": "--pg-stream teacher:ce reads log-probabilities over the whole vocabulary at response token",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
