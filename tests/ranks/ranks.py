@@ -189,7 +189,7 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         mtp_aggregation="policy" if "own" in options else "token_mean",
         metrics=Reduction(
             "basic" if "odds" in options else "with_entropy",
-            {"clip", *(["mtp"] if Layout("dp1", options).depths else [])},
+            {"clip", *(["mtp", "further"] if Layout("dp1", options).depths else [])},
         ),
     )
 

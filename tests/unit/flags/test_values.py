@@ -65,6 +65,7 @@ BROKEN = [
     row("E24", "temperature tiny", {"pg_temperature": 1e-39}, "--pg-temperature must be finite and > 0, got 1e-39"),
     row("E24", "temperature NaN", {"pg_temperature": math.nan}, "--pg-temperature must be finite and > 0, got nan"),
     row("E24", "temperature string", {"pg_temperature": "1.0"}, "--pg-temperature must be a number, got '1.0'"),
+    row("E25", "ppo", {"pg_objective": "ppo"}, "--pg-objective 'ppo' is not one of", "; did you mean grpo?"),
     row("E25", "metrics", {"pg_metrics": "full"}, "--pg-metrics 'full' is not one of none, basic, with_entropy"),
     row("E25", "metrics null", {"pg_metrics": None}, "--pg-metrics None is not one of none, basic, with_entropy"),
     row("E25", "metrics false", {"pg_metrics": False}, "--pg-metrics False is not one of none, basic, with_entropy"),

@@ -43,6 +43,13 @@ def test_a_model_without_a_loss_of_its_own_is_refused_by_name():
         PolicyGradientStep(LossSettings.from_args(args)).attach(torch.nn.Linear(1, 1))
 
 
+def test_a_forward_on_one_rank_alone_is_refused_before_any_collective():
+    """Megatron's process_non_loss_data_func asks the last rank for one."""
+    step = PolicyGradientStep(types.SimpleNamespace(metrics=None))
+    with pytest.raises(ContractError, match=r"^collect_non_loss_data asks for outputs"):
+        step.forward_backward(print, collect_non_loss_data=True, forward_only=True)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_a_state_that_begins_anew_where_megatron_is_told_is_each_documents_own(cp_size):
     """Under context parallelism too: such layers undo the cut first."""
