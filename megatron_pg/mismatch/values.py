@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_pg.mismatch.alignment import UNRELATED, agreement
 from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
@@ -115,15 +116,6 @@ def _pairs(gap: Gap, lag: int) -> tuple[Integers, Integers]:
 # --- a vocabulary ---
 
 
-def agreement(gap: Gap) -> float:
-    """Spearman's correlation of the two sides; 1 where a side is constant, as a greedy engine's is."""
-    if min(np.ptp(gap.trainer), np.ptp(gap.engine)) < 1e-3 or (gap.engine < -0.05).mean() < 0.02:
-        return 1.0
-    ranks = [np.unique(side, return_inverse=True, return_counts=True)[1:] for side in (gap.trainer, gap.engine)]
-    middle = [(np.cumsum(counts) - (counts - 1) / 2)[index] for index, counts in ranks]
-    return float(np.corrcoef(middle[0], middle[1])[0, 1])
-
-
 def _elsewhere(gap: Gap, mask: Booleans) -> Integers:
     """[T] how many tokens of the mask have the same id in other documents."""
     _, of_id = np.unique(gap.ids, return_inverse=True)
@@ -142,7 +134,7 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     gross = gap.difference < np.minimum(
         gap.engine, -2.0
     )  # less than q squared: no temperature up to twice the other does this
-    if gap.difference.mean() < -0.5 and (related < 0.3 or gross.mean() > 0.5):
+    if gap.difference.mean() < -0.5 and (related < UNRELATED or gross.mean() > 0.5):
         mean = mean_over(gap.difference, gap.observation)
         evidence = f"the sides are nearly unrelated (rank correlation {related:.2f}), log π - log q is {mean.value:.1f} nats on average"
         p = p_above(mean_over(-gap.difference, gap.observation))
