@@ -84,9 +84,9 @@ def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     for factor, labels in gap.groups.items():
         found += [(p, factor, *rest) for p, *rest in _against_others(values, [labels[i] for i in there])]
     if not found:
-        why = "no two workers, data_parallel_ranks or files of 4 documents are given, so documents cannot be compared by them"
+        why = f"no two workers, data_parallel_ranks or files have {_FEWEST_DOCUMENTS} documents each, so documents cannot be compared by them"
         return cannot_tell("group", why), fine
-    found.sort(key=lambda each: each[0])
+    found.sort(key=lambda each: (each[0], -each[3]))  # of two groups, the one that is further from the engine
     bad = [each for each in found if each[0] * len(found) <= level and abs(each[3]) >= 0.35]
     if sum(each[4].sum() for each in bad) > 0.7 * len(there):
         bad = bad[:1]  # most would be bad: the surest one, and what is left is tested
@@ -114,13 +114,13 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
     pool = np.ones(len(values), bool)
     for (_, part), odd in zip(large, is_odd, strict=True):
         pool[part] = not odd
+    if pool.sum() < _FEWEST_DOCUMENTS:  # two groups: each against the other
+        pool[:], is_odd[:] = True, False
     found = []
     for (label, part), odd in zip(large, is_odd, strict=True):
         members = np.zeros(len(values), bool)
         members[part] = True
         count, mean, variance = _moments(values[pool], values[part] if not odd else values[:0])
-        if count < _FEWEST_DOCUMENTS:
-            continue
         distance = float(values[part].mean() - mean)
         error = float(np.sqrt(values[part].var(ddof=1) / len(part) + variance / count))
         p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), min(len(part), count) - 1)

@@ -30,7 +30,9 @@ class Gap:
     )
     rank: Integers | None = None  # [T] of the sampled token among them, K: it is none of them, -1: they are not known
     pair: Integers | None = None  # [T] numbers of the token and the one before it
-    place: NDArray[np.uint64] | None = None  # [T] hash of the step, the prompt and the response up to and with this token
+    place: NDArray[np.uint64] | None = (
+        None  # [T] hash of the step, the prompt and the response up to and with this token
+    )
     has_support: bool = False  # whether the trainer's are over what the engine could have sampled
     groups: dict[str, list[Any]] = field(
         default_factory=dict
@@ -135,6 +137,7 @@ def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np
     order = np.argsort(-values, axis=1, kind="stable")
     is_sampled = np.take_along_axis(ids, order, axis=1) == drawn[:, None]
     rank = np.where(is_sampled.any(axis=1), is_sampled.argmax(axis=1), 2**31)
+    rank[~(ids >= 0).any(axis=1)] = -1  # an empty row reports nothing
     return np.take_along_axis(values, order, axis=1), rank
 
 

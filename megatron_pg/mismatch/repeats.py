@@ -8,7 +8,8 @@ from megatron_pg.mismatch.gap import Floats, Gap, Integers
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above
 from megatron_pg.mismatch.noise import bins_of, noise_of
 
-MOST_BY_CHANCE = 0.1  # of the variance of d; other weights repeat a quarter of it and more
+BY_CHANCE = 0.1  # of the variance of d; the rounding of logits repeats less
+OF_WEIGHTS = 0.2  # of the variance of d; other weights repeat more, dropout less
 _MOST = 4.0  # scales that a token counts with at most
 _LEAST_SURPRISE = 0.05  # nats
 _FEWEST_TOKENS = 200
@@ -23,10 +24,10 @@ class Share:
     p_below: float
 
 
-def at_pairs(gap: Gap) -> Share | None:
+def at_pairs(gap: Gap, bound: float = BY_CHANCE) -> Share | None:
     """Share of the variance of d that repeats where the same two tokens follow each other in other documents; None: too few do.
 
-    Sums of d over the other documents are unbiased, so the share is 0 if d is chance. The bound is 0.1.
+    Sums of d over the other documents are unbiased, so the share is 0 if d is chance.
     """
     if gap.pair is None:
         return None
@@ -42,7 +43,7 @@ def at_pairs(gap: Gap) -> Share | None:
     if others.sum() < _FEWEST_TOKENS or len(np.unique(document[others])) < FEWEST:
         return None
     z, mean, weight = z[others], total[others] / count[others], np.minimum(count[others], 10.0)
-    return _share(weight * z * mean, weight * z * z, MOST_BY_CHANCE, document[others])
+    return _share(weight * z * mean, weight * z * z, bound, document[others])
 
 
 def at_places(gap: Gap, side: Floats, bound: float) -> Share | None:

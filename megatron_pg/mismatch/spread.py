@@ -6,12 +6,15 @@ from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Floats, Gap
 from megatron_pg.mismatch.inference import mean_over, p_above
 from megatron_pg.mismatch.noise import bins_of, noise_of
-from megatron_pg.mismatch.repeats import MOST_BY_CHANCE, Share, at_pairs, at_places
+from megatron_pg.mismatch.repeats import BY_CHANCE, OF_WEIGHTS, Share, at_pairs, at_places
 
 MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
 UNUSUAL_SCALE = 1.5 * MOST_SCALE  # nats: nor does a doubtful model come up to it
 _MOST_OF_HEAD = 0.15  # nats: bfloat16 logits up to 64 on both sides err by 0.1, eight-bit activations come up to this
-_MOST_TAIL = 4.2  # 99 % quantile of |d| over its median: 2 if uniform, 3.8 if normal, 4.3 and more in the hidden states' noise
+_MOST_TAIL = (
+    4.2  # 99 % quantile of |d| over its median: 2 if uniform, 3.8 if normal, 4.3 and more in the hidden states' noise
+)
+_VARIES = 0.5  # of the variance of d, between samples that have the same tokens so far
 _FEWEST = 100  # tokens that a scale is of
 _MEDIAN = 0.6745  # of |d| in scales
 
@@ -27,7 +30,7 @@ def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
     p = p_wide(gap, MOST_SCALE, rounding)
     if pairs is None and p <= level and tail <= _MOST_TAIL and noise.level <= _MOST_OF_HEAD:
         return cannot_tell("head_precision", f"{evidence}; too few tokens repeat to exclude other weights")
-    fits = noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and pairs is not None and pairs.value < MOST_BY_CHANCE
+    fits = noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and pairs is not None and pairs.value < BY_CHANCE
     is_large = noise.level >= MOST_SCALE and fits
     return decided("head_precision", p, level, is_large, evidence, scale=noise.level, tail=tail)
 
@@ -42,17 +45,27 @@ def dropout(gap: Gap, level: float, *, alone: bool) -> Answer:
     evidence, wide = f"the scale of log π - log q is {noise.level:.4f} nats", p_wide(gap, UNUSUAL_SCALE)
     if noise.level < UNUSUAL_SCALE:
         return decided("dropout", wide, level, False, evidence, scale=noise.level)
-    trainer, engine = at_places(gap, gap.trainer, 0.5), at_places(gap, gap.engine, 0.1)
-    if trainer is not None and engine is not None:
+    varies, pairs, p = _varies(gap), at_pairs(gap, 1.5 * OF_WEIGHTS), 1.0
+    if varies is not None:
+        trainer, engine = varies
         evidence += f"; where samples of a step have the same tokens so far, log π varies by {trainer.value:.0%} of the variance of d, log q by {engine.value:.0%}"
-        p = max(wide, trainer.p_above, engine.p_below)
-        return decided("dropout", p, level, True, evidence, scale=noise.level, varies=trainer.value)
-    pairs = at_pairs(gap)
+        p = max(trainer.p_above, engine.p_below)
+        if trainer.value < _VARIES or engine.value > BY_CHANCE:
+            return decided("dropout", p, level, False, evidence, scale=noise.level)
     evidence += _shown(pairs)
-    repeats = pairs is not None and pairs.value >= MOST_BY_CHANCE
-    if pairs is None or not repeats and (not alone or noise.level < _MOST_OF_HEAD):
+    if pairs is not None and pairs.value >= OF_WEIGHTS and varies is None:
+        return decided("dropout", pairs.p_below, level, False, evidence, scale=noise.level)
+    if pairs is not None and pairs.value < OF_WEIGHTS and alone and noise.level >= _MOST_OF_HEAD:
+        p = min(p, pairs.p_below)
+    elif varies is None:
         return cannot_tell("dropout", f"{evidence}; no samples of a step have the same tokens so far")
-    return decided("dropout", max(wide, pairs.p_below), level, not repeats, evidence, scale=noise.level)
+    return decided("dropout", max(wide, min(2 * p, 1.0)), level, True, evidence, scale=noise.level)
+
+
+def _varies(gap: Gap) -> tuple[Share, Share] | None:
+    """What `at_places` says of the trainer and of the engine."""
+    trainer, engine = at_places(gap, gap.trainer, _VARIES / 2), at_places(gap, gap.engine, BY_CHANCE)
+    return None if trainer is None or engine is None else (trainer, engine)
 
 
 def p_wide(gap: Gap, scale: float, rounding: Floats | float = 0.0) -> float:
@@ -68,4 +81,4 @@ def p_wide(gap: Gap, scale: float, rounding: Floats | float = 0.0) -> float:
 def _shown(pairs: Share | None) -> str:
     if pairs is None:
         return ""
-    return f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (chance: below {MOST_BY_CHANCE:.0%})"
+    return f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (other weights: above {OF_WEIGHTS:.0%})"

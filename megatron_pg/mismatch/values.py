@@ -142,13 +142,8 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     of_id, gross_of_id = _elsewhere(gap, np.ones(len(gap.ids), bool)), _elsewhere(gap, gross)
     judged = (of_id >= 1) & (gap.position >= _BLOCK // 4)
     consistent = (gross_of_id >= 0.5 * of_id) & judged
-    hits, chance = gross & consistent, float(gross[judged].mean()) if judged.any() else 0.0
+    hits, p = gross & consistent, _p_hits(gap, gross, consistent)
     among = float(hits.sum() / max((gross & judged).sum(), 1))
-    p = (
-        p_above(mean_over((hits - chance * consistent)[judged].astype(float), gap.observation[judged]))
-        if judged.any()
-        else 1.0
-    )
     share = float(hits[judged].mean()) if judged.any() else 0.0
     bad = np.unique(gap.ids[hits])
     evidence = (
@@ -156,6 +151,20 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
         f"squared have {len(bad)} ids of which most tokens are so"
     )
     test = decided(
-        "vocabulary", p, level, share >= 0.002 and among >= 0.4, evidence, share=share, ids=bad[:20].tolist()
+        "vocabulary", p, level, share >= 0.0005 and among >= 0.3, evidence, share=share, ids=bad[:20].tolist()
     )
     return test, ~np.isin(gap.ids, bad)
+
+
+def _p_hits(gap: Gap, gross: Booleans, consistent: Booleans) -> float:
+    """p-value of: tokens whose id is gross in other documents are gross as often as all tokens of their document.
+
+    An id counts once in a document.
+    """
+    size = np.bincount(gap.document, minlength=len(gap.step))
+    rate = np.bincount(gap.document, weights=gross, minlength=len(gap.step)) / np.maximum(size, 1)
+    _, cell = np.unique(gap.ids[consistent] * 2**32 + gap.document[consistent], return_inverse=True)
+    tokens = np.bincount(cell)
+    hits = int((np.bincount(cell, gross[consistent]) >= 0.5 * tokens).sum())
+    chance = float(rate[gap.document[consistent]].mean()) if len(cell) else 0.0
+    return binomial_tail(hits, len(tokens), max(chance, 1e-6)) if len(tokens) else 1.0
