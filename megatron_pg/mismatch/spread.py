@@ -28,10 +28,10 @@ def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
     tail, pairs = float(np.quantile(size, 0.99) / max(np.median(size), 1e-9)), at_pairs(gap)
     evidence = f"the scale of log π - log q is {noise.level:.4f} nats, its 99 % quantile {tail:.1f} times its median (rounding: up to {_MOST_TAIL}){_shown(pairs)}"
     p = p_wide(gap, MOST_SCALE, rounding)
-    if pairs is None and p <= level and tail <= _MOST_TAIL and noise.level <= _MOST_OF_HEAD:
+    is_like = MOST_SCALE <= noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and not _is_unsteady(gap)
+    if is_like and p <= level and pairs is None:
         return cannot_tell("head_precision", f"{evidence}; too few tokens repeat to exclude other weights")
-    fits = noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and pairs is not None and pairs.value < BY_CHANCE
-    is_large = noise.level >= MOST_SCALE and fits
+    is_large = is_like and pairs is not None and pairs.value < BY_CHANCE
     return decided("head_precision", p, level, is_large, evidence, scale=noise.level, tail=tail)
 
 
@@ -60,6 +60,12 @@ def dropout(gap: Gap, level: float, *, alone: bool) -> Answer:
     elif varies is None:
         return cannot_tell("dropout", f"{evidence}; no samples of a step have the same tokens so far")
     return decided("dropout", max(wide, min(2 * p, 1.0)), level, True, evidence, scale=noise.level)
+
+
+def _is_unsteady(gap: Gap) -> bool:
+    """Whether log π differs where the tokens so far are the same; that of rounded logits does not."""
+    varies = _varies(gap)
+    return varies is not None and varies[0].value > _VARIES / 2
 
 
 def _varies(gap: Gap) -> tuple[Share, Share] | None:
