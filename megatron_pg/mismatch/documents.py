@@ -86,7 +86,7 @@ def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     if not found:
         why = f"no two workers, data_parallel_ranks or files have {_FEWEST_DOCUMENTS} documents each, so documents cannot be compared by them"
         return cannot_tell("group", why), fine
-    found.sort(key=lambda each: (each[0], -each[3]))  # of two groups, the one that is further from the engine
+    found.sort(key=lambda each: each[0])
     bad = [each for each in found if each[0] * len(found) <= level and abs(each[3]) >= 0.35]
     if sum(each[4].sum() for each in bad) > 0.7 * len(there):
         bad = bad[:1]  # most would be bad: the surest one, and what is left is tested
@@ -125,7 +125,7 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
         error = float(np.sqrt(values[part].var(ddof=1) / len(part) + variance / count))
         p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), min(len(part), count) - 1)
         found.append((min(p, 1.0), label, distance, members))
-    return found
+    return found if len(found) > 2 else [max(found, key=lambda each: each[2])]  # of two, the one that is further
 
 
 def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:
