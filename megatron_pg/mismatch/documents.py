@@ -121,11 +121,13 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
         members = np.zeros(len(values), bool)
         members[part] = True
         count, mean, variance = _moments(values[pool], values[part] if not odd else values[:0])
+        if count < _FEWEST_DOCUMENTS:
+            continue
         distance = float(values[part].mean() - mean)
         error = float(np.sqrt(values[part].var(ddof=1) / len(part) + variance / count))
         p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), min(len(part), count) - 1)
         found.append((min(p, 1.0), label, distance, members))
-    return found if len(found) > 2 else [max(found, key=lambda each: each[2])]  # of two, the one that is further
+    return found if len(large) > 2 else [max(found, key=lambda each: each[2])]  # of two, the one that is further
 
 
 def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:
