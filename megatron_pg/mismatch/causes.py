@@ -21,6 +21,11 @@ CAUSES = {
         "targets shifted by a token",
         "Compare which token the first log-probability of a response belongs to on both sides: logits at a position predict the next token.",
     ),
+    "other_samples": Cause(
+        "log-probabilities belong to other samples or tokens",
+        "Compare sample ids, prompts and lengths where old_logprobs and rollout_logprobs are joined with the tokens: after sorting, "
+        "balancing, packing and gathering over ranks.",
+    ),
     "vocabulary": Cause(
         "another tokenizer or vocabulary",
         "Compare tokenizer files, added tokens and the order of the embedding's rows on both sides, and send token ids, not text.",
@@ -58,6 +63,11 @@ CAUSES = {
     "routing": Cause(
         "some tokens go through other experts",
         "Replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens with a correction that rejects.",
+    ),
+    "dropout": Cause(
+        "the trainer is in training mode (dropout)",
+        "Compute old_logprobs with the model in evaluation mode, or set --hidden-dropout 0 and --attention-dropout 0; if they are, compare "
+        "the log-probabilities of a sample alone and in a packed batch.",
     ),
     "head_precision": Cause(
         "precision of the head",

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pg.mismatch import distribution, documents, values
+from megatron_pg.mismatch import alignment, distribution, documents, spread, values
 from megatron_pg.mismatch.causes import CAUSES, Answer, cannot_tell
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap
 from megatron_pg.mismatch.noise import noise_of
@@ -14,7 +14,7 @@ from megatron_pg.mismatch.settings import Settings, against
 
 LEVEL = 0.01  # chance of a false alarm in a diagnosis of mere noise, shared out over its tests
 _TESTS = len(CAUSES)
-_SHARED = {"bfloat16_grid", "shift", "group"}  # whose tokens are taken out, or whose share of d is known
+_SPREADING = {"staleness", "temperature", "truncation", "padding"}  # causes that spread unlikely tokens more, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Diagnosis:
         """`found`, `noise` (nothing but what bfloat16 does to a model) or `unexplained`."""
         if self.found:
             return "found"
-        is_small = self.summary["k3"] < 0.01 and self.summary["scale"] < 1.5 * distribution.MOST_SCALE
+        is_small = self.summary["k3"] < 0.01 and self.summary["scale"] < spread.UNUSUAL_SCALE
         return "noise" if is_small else "unexplained"
 
     def document(self) -> dict[str, Any]:
@@ -66,6 +66,10 @@ class _Course:
     def give_up(self, why: str, *causes: str) -> None:
         self.tests += [cannot_tell(cause, why) for cause in causes]
 
+    def give_up_rest(self, why: str) -> None:
+        done = {test.cause for test in self.tests}
+        self.give_up(why, *(cause for cause in CAUSES if cause not in done))
+
 
 def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -> Diagnosis:
     """Test every cause, the plainest first; documents are taken for independent.
@@ -77,11 +81,13 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
     """
     course = _Course(gap, level / _TESTS)
     _test_values(course)
-    if len(course.gap.engine):
-        _test_distribution(course, _test_documents(course))
+    if not len(course.gap.engine):
+        course.give_up_rest("the sides are unrelated, so there is nothing else to see")
+    elif why := alignment.doubt(course.gap, course.level):
+        course.add(sampling(gap, course.level))  # of the engine's values alone
+        course.give_up_rest(why)
     else:
-        rest = [cause for cause in CAUSES if cause not in {test.cause for test in course.tests}]
-        course.give_up("the sides are unrelated, so there is nothing else to see", *rest)
+        _test_distribution(course, _test_documents(course))
     tests = course.tests if settings is None else against(settings, course.tests, has_support=gap.has_support)
     return Diagnosis(tests, summarise(gap))
 
@@ -90,7 +96,10 @@ def _test_values(course: _Course) -> None:
     course.add(values.grid(course.gap, course.level))
     test, course.gap = values.shift(course.gap, course.level)
     course.add(test)
-    course.add(*values.vocabulary(course.gap, course.level))
+    test, course.gap = alignment.other_samples(course.gap, course.level)
+    course.add(test)
+    if len(course.gap.engine):
+        course.add(*values.vocabulary(course.gap, course.level))
 
 
 def _test_documents(course: _Course) -> Floats:
@@ -111,7 +120,7 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
     if "vocabulary" in course.found:
         why = "the contexts hold tokens that the trainer reads as others"
         course.add(distribution.temperature(gap, level))
-        course.give_up(why, "truncation", "padding", "routing", "head_precision")
+        course.give_up_rest(why)
         return
     if "sampling" in course.found:
         course.give_up("the tokens are not drawn from what the engine reports", "truncation", "padding")
@@ -121,11 +130,11 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
     course.add(distribution.temperature(gap, level))
     even = gap.divided(factors)
     course.add(distribution.routing(even, level))
-    if course.found & {"staleness", "temperature", "truncation", "padding"}:
+    course.add(spread.dropout(even, level, alone=not course.found & _SPREADING))
+    if course.found & (_SPREADING | {"dropout"}):
         course.give_up("what was found spreads unlikely tokens more, too", "head_precision")
     else:
-        alone = not course.found - _SHARED
-        course.add(distribution.head_precision(even, values.rounding_scale(gap), level, alone=alone))
+        course.add(spread.head_precision(even, values.rounding_scale(gap), level))
 
 
 def summarise(gap: Gap) -> dict[str, float]:

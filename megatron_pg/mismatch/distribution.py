@@ -1,4 +1,4 @@
-"""Causes that change the whole distribution: probability that is missing, a temperature, a heavy tail, coarse logits.
+"""Causes that change the whole distribution: probability that is missing, a temperature, a heavy tail.
 
 The tokens are drawn from the engine's distribution q, so E_q[π/q] = E[e^d] is the mass that π gives to what q can draw: 1 unless
 columns are left out on one side, whatever else differs.
@@ -9,12 +9,10 @@ import numpy as np
 from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Floats, Gap
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above
-from megatron_pg.mismatch.noise import bins_of, noise_of, robust
+from megatron_pg.mismatch.noise import bins_of, noise_of
 
 _LARGEST = 3.0  # of d in e^d
-_FEWEST = 100  # tokens that a scale is of
-_GROWTH = 2.0  # of the scale beyond 4 nats
-MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
+_FOLLOWS = 0.5  # correlation of d with log q
 
 
 def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
@@ -119,7 +117,7 @@ def temperature(gap: Gap, level: float) -> Answer:
     is_balanced = abs(float(d.mean())) > 0.01 and missing < 0.25 * abs(float(d.mean()))  # both sides sum to 1
     p = p_above(mean_over(products * np.sign(mean.value), seen))
     evidence = f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from {low:+.4f} to {high:+.4f}"
-    is_large = abs(slope) >= 0.008 and abs(correlation) >= 0.3 and (changes or is_balanced) and kappa > 0.05
+    is_large = abs(slope) >= 0.008 and abs(correlation) >= _FOLLOWS and (changes or is_balanced) and kappa > 0.05
     return decided("temperature", min(2 * p, 1.0), level, is_large, evidence, trainer_over_engine=1 / max(kappa, 1e-3))
 
 
@@ -137,7 +135,7 @@ def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
     return float(max(means)), float(min(means))
 
 
-# --- tail and spread ---
+# --- tail ---
 
 
 def routing(gap: Gap, level: float) -> Answer:
@@ -159,29 +157,3 @@ def _clustering(gap: Gap, hits: np.ndarray) -> float:
     counts = np.bincount(gap.document, weights=hits, minlength=len(gap.step))[sizes > 0]
     expected = sizes[sizes > 0] * hits.mean()
     return float(((counts - expected) ** 2).sum() / expected.sum()) if expected.sum() else 1.0
-
-
-def head_precision(gap: Gap, rounding: Floats, level: float, *, alone: bool) -> Answer:
-    """Scale of d beyond 4 nats of surprise against that at 0.5 to 1.5, where noise of the hidden states has ceased to grow.
-
-    `alone`: nothing else was found, so that a scale above 0.04 nats, whatever its shape, is of the arithmetic too.
-    """
-    noise = noise_of(gap)
-    d = gap.difference - noise.centre[bins_of(gap)]
-    near, far = (gap.surprise > 0.5) & (gap.surprise < 1.5), gap.surprise > 4
-    middle = (gap.surprise > 0.4) & (gap.surprise < 4)
-    if near.sum() < _FEWEST:
-        return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.5 to 1.5 nats")
-    usual, p, growth = robust(d[near])[1], 1.0, 1.0
-    if far.sum() >= _FEWEST:
-        floor = _GROWTH * np.hypot(usual, np.median(rounding[far]))
-        p = p_above(mean_over((np.abs(d[far]) > 0.6745 * floor) - 0.5, gap.observation[far]))
-        growth = robust(d[far])[1] / max(usual, 1e-9)
-    if alone:
-        wide = mean_over((np.abs(d[middle]) > 0.6745 * MOST_SCALE) - 0.5, gap.observation[middle])
-        p = min(1.0, 2 * p, 2 * p_above(wide))
-    up = float((gap.difference[near | far] > 0).mean())
-    evidence = f"the scale of log π - log q is {noise.level:.4f} nats; beyond 4 nats it is {growth:.2f} times that at 0.5 to 1.5"
-    is_grown, is_wide = growth >= _GROWTH and growth * usual >= 0.03, alone and noise.level >= MOST_SCALE
-    is_large = (is_grown or is_wide) and 0.25 < up < 0.75
-    return decided("head_precision", p, level, is_large, evidence, growth=growth, scale=noise.level)

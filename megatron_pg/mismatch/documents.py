@@ -84,7 +84,7 @@ def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     for factor, labels in gap.groups.items():
         found += [(p, factor, *rest) for p, *rest in _against_others(values, [labels[i] for i in there])]
     if not found:
-        why = "no two workers, data_parallel_ranks or files of 4 documents are given, so documents cannot be compared by them"
+        why = f"no two workers, data_parallel_ranks or files have {_FEWEST_DOCUMENTS} documents each, so documents cannot be compared by them"
         return cannot_tell("group", why), fine
     found.sort(key=lambda each: each[0])
     bad = [each for each in found if each[0] * len(found) <= level and abs(each[3]) >= 0.35]
@@ -114,6 +114,8 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
     pool = np.ones(len(values), bool)
     for (_, part), odd in zip(large, is_odd, strict=True):
         pool[part] = not odd
+    if pool.sum() < _FEWEST_DOCUMENTS:  # two groups: each against the other
+        pool[:], is_odd[:] = True, False
     found = []
     for (label, part), odd in zip(large, is_odd, strict=True):
         members = np.zeros(len(values), bool)
@@ -125,7 +127,7 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
         error = float(np.sqrt(values[part].var(ddof=1) / len(part) + variance / count))
         p = 2 * tail((abs(distance) - _HARMLESS) / max(error, 1e-12), min(len(part), count) - 1)
         found.append((min(p, 1.0), label, distance, members))
-    return found
+    return found if len(large) > 2 else [max(found, key=lambda each: each[2])]  # of two, the one that is further
 
 
 def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:

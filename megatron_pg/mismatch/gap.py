@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+_BASE = 0x9E3779B97F4A7C15  # odd
 _BLOCK = 512  # tokens of a document that count as one observation: a longer one is several
 
 
@@ -28,6 +29,10 @@ class Gap:
         None  # [T, K] log q of the engine's likeliest tokens, descending, -inf where there is none
     )
     rank: Integers | None = None  # [T] of the sampled token among them, K: it is none of them, -1: they are not known
+    pair: Integers | None = None  # [T] numbers of the token and the one before it
+    place: NDArray[np.uint64] | None = (
+        None  # [T] hash of the step, the prompt and the response up to and with this token
+    )
     has_support: bool = False  # whether the trainer's are over what the engine could have sampled
     groups: dict[str, list[Any]] = field(
         default_factory=dict
@@ -54,7 +59,7 @@ class Gap:
 
     def where(self, mask: Booleans | Integers) -> "Gap":
         """The tokens of a mask or of numbers; documents keep theirs."""
-        names = ("engine", "trainer", "ids", "position", "document", "likeliest", "rank")
+        names = ("engine", "trainer", "ids", "position", "document", "likeliest", "rank", "pair", "place")
         known = [name for name in names if getattr(self, name) is not None]
         return replace(self, **{name: getattr(self, name)[mask] for name in known})
 
@@ -71,7 +76,8 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         ValueError: a sample has no `rollout_logprobs`, none has a field of `by`, or no token is trained.
     """
     names = iter(files) if files is not None else None
-    columns: dict[str, list] = {name: [] for name in ("engine", "trainer", "ids", "position", "document")}
+    fields = ("engine", "trainer", "ids", "position", "document", "pair", "place")
+    columns: dict[str, list] = {name: [] for name in fields}
     likeliest: list[tuple | None] = []
     groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
     step, version, has_support = [], [], False
@@ -84,10 +90,14 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         kept = sample.loss_mask.numpy().nonzero()[0]
         columns["engine"].append(sample.rollout_logprobs.numpy()[kept])
         columns["trainer"].append(sample.old_logprobs.numpy()[kept])
-        drawn = sample.tokens.numpy()[len(sample.tokens) - sample.response_length + kept]
+        tokens = sample.tokens.numpy().astype(np.int64)
+        at = len(tokens) - sample.response_length + kept
+        drawn = tokens[at]
         columns["ids"].append(drawn)
         columns["position"].append(kept)
         columns["document"].append(np.full(len(kept), number))
+        columns["pair"].append(tokens[at - 1] * 2**31 + drawn)
+        columns["place"].append(_places(tokens, sample.step or 0)[at])
         likeliest.append(_likeliest(sample, kept, drawn))
         has_support |= sample.support is not None
         step.append(sample.step or 0)
@@ -112,6 +122,12 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     )
 
 
+def _places(tokens: Integers, step: int) -> NDArray[np.uint64]:
+    """[n] hashes of the step and the tokens up to each one: a polynomial modulo 2^64."""
+    powers = np.multiply.accumulate(np.full(len(tokens), _BASE, np.uint64))
+    return np.cumsum((tokens + 1).astype(np.uint64) * powers, dtype=np.uint64) + np.uint64(step)
+
+
 def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:
     """[n, K] the engine's values at the kept tokens, descending, and the rank of each token that was sampled."""
     if sample.rollout_topk is None:
@@ -121,6 +137,7 @@ def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np
     order = np.argsort(-values, axis=1, kind="stable")
     is_sampled = np.take_along_axis(ids, order, axis=1) == drawn[:, None]
     rank = np.where(is_sampled.any(axis=1), is_sampled.argmax(axis=1), 2**31)
+    rank[~(ids >= 0).any(axis=1)] = -1  # an empty row reports nothing
     return np.take_along_axis(values, order, axis=1), rank
 
 

@@ -1,11 +1,26 @@
 """What engine and trainer are said to do, against what their log-probabilities show."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_pg.mismatch.causes import Answer
 
-_NAMES = ("temperature", "top_p", "top_k")
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?|-?\.[0-9]+")
+_RANGES = {  # which numbers are valid, and in words
+    "temperature": (_is_positive, "a finite number above 0"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "top_k": (
+        lambda value: 1 <= value < math.inf and value == int(value),
+        "a whole number from 1 on (leave it out if it is off)",
+    ),
+}
 _CLOSE = 1.02  # of temperatures
 
 
@@ -28,21 +43,17 @@ class Settings:
         given: dict[str, float] = {}
         for part in filter(None, engine.split(",")):
             name, equals, text = part.partition("=")
-            if name not in _NAMES or not equals or name in given:
-                raise ValueError(f"{part!r} is none of {', '.join(f'{each}=…' for each in _NAMES)}, each once")
-            try:
-                given[name] = float(text)
-            except ValueError:
-                raise ValueError(f"{part!r} has no number") from None
+            if name not in _RANGES or not equals or name in given:
+                raise ValueError(f"{part!r} is none of {', '.join(f'{each}=…' for each in _RANGES)}, each once")
+            given[name] = float(text) if _NUMBER.fullmatch(text) else math.nan
+            is_valid, words = _RANGES[name]
+            if not is_valid(given[name]):
+                raise ValueError(f"{part} is not {words}")
         count = given.pop("top_k", None)
-        if not (
-            given.get("temperature", 1.0) > 0 and 0 < given.get("top_p", 1.0) <= 1 and (count is None or count >= 1)
-        ):
-            raise ValueError("a temperature is > 0, top_p above 0 and at most 1, top_k 1 or more")
         if trainer_temperature is not None and "temperature" not in given:
             raise ValueError(f"the trainer's temperature {trainer_temperature:g} needs the engine's beside it")
-        if trainer_temperature is not None and not trainer_temperature > 0:
-            raise ValueError(f"the trainer's temperature {trainer_temperature:g} is not > 0")
+        if trainer_temperature is not None and not _is_positive(trainer_temperature):
+            raise ValueError(f"the trainer's temperature {trainer_temperature:g} is not a finite number above 0")
         return cls(**given, top_k=None if count is None else int(count), trainer_temperature=trainer_temperature)
 
     @property
@@ -106,5 +117,5 @@ def _with(test: Answer, said: str) -> Answer:
 
 
 def _shown(settings: Settings) -> str:
-    known = {name: getattr(settings, name) for name in (*_NAMES, "trainer_temperature")}
+    known = {name: getattr(settings, name) for name in (*_RANGES, "trainer_temperature")}
     return ", ".join(f"{name} {value:g}" for name, value in known.items() if value is not None)

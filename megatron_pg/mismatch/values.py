@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_pg.mismatch.alignment import UNRELATED, agreement
 from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
@@ -115,15 +116,6 @@ def _pairs(gap: Gap, lag: int) -> tuple[Integers, Integers]:
 # --- a vocabulary ---
 
 
-def agreement(gap: Gap) -> float:
-    """Spearman's correlation of the two sides; 1 where a side is constant, as a greedy engine's is."""
-    if min(np.ptp(gap.trainer), np.ptp(gap.engine)) < 1e-3 or (gap.engine < -0.05).mean() < 0.02:
-        return 1.0
-    ranks = [np.unique(side, return_inverse=True, return_counts=True)[1:] for side in (gap.trainer, gap.engine)]
-    middle = [(np.cumsum(counts) - (counts - 1) / 2)[index] for index, counts in ranks]
-    return float(np.corrcoef(middle[0], middle[1])[0, 1])
-
-
 def _elsewhere(gap: Gap, mask: Booleans) -> Integers:
     """[T] how many tokens of the mask have the same id in other documents."""
     _, of_id = np.unique(gap.ids, return_inverse=True)
@@ -142,7 +134,7 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     gross = gap.difference < np.minimum(
         gap.engine, -2.0
     )  # less than q squared: no temperature up to twice the other does this
-    if gap.difference.mean() < -0.5 and (related < 0.3 or gross.mean() > 0.5):
+    if gap.difference.mean() < -0.5 and (related < UNRELATED or gross.mean() > 0.5):
         mean = mean_over(gap.difference, gap.observation)
         evidence = f"the sides are nearly unrelated (rank correlation {related:.2f}), log π - log q is {mean.value:.1f} nats on average"
         p = p_above(mean_over(-gap.difference, gap.observation))
@@ -150,13 +142,8 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     of_id, gross_of_id = _elsewhere(gap, np.ones(len(gap.ids), bool)), _elsewhere(gap, gross)
     judged = (of_id >= 1) & (gap.position >= _BLOCK // 4)
     consistent = (gross_of_id >= 0.5 * of_id) & judged
-    hits, chance = gross & consistent, float(gross[judged].mean()) if judged.any() else 0.0
+    hits, p = gross & consistent, _p_hits(gap, gross, consistent)
     among = float(hits.sum() / max((gross & judged).sum(), 1))
-    p = (
-        p_above(mean_over((hits - chance * consistent)[judged].astype(float), gap.observation[judged]))
-        if judged.any()
-        else 1.0
-    )
     share = float(hits[judged].mean()) if judged.any() else 0.0
     bad = np.unique(gap.ids[hits])
     evidence = (
@@ -164,6 +151,20 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
         f"squared have {len(bad)} ids of which most tokens are so"
     )
     test = decided(
-        "vocabulary", p, level, share >= 0.002 and among >= 0.4, evidence, share=share, ids=bad[:20].tolist()
+        "vocabulary", p, level, share >= 0.0005 and among >= 0.3, evidence, share=share, ids=bad[:20].tolist()
     )
     return test, ~np.isin(gap.ids, bad)
+
+
+def _p_hits(gap: Gap, gross: Booleans, consistent: Booleans) -> float:
+    """p-value of: tokens whose id is gross in other documents are gross as often as all tokens of their document.
+
+    An id counts once in a document.
+    """
+    size = np.bincount(gap.document, minlength=len(gap.step))
+    rate = np.bincount(gap.document, weights=gross, minlength=len(gap.step)) / np.maximum(size, 1)
+    _, cell = np.unique(gap.ids[consistent] * 2**32 + gap.document[consistent], return_inverse=True)
+    tokens = np.bincount(cell)
+    hits = int((np.bincount(cell, gross[consistent]) >= 0.5 * tokens).sum())
+    chance = float(rate[gap.document[consistent]].mean()) if len(cell) else 0.0
+    return binomial_tail(hits, len(tokens), max(chance, 1e-6)) if len(tokens) else 1.0

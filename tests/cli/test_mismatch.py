@@ -59,7 +59,7 @@ def test_settings_that_the_numbers_do_not_show_are_said(write, capsys):
     )
     code, _, err = run(capsys, path, "--engine", "top_p=2")
     assert (code, err.count("\n")) == (2, 1)
-    assert "--engine top_p=2: a temperature is > 0, top_p above 0 and at most 1" in err
+    assert "--engine top_p=2: top_p=2 is not a number above 0 and at most 1" in err
 
 
 def test_rollouts_without_a_fault(write, capsys):

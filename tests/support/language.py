@@ -51,19 +51,24 @@ def initial(vocabulary: int, width: int, layers: int, seed: int) -> Parameters:
     return found
 
 
-def hidden(parameters: Parameters, rows: Tensor, cache: dict[int, Tensor] | None = None) -> Tensor:
-    """[B, W, D] the final hidden states of rows [B, W]; `cache` holds keys and values of the tokens before them."""
+def hidden(
+    parameters: Parameters, rows: Tensor, cache: dict[int, Tensor] | None = None, drop: Callable = lambda x: x
+) -> Tensor:
+    """[B, W, D] the final hidden states of rows [B, W]; `cache` holds keys and values of the tokens before them.
+
+    `drop` is applied to the embedding and to the output of each attention and MLP block, where a trainer has its dropout.
+    """
     norm = lambda x: functional.layer_norm(x, x.shape[-1:])  # noqa: E731
     done = cache[0].shape[3] if cache else 0
-    x = parameters["embedding"][rows] + parameters["position"][done : done + rows.shape[1]]
+    x = drop(parameters["embedding"][rows] + parameters["position"][done : done + rows.shape[1]])
     for layer in range(sum(name.endswith("qkv") for name in parameters)):
         parts = (norm(x) @ parameters[f"{layer}.qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         keys = parts[1:]
         if cache is not None:
             keys = cache[layer] = torch.cat([cache[layer], keys], dim=3) if layer in cache else keys
         mixed = functional.scaled_dot_product_attention(parts[0], keys[0], keys[1], is_causal=rows.shape[1] > 1)
-        x = x + mixed.transpose(1, 2).flatten(2) @ parameters[f"{layer}.out"]
-        x = x + functional.gelu(norm(x) @ parameters[f"{layer}.up"]) @ parameters[f"{layer}.down"]
+        x = x + drop(mixed.transpose(1, 2).flatten(2) @ parameters[f"{layer}.out"])
+        x = x + drop(functional.gelu(norm(x) @ parameters[f"{layer}.up"]) @ parameters[f"{layer}.down"])
     return norm(x) * parameters["scale"]
 
 

@@ -29,6 +29,7 @@ class Drawn:
     worker: list[str | None]
     rank: list[int | None]
     topk: tuple[Tensor, Tensor] | None = None  # [B, L, K] ids and log-probabilities of the engine's likeliest tokens
+    group: int = 1  # documents of a prompt
     truth: dict[str, str] = field(default_factory=dict)  # cause: strength
 
     def records(self) -> list[dict]:
@@ -37,7 +38,7 @@ class Drawn:
         return [
             {
                 "step": self.step[i],
-                "prompt_id": i,
+                "prompt_id": i // self.group,
                 "rollout_id": i,
                 "tokens": self.tokens[i].tolist(),
                 "response_length": length,
@@ -75,22 +76,25 @@ class World:
     noise: float = 1.0  # 1: of a bfloat16 forward against a float32 one
     documents: int = 128
     seed: int = 0
+    length: int = LENGTH
+    group: int = 1  # documents of a prompt
 
     def generator(self, salt: int = 0) -> torch.Generator:
         return torch.Generator().manual_seed(1000 * self.seed + salt)
 
     def prompts(self) -> Tensor:
         begin = torch.randint(0, len(self.text.ids) - PROMPT, (self.documents,), generator=self.generator(1))
+        begin = begin[:: self.group].repeat_interleave(self.group)[: self.documents]
         return self.text.ids[begin[:, None] + torch.arange(PROMPT)]
 
     def drawn(self, choose: Callable[[Tensor], Tensor]) -> Tensor:
         sharp = lambda logits: choose(self.sharpness * logits)  # noqa: E731
-        return sample(self.parameters, self.prompts(), LENGTH, self.generator(2), sharp)
+        return sample(self.parameters, self.prompts(), self.length, self.generator(2), sharp)
 
-    def logits(self, tokens: Tensor, parameters: Parameters | None = None) -> Tensor:
+    def logits(self, tokens: Tensor, parameters: Parameters | None = None, drop: Callable = lambda x: x) -> Tensor:
         """[B, L, V] float32, of the response tokens."""
         parameters = parameters or self.parameters
-        return self.sharpness * head(parameters, hidden(parameters, tokens[:, :-1])[:, PROMPT - 1 :])
+        return self.sharpness * head(parameters, hidden(parameters, tokens[:, :-1], drop=drop)[:, PROMPT - 1 :])
 
     def noisy_logits(self, tokens: Tensor) -> Tensor:
         """Those of a forward in bfloat16, its error scaled by `noise`."""
@@ -166,6 +170,7 @@ def clean(
         worker=[f"engine-{rng.randrange(6)}" if with_workers else None for _ in range(count)],
         rank=[rng.randrange(4) if with_workers else None for _ in range(count)],
         topk=(likeliest.indices, likeliest.values.float()) if reports is not None or rng.random() < 0.5 else None,
+        group=world.group,
     )
 
 
@@ -206,9 +211,9 @@ def staleness(world: World, drawn: Drawn, size: float, rng: random.Random) -> Dr
     return replace(drawn, trainer=trainer, weight_version=versions)
 
 
-def head_precision(world: World, drawn: Drawn, size: int, rng: random.Random) -> Drawn:
-    """The trainer's logits have `size` bits; bfloat16 has 7."""
-    return replace(drawn, trainer=of_tokens(rounded(world.noisy_logits(drawn.tokens), size), drawn.tokens))
+def head_precision(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
+    """The trainer's logits lie around `size` and are rounded to bfloat16."""
+    return replace(drawn, trainer=of_tokens(rounded(world.noisy_logits(drawn.tokens) + size, 7), drawn.tokens))
 
 
 def routing(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
@@ -248,6 +253,21 @@ def group(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
     return replace(drawn, trainer=trainer, worker=workers, rank=ranks)
 
 
+def other_samples(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
+    """A share of the documents have the trainer's values of one another."""
+    rows = rng.sample(range(len(drawn.step)), max(round(size * len(drawn.step)), 2))
+    trainer = drawn.trainer.clone()
+    trainer[rows] = drawn.trainer[rows[1:] + rows[:1]]
+    return replace(drawn, trainer=trainer)
+
+
+def dropout(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
+    """The trainer's forward drops a share of its activations, others at every position."""
+    generator = world.generator(10)
+    drop = lambda x: x * (torch.rand(x.shape, generator=generator) >= size) / (1 - size)  # noqa: E731
+    return _moved(world, drawn, of_tokens(world.logits(drawn.tokens, drop=drop), drawn.tokens))
+
+
 def vocabulary(world: World, drawn: Drawn, size: float, rng: random.Random) -> Drawn:
     """A share of the token ids means another token to the trainer."""
     generator, ids = world.generator(9), torch.arange(world.text.vocabulary)
@@ -264,11 +284,13 @@ FAULTS: dict[str, tuple[Callable, tuple]] = {  # and its size when weak, medium 
     "shift": (shift, (0.02, 0.3, 1.0)),
     "template": (template, (1, 3, 8)),
     "staleness": (staleness, (0.0005, 0.003, 0.015)),
-    "head_precision": (head_precision, (7, 5, 3)),
+    "head_precision": (head_precision, (0.0, 24.0, 48.0)),
     "routing": (routing, (0.001, 0.01, 0.05)),
     "bfloat16_grid": (bfloat16_grid, (0.03, 0.3, 1.0)),
     "group": (group, (0.002, 0.01, 0.05)),
     "vocabulary": (vocabulary, (0.005, 0.1, 1.0)),
+    "dropout": (dropout, (0.01, 0.05, 0.1)),
+    "other_samples": (other_samples, (0.02, 0.25, 1.0)),
 }
 TRUNCATIONS = {
     "weak": (top_p(0.995), top_k(200), min_p(0.0005)),
@@ -295,14 +317,16 @@ def faulty(world: World, faults: dict[str, str]) -> Drawn:
     order = (
         "temperature",
         "padding",
+        "head_precision",
         "vocabulary",
+        "dropout",
         "template",
         "staleness",
-        "head_precision",
         "routing",
         "group",
         "bfloat16_grid",
         "shift",
+        "other_samples",
     )
     for cause in order:
         if cause in faults:

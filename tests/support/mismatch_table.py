@@ -71,7 +71,8 @@ def outcome_of(job: tuple[Text, Parameters, str, dict[str, str], int]) -> Outcom
     torch.set_num_threads(1)
     rng = random.Random(number)
     sharpness, noise = rng.uniform(1.2, 2.8), rng.choice([0.5, 1.0, 1.5])
-    world = World(text, parameters, sharpness, noise, rng.choice([48, 96]), number)
+    sizes = {"documents": rng.choice([48, 96]), "length": rng.choice([64, 96, 128]), "group": rng.choice([1, 4])}
+    world = World(text, parameters, sharpness, noise, seed=number, **sizes)
     with torch.no_grad():
         drawn = faulty(world, faults) if faults else clean(world)
     found = diagnose(gap_of_drawn(drawn))
@@ -119,7 +120,7 @@ def table(all_outcomes: list[Outcome]) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)  # two processes of one thread each
-    text, parameters = language()
+    text, parameters = language(vocabulary=640, width=72, layers=3, steps=200)  # no test's model
     repeats, seed = int(sys.argv[1]) if len(sys.argv) > 1 else 4, int(sys.argv[2]) if len(sys.argv) > 2 else 0
     found = outcomes(text, parameters, cases(repeats), seed)
     print(table(found))

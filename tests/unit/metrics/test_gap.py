@@ -25,6 +25,17 @@ def test_hand_worked_values():
     assert gap.missing_mass(found) == pytest.approx(1 - (math.exp(0.25) + math.exp(-0.25) + math.exp(-8)) / 3)
 
 
+def test_a_token_counts_with_three_nats_at_most():
+    """So a single token of another model does not decide which rank is furthest."""
+    assert sums([(-9.0, -1.0)])["size"] == gap.NEAR
+    assert sums([(-1.0, -9.0)])["size"] == gap.NEAR
+
+
+def test_mass_may_be_missing_on_either_side():
+    found = sums([(-1.0, -1.25), (-2.0, -2.5)])  # the trainer counts fewer columns
+    assert gap.missing_mass(found) == pytest.approx(1 - (math.exp(-0.25) + math.exp(-0.5)) / 2)
+
+
 def drawn(kappa: float, count: int, *, noise: float = 0.0) -> list[tuple[float, float]]:
     """(o, b) of tokens of 40 contexts, drawn from q; π ∝ q^κ."""
     generator = torch.Generator().manual_seed(4)

@@ -132,6 +132,35 @@ def test_a_drawn_token_that_the_engine_has_added_is_none_of_the_likeliest():
     assert gap.likeliest[1].tolist() == [-0.5, -1.5, -math.inf]
 
 
+def test_an_empty_row_of_the_likeliest_changes_no_estimate():
+    """At one position the engine reports nothing: that position is not used."""
+
+    def gap(rows: int) -> Gap:
+        rng = np.random.default_rng(9)
+        samples = []
+        for number in range(40):
+            logprobs = np.log(rng.dirichlet(np.full(8, 0.5), 12))
+            ids = np.argsort(-logprobs, axis=1)[:, :4]
+            tokens = [int(rng.choice(row[:2])) for row in ids]
+            values = [float(logprobs[t, token]) for t, token in enumerate(tokens)]
+            topk = {
+                "ids": [[] if number == 0 and t < rows else row.tolist() for t, row in enumerate(ids)],
+                "logprobs": [
+                    [] if number == 0 and t < rows else logprobs[t, row].tolist() for t, row in enumerate(ids)
+                ],
+            }
+            both = {"old_logprobs": values, "rollout_logprobs": values, "rollout_topk": topk}
+            fields = {"response_length": 12, "loss_mask": [1] * 12, "advantage": 0.0, "rollout_id": number}
+            samples.append(Sample.build(tokens=[0, *tokens], **fields, **both))
+        return gap_of(samples)
+
+    whole, holed = sampling(gap(0), LEVEL), sampling(gap(1), LEVEL)
+    assert gap(1).rank[0] == -1
+    assert (whole.estimate["top_k"], whole.estimate["top_p"]) == (2, None)
+    assert (holed.estimate["top_k"], holed.estimate["top_p"]) == (2, None)
+    assert holed.estimate["temperature"] == pytest.approx(whole.estimate["temperature"], rel=0.02)
+
+
 # --- settings ---
 
 
@@ -183,12 +212,21 @@ def test_a_truncation_that_the_trainer_replays_needs_no_trace():
         ("top_p", None, "'top_p' is none of temperature="),
         ("top_p=0.9,top_p=0.8", None, "each once"),
         ("min_p=0.1", None, "'min_p=0.1' is none of"),
-        ("top_p=x", None, "'top_p=x' has no number"),
+        ("top_p=x", None, "top_p=x is not a number above 0 and at most 1"),
         ("top_p=0", None, "above 0 and at most 1"),
-        ("temperature=0", None, "a temperature is > 0"),
-        ("top_k=0", None, "top_k 1 or more"),
+        ("temperature=0", None, "temperature=0 is not a finite number above 0"),
+        ("temperature=inf", None, "temperature=inf is not a finite number above 0"),
+        ("temperature=1e400", None, "temperature=1e400 is not a finite number above 0"),
+        ("temperature=1_0", None, "temperature=1_0 is not a finite number above 0"),
+        ("temperature=٣", None, "temperature=٣ is not a finite number above 0"),
+        ("top_k=0", None, "top_k=0 is not a whole number from 1 on"),
+        ("top_k=-1", None, "top_k=-1 is not a whole number from 1 on .leave it out if it is off"),
+        ("top_k=inf", None, "top_k=inf is not a whole number from 1 on"),
+        ("top_k=1e400", None, "top_k=1e400 is not a whole number from 1 on"),
+        ("top_k=1.5", None, "top_k=1.5 is not a whole number from 1 on"),
         ("top_p=0.9", 1.0, "needs the engine's"),
-        ("temperature=1", 0.0, "is not > 0"),
+        ("temperature=1", 0.0, "0 is not a finite number above 0"),
+        ("temperature=1", math.inf, "inf is not a finite number above 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(engine, trainer, message):

@@ -1,0 +1,90 @@
+"""Causes that spread d like chance: the rounding of logits, and dropout in the trainer."""
+
+import numpy as np
+
+from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
+from megatron_pg.mismatch.gap import Floats, Gap
+from megatron_pg.mismatch.inference import mean_over, p_above
+from megatron_pg.mismatch.noise import bins_of, noise_of
+from megatron_pg.mismatch.repeats import BY_CHANCE, OF_WEIGHTS, Share, at_pairs, at_places
+
+MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
+UNUSUAL_SCALE = 1.5 * MOST_SCALE  # nats: nor does a doubtful model come up to it
+_MOST_OF_HEAD = 0.15  # nats: bfloat16 logits up to 64 on both sides err by 0.1, eight-bit activations come up to this
+_MOST_TAIL = (
+    4.2  # 99 % quantile of |d| over its median: 2 if uniform, 3.8 if normal, 4.3 and more in the hidden states' noise
+)
+_VARIES = 0.5  # of the variance of d, between samples that have the same tokens so far
+_FEWEST = 100  # tokens that a scale is of
+_MEDIAN = 0.6745  # of |d| in scales
+
+
+def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
+    """A scale between 0.04 and 0.15 nats, d bounded as errors of rounding are, and not repeated at the same tokens."""
+    noise = noise_of(gap)
+    if ((gap.surprise > 0.4) & (gap.surprise < 4)).sum() < _FEWEST:
+        return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.4 to 4 nats")
+    size = np.abs(noise.standardised(gap)[gap.surprise > 0.4])
+    tail, pairs = float(np.quantile(size, 0.99) / max(np.median(size), 1e-9)), at_pairs(gap)
+    evidence = f"the scale of log π - log q is {noise.level:.4f} nats, its 99 % quantile {tail:.1f} times its median (rounding: up to {_MOST_TAIL}){_shown(pairs)}"
+    p = p_wide(gap, MOST_SCALE, rounding)
+    is_like = MOST_SCALE <= noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and not _is_unsteady(gap)
+    if is_like and p <= level and pairs is None:
+        return cannot_tell("head_precision", f"{evidence}; too few tokens repeat to exclude other weights")
+    is_large = is_like and pairs is not None and pairs.value < BY_CHANCE
+    return decided("head_precision", p, level, is_large, evidence, scale=noise.level, tail=tail)
+
+
+def dropout(gap: Gap, level: float, *, alone: bool) -> Answer:
+    """A scale of 0.06 nats and more, where log π differs between samples of a step that have the same tokens so far, and log q does not.
+
+    Without such samples: a scale that no arithmetic has, 0.15 nats, and d that does not repeat at the same tokens.
+    `alone`: nothing was found that spreads d in another way.
+    """
+    noise = noise_of(gap)
+    evidence, wide = f"the scale of log π - log q is {noise.level:.4f} nats", p_wide(gap, UNUSUAL_SCALE)
+    if noise.level < UNUSUAL_SCALE:
+        return decided("dropout", wide, level, False, evidence, scale=noise.level)
+    varies, pairs, p = _varies(gap), at_pairs(gap, 1.5 * OF_WEIGHTS), 1.0
+    if varies is not None:
+        trainer, engine = varies
+        evidence += f"; where samples of a step have the same tokens so far, log π varies by {trainer.value:.0%} of the variance of d, log q by {engine.value:.0%}"
+        p = max(trainer.p_above, engine.p_below)
+        if trainer.value < _VARIES or engine.value > BY_CHANCE:
+            return decided("dropout", p, level, False, evidence, scale=noise.level)
+    evidence += _shown(pairs)
+    if pairs is not None and pairs.value >= OF_WEIGHTS and varies is None:
+        return decided("dropout", pairs.p_below, level, False, evidence, scale=noise.level)
+    if pairs is not None and pairs.value < OF_WEIGHTS and alone and noise.level >= _MOST_OF_HEAD:
+        p = min(p, pairs.p_below)
+    elif varies is None:
+        return cannot_tell("dropout", f"{evidence}; no samples of a step have the same tokens so far")
+    return decided("dropout", max(wide, min(2 * p, 1.0)), level, True, evidence, scale=noise.level)
+
+
+def _is_unsteady(gap: Gap) -> bool:
+    """Whether log π differs where the tokens so far are the same; that of rounded logits does not."""
+    varies = _varies(gap)
+    return varies is not None and varies[0].value > _VARIES / 2
+
+
+def _varies(gap: Gap) -> tuple[Share, Share] | None:
+    """What `at_places` says of the trainer and of the engine."""
+    trainer, engine = at_places(gap, gap.trainer, _VARIES / 2), at_places(gap, gap.engine, BY_CHANCE)
+    return None if trainer is None or engine is None else (trainer, engine)
+
+
+def p_wide(gap: Gap, scale: float, rounding: Floats | float = 0.0) -> float:
+    """p-value of: d at 0.4 to 4 nats of surprise has at most this scale, with the rounding [T] of its values."""
+    middle = (gap.surprise > 0.4) & (gap.surprise < 4)
+    if middle.sum() < _FEWEST:
+        return 1.0
+    d = gap.difference - noise_of(gap).centre[bins_of(gap)]
+    beyond = np.abs(d) > _MEDIAN * np.hypot(scale, rounding)
+    return p_above(mean_over(beyond[middle] - 0.5, gap.observation[middle]))
+
+
+def _shown(pairs: Share | None) -> str:
+    if pairs is None:
+        return ""
+    return f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (other weights: above {OF_WEIGHTS:.0%})"
