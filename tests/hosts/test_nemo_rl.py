@@ -337,7 +337,7 @@ def test_the_checkouts_harness_finds_modules_that_the_installed_megatron_lacks(t
     script = (
         "import sys, nemo_trainer\n"
         "nemo_trainer.load(sys.argv[1])\n"
-        "from megatron.bridge.training.utils import train_utils\n"
+        "import megatron.bridge.training.utils.train_utils as train_utils\n"
         "print(train_utils.reduce_max_stat_across_model_parallel_group(3, mp_group=None))\n"
     )
     env = environment()
