@@ -93,6 +93,6 @@ class HostLog:
         known = int(last.get("iteration", 0))
         if number is None or last.get(ROUND) == host_round - 1:
             return known
-        if last and ROUND not in last:  # a file of version 0.1 counts from 0, as slime and miles do
+        if last and ROUND not in last:  # such a file counts from 0, as slime and miles do
             return number - 1
         return max(number, known)

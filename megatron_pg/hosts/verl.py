@@ -81,9 +81,11 @@ def _checked(convert: Callable[..., Any]) -> Callable[..., Any]:
         found = convert(config, *rest, **more)
         if isinstance(found, attribute("verl.workers.config:ActorConfig")):
             if found.strategy != "megatron":
-                text = f"actor.strategy={found.strategy} does not use megatron_pg's loss, which is for verl's Megatron engine."
-                fix = "Set it to megatron (--config-name=ppo_megatron_trainer), or remove actor_rollout_ref.model.external_lib."
-                raise ArgumentError([("E70", f"{text} {fix}")])
+                text = (
+                    f"actor.strategy={found.strategy} does not use megatron_pg's loss, which is for verl's Megatron engine. Set it to megatron "
+                    "(--config-name=ppo_megatron_trainer), or remove actor_rollout_ref.model.external_lib."
+                )
+                raise ArgumentError([("E70", text)])
             length = attribute("omegaconf:OmegaConf").select(config._get_parent(), "rollout.response_length")
             vars(found).update({} if length is None else {RESPONSE_LENGTH: length})
         return found

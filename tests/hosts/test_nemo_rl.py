@@ -1,6 +1,7 @@
 """NeMo-RL's adapter against stand-ins with its interfaces; `test_nemo_rl_checkout` has NeMo-RL itself."""
 
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, Case
 from nemo_stand_in import Options, master_config
+from processes import environment
 
 from megatron_pg import ArgumentError
 from megatron_pg.hosts import nemo_flags
@@ -326,6 +328,23 @@ def test_another_signature_is_named_before_training(monkeypatch):
         ArgumentError, match=r"lm_policy:Policy\.train takes \(self, batch, loss\), .* NeMo-RL 7ea279ab"
     ):
         install()
+
+
+def test_the_checkouts_harness_finds_modules_that_the_installed_megatron_lacks(tmp_path: Path):
+    module = tmp_path / "nemo_rl" / "distributed" / "model_utils.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("class AllGatherCPTensor:\n    backward = None\n", encoding="utf-8")
+    script = (
+        "import sys, nemo_trainer\n"
+        "nemo_trainer.load(sys.argv[1])\n"
+        "import megatron.bridge.training.utils.train_utils as train_utils\n"
+        "print(train_utils.reduce_max_stat_across_model_parallel_group(3, mp_group=None))\n"
+    )
+    env = environment()
+    found = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=env, capture_output=True, text=True, check=False
+    )
+    assert found.stdout.strip() == "3", found.stderr
 
 
 def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkeypatch):

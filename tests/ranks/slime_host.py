@@ -100,8 +100,9 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
     timer = _moved("timer").Timer()
     timer.start_time.pop("train_wait", None)
     timer.start("train_wait")
-    actor.train_metric_utils.log_perf_data = lambda *given, **named: None
-    actor.train_metric_utils.log_rollout_data = lambda *given, **named: None
+    for owner in (actor, vars(actor).get("train_metric_utils"), vars(actor).get("train_dump_utils")):
+        for name in {"log_perf_data", "log_rollout_data"} & vars(owner or SimpleNamespace()).keys():
+            setattr(owner, name, lambda *given, **named: None)
     actor.MegatronTrainRayActor.train_actor(me, 0, mine)
 
 
@@ -123,8 +124,9 @@ def _log_probs(data: dict, found: Sequence[Sample], prefix: str) -> dict[str, li
 
     name = "ref_logprobs" if prefix == "ref_" else "old_logprobs"
     values = []
-    for index, total, response in zip(data["partition"], data["total_lengths"], data["response_lengths"], strict=True):
-        whole = getattr(found[int(index)], name).float()
+    for tokens, total, response in zip(data["tokens"], data["total_lengths"], data["response_lengths"], strict=True):
+        (sample,) = [each for each in found if each.tokens.tolist() == tokens.tolist()]
+        whole = getattr(sample, name).float()
         values.append(slice_log_prob_with_cp(whole, int(total), int(response)))
     return {f"{prefix}log_probs": values}
 

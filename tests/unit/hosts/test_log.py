@@ -107,7 +107,7 @@ def test_without_a_file_the_hosts_own_number_decides(report):
 
 
 def test_a_file_that_counts_from_0_is_continued_as_it_is(tmp_path, report):
-    """Files of version 0.1 have no rounds and number steps as the host does."""
+    """Files without rounds number steps as the host does."""
     path = tmp_path / "m.jsonl"
     path.write_text("".join(f'{{"iteration": {k}}}\n' for k in range(6)), encoding="utf-8")
     run(path, report, {2: 2})
