@@ -255,7 +255,7 @@ def test_a_bash_that_is_missing_or_too_old_is_named(run, monkeypatch, tmp_path):
         run("torchrun")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("launch_*.sh")), ids=lambda path: path.name)
 def test_the_examples_start_their_training(monkeypatch, path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHON", sys.executable)
