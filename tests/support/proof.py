@@ -138,7 +138,7 @@ def rows_of(arguments: list[str]) -> tuple[dict[str, dict], int]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "proof", f"--proof-rows={out}", *arguments]
-        done = subprocess.run(command, cwd=TESTS.parent, check=False, stdout=sys.stderr)
+        done = subprocess.run(command, cwd=TESTS.parent, check=False, stdout=sys.__stderr__)
         return json.loads(out.read_text("utf-8")) if out.exists() else {}, done.returncode
 
 
