@@ -259,12 +259,12 @@ def _together(facts: Facts, streams: list[Stream]) -> Violations:
             )
     if not any(stream.weight for stream in streams):
         yield "E73", f"--pg-stream {POLICY}:{POLICY},weight=0 leaves no loss; add another stream, or remove it"
-    of_objective = {
-        "--pg-correction": (facts.args.pg_correction, "none", CORRECTIONS),
-        "--pg-denominator": (facts.args.pg_denominator, "scheduled", DENOMINATORS),
-    }
-    for flag, (value, default, choices) in of_objective.items():
-        if value != default and value in tuple(choices):  # of any other value rule E25 says so
+    of_objective = (
+        ("--pg-correction", facts.args.pg_correction, {*CORRECTIONS} - {"none"}),
+        ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
+    )
+    for flag, value, choices in of_objective:
+        if isinstance(value, str) and value in choices:  # of any other value rule E25 says so
             yield (
                 "E73",
                 f"{flag} {value} has no effect without the objective, which --pg-stream {POLICY}:{POLICY},weight=0 drops; remove one of "
