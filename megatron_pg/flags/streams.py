@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.corrections import CORRECTION_COEF, KL_ESTIMATORS, PENALTY
+from megatron_pg.declarations.choices import DENOMINATORS
+from megatron_pg.declarations.corrections import CORRECTION_COEF, CORRECTIONS, KL_ESTIMATORS, PENALTY
 from megatron_pg.declarations.declaration import ABOVE_ZERO, did_you_mean
 from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, TAIL_FLOOR, Stream
 from megatron_pg.flags.errors import Violations
@@ -258,12 +259,17 @@ def _together(facts: Facts, streams: list[Stream]) -> Violations:
             )
     if not any(stream.weight for stream in streams):
         yield "E73", f"--pg-stream {POLICY}:{POLICY},weight=0 leaves no loss; add another stream, or remove it"
-    if facts.correction is not None and facts.correction.selection is not None:
-        yield (
-            "E73",
-            f"--pg-correction {facts.args.pg_correction} chooses among the tokens of the objective, which --pg-stream {POLICY}:{POLICY},"
-            "weight=0 drops; remove one of the two",
-        )
+    of_objective = (
+        ("--pg-correction", facts.args.pg_correction, {*CORRECTIONS} - {"none"}),
+        ("--pg-denominator", facts.args.pg_denominator, {*DENOMINATORS} - {"scheduled"}),
+    )
+    for flag, value, choices in of_objective:
+        if isinstance(value, str) and value in choices:  # of any other value rule E25 says so
+            yield (
+                "E73",
+                f"{flag} {value} has no effect without the objective, which --pg-stream {POLICY}:{POLICY},weight=0 drops; remove one of "
+                "the two",
+            )
     if facts.args.pg_kl_coef or facts.args.pg_entropy_coef:
         yield (
             "E73",

@@ -1,6 +1,6 @@
 """The float32 or fused head in the model of a host, which builds it and calls it without labels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -25,6 +25,7 @@ class HostHead:
         self._settings = settings
         self._layers: WeakSet[Any] = WeakSet()  # that have the head
         self._deferred = DeferredHead()  # of all of them: a loss takes the call of the forward before it
+        self._runs: list[Callable[[], bool]] = []  # of each layer, whether its float32 product ran
         self._has_agreed = False
 
     def install(self, chunks: Sequence[Any]) -> None:
@@ -51,7 +52,7 @@ class HostHead:
             check_layer(layer, is_fused=self._settings.head_mode is not None)
             if layer in self._layers:
                 continue
-            compute_in_float32(layer, backward=self._settings.head_backward)
+            self._runs.append(compute_in_float32(layer, backward=self._settings.head_backward))
             if self._settings.head_mode:
                 self._deferred.put_into(layer, partial(getattr, layer, "training"))
             self._layers.add(layer)
@@ -59,6 +60,11 @@ class HostHead:
     def take(self, logits: Tensor) -> HeadCall | None:
         """What the layer was called with in the latest forward, which returned `logits`; None where it made logits."""
         return self._deferred.take(logits)
+
+    def is_bypassed(self) -> bool:
+        """Whether the logits of the latest forward were made without the head."""
+        ran = [take_run() for take_run in self._runs]  # all of them, so that none reports an older forward
+        return bool(ran) and not any(ran)
 
 
 def output_layers(chunks: Sequence[Any]) -> list[Any]:

@@ -119,7 +119,7 @@ class RolloutTrainer:
         if call is not None:
             return scale * step.head_loss(local, call, grad_scale)
         group = parallel_state.get_tensor_model_parallel_group()
-        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale)
+        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
 
     def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
         """Before the forwards of optimizer step `number` of the rollout: head, checks before gradients are reduced, and the log."""

@@ -139,14 +139,24 @@ class HostStep:
         self._sizes[local] = len(members)
         return local
 
-    def loss(self, local: LocalBatch, logits: Tensor, tp_group: ProcessGroup | None, grad_scale: float) -> Tensor:
+    def loss(
+        self,
+        local: LocalBatch,
+        logits: Tensor,
+        tp_group: ProcessGroup | None,
+        grad_scale: float,
+        *,
+        is_bypassed: bool = False,
+    ) -> Tensor:
         """S from logits [T, V / tp], which the Triton kernels may overwrite; with terms of whole sequences every
         context-parallel rank must call.
 
-        `grad_scale`: the gradient that the host's backward will bring to S, but for a loss scale.
+        `grad_scale`: the gradient that the host's backward will bring to S, but for a loss scale. `is_bypassed`: whether the logits were
+        made without the head that is in the output layer, an error of `finish`.
         """
         tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        total, self._found[local] = microbatch_loss(logits, local, self._settings, tp_group, grad_scale=grad_scale)
+        total, found = microbatch_loss(logits, local, self._settings, tp_group, grad_scale=grad_scale)
+        self._found[local] = found._replace(is_bypassed=is_bypassed)
         return total
 
     def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:

@@ -43,19 +43,31 @@ def _stand_ins(like: Tensor) -> Tensor:
     return torch.arange(zero, 2 * large, large, dtype=like.dtype, device=like.device)
 
 
-def compute_in_float32(layer: Any, *, backward: str) -> None:
+def compute_in_float32(layer: Any, *, backward: str) -> Callable[[], bool]:
     """Make `layer`, a ColumnParallelLinear, return float32 logits.
 
     Args:
         layer: the model's output layer.
         backward: "bf16" or "split", as in `lm_head.fp32_logits`.
+
+    Returns:
+        A function that reports whether the float32 product ran since its previous call: a subclass may make its logits otherwise.
     """
+    has_run = False
 
     def forward_impl(**arguments: Any) -> Tensor:
+        nonlocal has_run
+        has_run = True
         hidden, weight, group, sequence_parallel, _ = _call(arguments)
         return fp32_logits(hidden, weight, backward=backward, tp_group=group, sequence_parallel=sequence_parallel)
 
+    def take_run() -> bool:
+        nonlocal has_run
+        ran, has_run = has_run, False
+        return ran
+
     _replace_product(layer, forward_impl)
+    return take_run
 
 
 class DeferredHead:

@@ -17,7 +17,7 @@ from megatron_pg.step.loss import Diagnostics
 from megatron_pg.step.plan import StepPlan
 
 Found = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
-_CHECKS = 6  # values before the metrics in what is gathered
+_CHECKS = 7  # values before the metrics in what is gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +74,17 @@ def gather_found(found: Found, metrics: Reduction, *, reports: bool, data_rank: 
 
     Raises:
         NonFiniteLossError: on every rank, for a loss of any of them.
-        ContractError: likewise, where the model changed what the output layer returned for the fused head.
+        ContractError: on every rank; a model changed what the output layer returned for the fused head, or made logits without the head.
     """
     device = device_of(None)
     counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
     rows = all_gather_rows(torch.cat([_checks(found, device), counts, _partial(found, metrics, reports, device)]))
     checks = rows[:, :_CHECKS].tolist()
     _raise_changed(checks)
+    _raise_bypassed(checks)
     _raise_nonfinite(checks, found)
     return Gathered(
-        rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[4] for row in checks))
+        rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[5] for row in checks))
     )
 
 
@@ -105,14 +106,16 @@ def before_finalize(config: Any, check: Callable[[], object]) -> Iterator[None]:
 
 
 def _checks(found: Found, device: torch.device) -> Tensor:
-    """[4]: trained tokens whose loss is not finite, code of the first one, further losses that are not, changes of the fused head's stand-in."""
+    """[5]: trained tokens whose loss is not finite, code of the first one, further losses that are not, changes of the fused head's stand-in,
+    micro-batches without the head."""
     if not found:
-        return torch.tensor([0.0, torch.inf, 0.0, 0.0], dtype=torch.float64, device=device)
+        return torch.tensor([0.0, torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
     bad = torch.stack([one.nonfinite for one in found.values()])  # [K, 3]
     microbatch = torch.arange(len(bad), dtype=torch.float64, device=device)
-    changed = torch.as_tensor(sum(one.is_changed for one in found.values()), dtype=torch.float64, device=device)
+    counts = sum(one.is_changed for one in found.values()), sum(one.is_bypassed for one in found.values())
+    changed, bypassed = (torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts)
     # the code of a token is exact in float64: fewer than 2^21 micro-batches of fewer than 2^32 tokens
-    return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum(), changed])
+    return torch.stack([bad[:, 0].sum(), (bad[:, 1] + microbatch * 2.0**32).amin(), bad[:, 2].sum(), changed, bypassed])
 
 
 def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.device) -> Tensor:
@@ -127,6 +130,15 @@ def _raise_changed(checks: list[list[float]]) -> None:
             f"--pg-fused-head takes the hidden states of the output layer, and the model changes what the layer returns before the loss "
             f"(rank {bad[0]}, {len(bad)} ranks): a softcap, a scale or a forward hook, which the fused head would leave out. Remove "
             "--pg-fused-head; --fp32-lm-head keeps it."
+        )
+
+
+def _raise_bypassed(checks: list[list[float]]) -> None:
+    if bad := [rank for rank, row in enumerate(checks) if row[4] > 0]:
+        raise ContractError(
+            f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model made its logits without that product "
+            f"(rank {bad[0]}, {len(bad)} ranks), for example in a layer whose forward does not call _forward_impl. Remove the flag, or build "
+            "the model with Megatron's ColumnParallelLinear."
         )
 
 

@@ -27,6 +27,7 @@ class Diagnostics(NamedTuple):
     partial: Tensor  # [width] float64 metrics of this rank and micro-batch
     nonfinite: Tensor  # [3] float64: trained tokens whose loss is not finite, first of them (inf: none), further losses that are not
     is_changed: Tensor | bool = False  # of `HeadCall`
+    is_bypassed: bool = False  # whether the logits were made without the head that is in the output layer
 
 
 def microbatch_loss(

@@ -4,7 +4,7 @@ Megatron's models end in `compute_language_model_loss(labels, logits)`. On an in
 returns S as a plain 0-d tensor: schedules and wrappers look into tensors only. What else is found of a micro-batch waits here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,7 @@ class ModelLoss:
     def __init__(self, settings: LossSettings):
         self._settings = settings
         self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
+        self._take_run: Callable[[], bool] = lambda: True  # whether the head in it made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
         self._plan: StepPlan | None = None  # of the step in progress
         self._contract: Contract | None = None
@@ -61,7 +62,7 @@ class ModelLoss:
         self.is_attached = True
         if self._settings.float32_logits or self._settings.head_mode:  # a sampler's logits have the loss's precision
             self._float32_layer = model.output_layer
-            compute_in_float32(model.output_layer, backward=self._settings.head_backward)
+            self._take_run = compute_in_float32(model.output_layer, backward=self._settings.head_backward)
         deferred = None
         if self._settings.head_mode:
             deferred = DeferredHead()
@@ -121,8 +122,8 @@ class ModelLoss:
                 "would be lost; this megatron-core orders them otherwise than the releases of docs/megatron.md"
             )
         scale, totals = self._contract.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
-        if deferred:
-            call = deferred.take(logits)
+        call = deferred.take(logits) if deferred else None
+        if call is not None:
             weight = self._teacher_weight
             total, found = microbatch_head_loss(
                 call, local, self._settings, grad_scale=scale, totals=totals, teacher_weight=weight
@@ -130,6 +131,7 @@ class ModelLoss:
         else:
             rows, group = _rows(logits), self._tp_group
             total, found = microbatch_loss(rows, local, self._settings, group, grad_scale=scale, totals=totals)
+            found = found._replace(is_bypassed=not self._take_run())
         self.found[local] = found
         return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total
 

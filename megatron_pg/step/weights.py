@@ -80,7 +80,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
     """What a loss reads is there, and a log-probability, wherever it has tokens."""
     needs: list[tuple[str, str, str]] = []  # stream of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
-        needs += [(stream, field, f"--pg-correction {settings.correction.name}") for stream in settings.policy]
+        needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
     for stream in settings.terms.streams:
         needs += [(stream.tokens, field, _asked_by(stream)) for field in stream.reads]
     for stream_name, name, flag in needs:

@@ -83,6 +83,16 @@ def test_a_trainer_that_copies_its_samples_stops_on_every_rank(stand_in, host):
         assert re.match(r"HostLossError: .*has copied the samples' tokens.*\([01] steps\)$", said)
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_optimizer_moves(stand_in, host):
+    said = stand_in[host]["refused"]["bypassed head"]
+    assert len(set(said)) == 1
+    assert re.match(
+        r"ContractError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$",
+        said[0],
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_streams_in_their_own_code_are_too(slime, miles, layout):
     for found, host in ((slime, "slime"), (miles, "miles")):

@@ -89,6 +89,8 @@ def change_model(fault: str, model: torch.nn.Module) -> None:
         model.output_layer = TELayer(model.output_layer)
     if fault == "softcap" and model.post_process:
         model.output_layer.__class__ = Capped
+    if fault == "bypassed" and model.post_process:
+        model.output_layer.__class__ = Bypassing
     if fault == "scaled" and model.post_process:
         model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0] * 0.5, output[1]))
     if fault == "mtpnan" and on_rank_1():
@@ -125,6 +127,13 @@ class Capped(ColumnParallelLinear):
     def forward(self, *args, **kwargs):
         logits, bias = super().forward(*args, **kwargs)
         return 30.0 * torch.tanh(logits / 30.0), bias
+
+
+class Bypassing(ColumnParallelLinear):
+    """Makes its logits without the product that a head replaces."""
+
+    def forward(self, states, weight=None, runtime_gather_output=None):
+        return states @ (self.weight if weight is None else weight).t(), None
 
 
 class TELayer(torch.nn.Module):

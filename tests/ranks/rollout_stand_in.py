@@ -186,11 +186,18 @@ def _kept(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
 
 
 def train(
-    host: str, case: Case, found: Sequence[Sample], args: Namespace, own: Any = None, copies: bool = False
+    host: str,
+    case: Case,
+    found: Sequence[Sample],
+    args: Namespace,
+    own: Any = None,
+    copies: bool = False,
+    bypasses: bool = False,
 ) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what the logger was given.
 
-    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned.
+    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the model makes its
+    logits without the product of its output layer.
     """
     _logged.clear()
     actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
@@ -198,6 +205,9 @@ def train(
     load_function(args.custom_megatron_init_path)(args)
     model = hosts.model(per_token=case.per_token)
     optimizer = hosts.Optimizer(model)
+    if bypasses and model.module.post_process:
+        layer = model.module.output_layer
+        layer.forward = lambda states: (states @ layer.weight.t(), None)
     data = rollout(case, found, args.qkv_format)
     iterators, counts = actor.get_data_iterator(args, [model], data)
     if args.loss_type == "policy_loss" and case.num_steps == 1:
@@ -262,17 +272,22 @@ def _their_loss(logits: Tensor) -> tuple:
     return logits.mean(), torch.tensor(1, dtype=torch.int), {}
 
 
-FAULTS = {"their own loss": {"own": _their_loss}, "copied tokens": {"copies": True}}
+FAULTS = {
+    "their own loss": {"own": _their_loss},
+    "copied tokens": {"copies": True},
+    "bypassed head": {"bypasses": True},
+}
 
 
 def refusal(host: str, **fault: Any) -> list[str]:
     """What every rank raises for a fault of the trainer, and how many optimizer steps it has done by then."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2 if "own" in fault else 1)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1 if "copies" in fault else 2)
     case, said, model = Case(rollouts_per_step=4), "nothing", hosts.Optimizer.step
+    flags = {"fp32_lm_head": True} if "bypasses" in fault else {}
     steps: list = []
     hosts.Optimizer.step = lambda self: steps.append(1) or model(self)
     try:
-        train(host, case, hosts.samples(), rollout_hosts.arguments(host, case), **fault)
+        train(host, case, hosts.samples(), rollout_hosts.arguments(host, case, **flags), **fault)
     except ValueError as error:
         said = f"{type(error).__name__}: {error}"
     finally:

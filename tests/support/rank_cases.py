@@ -338,6 +338,8 @@ FAULTS = {
     "pp2-constant-fused-scaled": "ContractError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
     "tp2-constant-fused-scaled": "ContractError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
     "dp2-constant-mtp-fused-scaled": "ContractError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
+    "pp2-constant-fp32-bypassed": "ContractError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model",
+    "dp2-constant-mtp-fp32-bypassed": "ContractError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and",
     "dp2t-constant-state": "the rows are packed (thd) and the model has MambaMixer layers, whose state must begin anew",
     "pp2-token_mean-shape": "pipeline parallelism sends (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",

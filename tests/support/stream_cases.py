@@ -322,8 +322,8 @@ def random_flags(rng: random.Random, objective: str | None = None, denominator: 
         expected.per_token = expected.aggregation == "token_mean" or expected.per_token
         if has_root_length:
             expected.denominator = "scheduled"
-        has_policy = rng.random() > 0.12
-        if not has_policy:
+        has_policy = given.get("has_policy", rng.random() > 0.12)
+        if not has_policy:  # rule E73 refuses the terms, correction and denominators of an objective that is dropped
             expected.kl_coef = expected.entropy_coef = 0.0
             expected.aux_aggregation, expected.correction, expected.denominator = "default", "none", "scheduled"
         terms = random_terms(rng, has_policy)

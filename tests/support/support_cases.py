@@ -144,11 +144,7 @@ def random_stream_case(rng: random.Random) -> stream_cases.Case:
     given = {"terms": random_streams(rng), "dropped": (), "keeps_entropy": rng.random() < 0.5}
     if rng.random() < 0.3:
         given["has_policy"] = False
-    while True:
-        flags = stream_cases.random_flags(rng, **given)
-        e = flags.expected
-        if flags.has_policy or (e.kl_coef, e.entropy_coef, e.correction, e.denominator) == (0, 0, "none", "scheduled"):
-            break
+    flags = stream_cases.random_flags(rng, **given)
     while True:
         samples = [_with_sets(flags, sample, rng) for sample in stream_cases.random_samples(rng, flags)]
         case = stream_cases.Case(samples, stream_cases.poisoned_logits(rng, flags, samples), flags)

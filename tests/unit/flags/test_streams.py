@@ -108,7 +108,19 @@ BROKEN = [
         "E73",
         "a choice of nothing",
         streams("rl:rl,weight=0", "sft:ce", pg_correction="top_entropy"),
-        "--pg-correction top_entropy chooses among the tokens of the objective, which",
+        "--pg-correction top_entropy has no effect without the objective, which",
+    ),
+    row(
+        "E73",
+        "a correction of nothing",
+        streams("rl:rl,weight=0", "ref:kl,on=rl,estimator=k3", pg_correction="tis"),
+        "--pg-correction tis has no effect without the objective, which --pg-stream rl:rl,weight=0 drops; remove one of the two",
+    ),
+    row(
+        "E73",
+        "a count of nothing",
+        streams("rl:rl,weight=0", "ref:kl,on=rl,estimator=k3", pg_denominator="live"),
+        "--pg-denominator live has no effect without the objective, which --pg-stream rl:rl,weight=0 drops; remove one of the two",
     ),
     row("E72", "on itself", streams("t:opd,on=t"), "on=t: t has no tokens of its own"),
     row(

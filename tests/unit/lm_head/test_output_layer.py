@@ -40,6 +40,13 @@ class OtherProduct(ColumnParallelLinear):
         return softcap(input @ weight.t())
 
 
+class Bypassing(ColumnParallelLinear):
+    """A subclass whose forward does not call `_forward_impl`."""
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return input_ @ self.weight.t(), None
+
+
 class Same(ColumnParallelLinear):
     """A subclass that adds nothing to the forward, as sharding wrappers make one."""
 
@@ -184,15 +191,39 @@ def test_a_refusal_on_the_last_stage_stops_every_rank():
     assert threads.run(2, work) == ["ContractError"] * 2
 
 
-def test_a_change_on_one_rank_is_a_named_error_of_the_step_on_every_rank():
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, Capped, Bypassing])
+def test_a_forward_without_the_float32_product_is_noticed_in_every_forward(kind):
+    layers = [layer_of(kind), layer_of(kind)]
+    head = head_in(layers[0], None)
+    head.install([SimpleNamespace(output_layer=layers[1])])
+    for layer in (*layers, *layers):
+        layer(torch.randn(3, 1, WIDTH))
+        assert head.is_bypassed() == (kind is Bypassing)
+    assert head.is_bypassed()  # no forward since the last question
+
+
+def test_a_layer_without_a_head_is_never_bypassed():
+    settings = SimpleNamespace(float32_logits=False, head_mode=None, head_backward="bf16")
+    head = HostHead(settings)
+    head.install([SimpleNamespace(output_layer=layer_of(Bypassing))])
+    assert not head.is_bypassed()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"is_changed": torch.tensor(True)}, "--pg-fused-head takes the hidden states"),
+        ({"is_bypassed": True}, "--fp32-lm-head and --pg-fused-head replace the product"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_a_named_error_of_the_step_on_every_rank(mistake, message):
     local, metrics = object(), Reduction("none")
 
     def work(rank: int) -> str:
-        changed = torch.tensor(True) if rank else False
         nothing = torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64)
         partial = torch.zeros(metrics.width, dtype=torch.float64)
-        found = {local: Diagnostics(None, partial, nothing, changed)}
-        with pytest.raises(ContractError, match=r"^--pg-fused-head takes .* \(rank 1, 1 ranks\)") as error:
+        found = {local: Diagnostics(None, partial, nothing, **(mistake if rank else {}))}
+        with pytest.raises(ContractError, match=rf"^{message} .* \(rank 1, 1 ranks\)") as error:
             gather_found(found, metrics, reports=True)
         return type(error.value).__name__
 
