@@ -2,14 +2,13 @@
 
     python late_arguments.py FOLDER RANK...
 
-The given ranks get an invalid argument, and rank 0 is slow. As a launcher does, this script ends all ranks as soon as one
-has ended. What the ranks print is in the files `0.err` and `1.err` of the folder.
+The given ranks get an invalid argument. Rank 0 waits until rank 1 joins the process group or ends. As a launcher does, this
+script ends all ranks as soon as one has ended. What the ranks print is in the files `0.err` and `1.err` of the folder.
 """
 
 import os
 import signal
 import sys
-import time
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -22,15 +21,20 @@ from megatron_pg import pretrain
 INVALID = ["--loss-aggregation", "constant"]  # without its divisor
 
 
-def run_rank(rank: int, flags: list[str]) -> None:
+def run_rank(rank: int, flags: list[str], pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    os.close(writer if rank == 0 else reader)
+
     def parse_and_validate_args(extra_args_provider, args_defaults):
         args = extra_args_provider(ArgumentParser()).parse_args(flags)
-        if rank == 0:
-            time.sleep(2)
+        if rank == 0 and not os.read(reader, 1):  # rank 1 has ended
+            signal.pause()
         pretrain.get_args = lambda: args
         return args
 
     def of_megatron(cfg_container, model_provider, **rest):
+        if rank == 1:
+            os.write(writer, b"1")
         torch.distributed.init_process_group("gloo")
         model_provider()
 
@@ -45,13 +49,15 @@ def run_rank(rank: int, flags: list[str]) -> None:
 
 def main(folder: Path, invalid: list[int]) -> None:
     (port,) = forked.begin_stores(1)
-    ranks = {}
+    ranks, pipe = {}, os.pipe()
     for rank in range(2):
         if (process := os.fork()) == 0:
             forked.become(rank, 2, port, folder)
-            run_rank(rank, INVALID if rank in invalid else [])
+            run_rank(rank, INVALID if rank in invalid else [], pipe)
             sys.exit()
         ranks[process] = rank
+    for end in pipe:
+        os.close(end)
     ended, _ = os.wait()
     while ended not in ranks:  # the process of the store
         ended, _ = os.wait()
