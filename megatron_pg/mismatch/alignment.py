@@ -99,8 +99,8 @@ def _fits(gap: Gap) -> tuple[Floats, Floats, Integers]:
 
 def _correlations(pairs: str, x: Floats, y: Floats, has_x: Floats, has_y: Floats) -> Floats:
     """Pearson's correlation of rows of x and y [_, P] over the positions that both have; NaN if it is not defined."""
-    mean = lambda a, b: np.einsum(pairs, a, b, optimize=True) / n  # noqa: E731
     n = np.maximum(np.einsum(pairs, has_x, has_y, optimize=True), 1.0)
+    mean = lambda a, b: np.einsum(pairs, a, b, optimize=True) / n  # noqa: E731
     mean_x, mean_y = mean(x, has_y), mean(has_x, y)
     var_x, var_y = mean(x**2, has_y) - mean_x**2, mean(has_x, y**2) - mean_y**2
     is_known = (n >= _FEWEST) & (np.minimum(var_x, var_y) > _LEAST_VARIANCE)
