@@ -85,8 +85,8 @@ def _fits(gap: Gap) -> tuple[Floats, Floats, Integers]:
     size, early = len(gap.step), gap.position < _POSITIONS
     at = gap.document[early], gap.position[early]
     trainer, engine, there = (np.zeros((size, _POSITIONS)) for _ in range(3))
-    # square roots: a few unlikely tokens do not decide alone
-    trainer[at], engine[at], there[at] = np.sqrt(-gap.trainer[early]), np.sqrt(-gap.engine[early]), 1.0
+    root = lambda side: np.sqrt(np.maximum(-side[early], 0.0))  # noqa: E731 a few unlikely tokens do not decide alone
+    trainer[at], engine[at], there[at] = root(gap.trainer), root(gap.engine), 1.0
     own = _correlations(_SAME, trainer, engine, there, there)
     best, partner = np.full(size, -1.0), np.zeros(size, int)
     doubtful = np.flatnonzero(own < _OWN)[:_MOST]
