@@ -174,7 +174,7 @@ def test_dropout_is_no_other_cause(strength, seed, world):
 
 def test_two_swapped_rows_are_found_at_any_temperature():
     """Correlations do not change with a temperature, and unrelated documents do not reach them."""
-    logits, tokens, rng = contexts(22)
+    logits, tokens, _ = contexts(22)
     engine = logprobs(logits, tokens).reshape(60, 100)
     trainer = logprobs(logits / 1.3, tokens).reshape(60, 100)
     trainer[3, 5] = 1e-7  # rounding of a sum of probabilities
