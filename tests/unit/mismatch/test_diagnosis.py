@@ -74,7 +74,7 @@ def test_a_strong_fault_is_named_and_nothing_else(cause, world, evidence):
 
 @pytest.mark.proof("Mismatch: rollouts without a fault raise no alarm")
 def test_rounding_alone_is_noise(world, full, evidence):
-    seeds = range(40 if full else 6)
+    seeds = range(40 if full else 4)
     for seed in seeds:
         each = replace(world, seed=seed, sharpness=1.2 + 0.3 * (seed % 6), noise=(0.3, 1.0, 2.0)[seed % 3])
         with torch.no_grad():
@@ -165,10 +165,9 @@ def test_outliers_are_routing_where_they_crowd_in_documents(scattered, outcome):
 
 
 @pytest.mark.parametrize("strength", ["weak", "medium"])
-@pytest.mark.parametrize("seed", [31, 32])
-def test_dropout_is_no_other_cause(strength, seed, world):
+def test_dropout_is_no_other_cause(strength, world):
     """It may pass unnamed, but it is never the rounding of logits or another expert."""
-    tests = diagnosed(replace(world, seed=seed, noise=0.5), dropout=strength)
+    tests = diagnosed(replace(world, seed=31, noise=0.5), dropout=strength)
     assert found(tests) <= {"dropout"}
 
 
