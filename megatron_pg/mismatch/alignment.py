@@ -91,7 +91,8 @@ def _fits(gap: Gap) -> tuple[Floats, Floats, Integers]:
     best, partner = np.full(size, -1.0), np.zeros(size, int)
     doubtful = np.flatnonzero(own < _OWN)[:_MOST]
     for rows in np.split(doubtful, range(_CHUNK, len(doubtful), _CHUNK)):
-        found = np.nan_to_num(_correlations(_ALL, trainer[rows], engine, there[rows], there), nan=-1.0)
+        found = _correlations(_ALL, trainer[rows], engine, there[rows], there)
+        found[np.isnan(found)] = -1.0  # no partner
         found[np.arange(len(rows)), rows] = -1.0
         best[rows], partner[rows] = found.max(axis=1), found.argmax(axis=1)
     return own, best, partner
