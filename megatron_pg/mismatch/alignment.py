@@ -11,11 +11,14 @@ from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
 UNRELATED = 0.3  # rank correlation below which the sides have nothing in common
 _LARGEST = 3.0  # of d in e^d
 _POSITIONS = 128  # of a response, by which documents are compared
-_FEWEST = 16  # positions that two documents must share
+_FEWEST = 32  # positions that two documents must share: unrelated ones correlate by 0.8 in fewer than one of 10^8 pairs
+_LEAST_VARIANCE = 0.01  # of sqrt(-log p): less is a document of which both sides are certain
 _MOST = 2000  # documents whose place is searched
-_APART = 0.1  # nats: mean distance below which a document fits its own values
-_BETTER = 0.5  # of the distance to its own and to the usual document's values, where a document fits another's
-_BY_CHANCE = 1e-3  # share of documents that fit another's values so well
+_CHUNK = 256  # of them at once, which bounds the memory
+_OWN = 0.5  # correlation with its own values that a document has, even with much dropout or old weights
+_OTHER = 0.8  # correlation that shows whose values they are, at any temperature
+_SAME, _ALL = "ip,ip->i", "ip,jp->ij"  # pairs of rows: each with its own, or with all
+_BY_CHANCE = 1e-4  # share of documents that fit another's values so well and not their own
 
 
 def agreement(gap: Gap) -> float:
@@ -49,50 +52,60 @@ def doubt(gap: Gap, level: float) -> str:
 
 
 def other_samples(gap: Gap, level: float) -> tuple[Answer, Gap]:
-    """Documents whose trainer's values fit another document's engine values; the test, and the tokens at the place where they fit.
+    """Documents whose trainer's values fit another document's engine values; the test, and the tokens where they fit.
 
-    Where no other document fits, both ratios above 1 show that the values are of other tokens.
+    If no other document fits, both ratios above 1 show that the values are of other tokens. The tokens are then those of the
+    documents that fit their own values, if most do, and none otherwise.
     """
-    own, usual, best, partner = _distances(gap)
+    own, best, partner = _fits(gap)
     judged = ~np.isnan(own)
     number = int(judged.sum())
-    moved = judged & (best < _BETTER * own) & (best < _BETTER * usual)
+    moved = judged & (own < _OWN) & (best > _OTHER)
     share, p = int(moved.sum()) / max(number, 1), binomial_tail(int(moved.sum()), number, _BY_CHANCE)
     related, (more, p_more) = agreement(gap), excess(gap)
     numbers = f"rank correlation {related:.2f}, E[π/q] and E[q/π] at least {1 + more:.2f}"
-    is_moved = moved.sum() >= 3 and p <= level
+    is_moved = moved.sum() >= 2 and p <= level
     evidence = f"the trainer's values of {share:.1%} of {number} documents fit the engine's values of another document, not their own; {numbers}"
     if not is_moved and more > 0.05 and p_more <= level:
         evidence, p = f"the values are of other tokens, and of no other document in these files; {numbers}", p_more
     test = decided("other_samples", p, level, is_moved or more > 0.05, evidence, share=share, correlation=related)
     if test.outcome != "found":
         return test, gap
-    fine = judged & ((own < _APART) | (own < _BETTER * usual)) & ~moved
-    return test, _returned(gap, fine, np.where(moved, partner, -1))
+    fine = judged & (own >= _OWN)
+    if not is_moved and fine.sum() < 0.5 * number:
+        fine[:] = False
+    return test, _returned(gap, fine, np.where(moved & is_moved, partner, -1))
 
 
-def _distances(gap: Gap) -> tuple[Floats, Floats, Floats, Integers]:
-    """[D] each: mean of min(|log π - log q|, 1) to the document's own values, to the usual document's, to the nearest other one's, which it is.
+def _fits(gap: Gap) -> tuple[Floats, Floats, Integers]:
+    """[D] each: correlation of the trainer's values with the document's own engine values, with the best other's, which it is.
 
-    NaN where fewer than 16 tokens are known. Only documents that do not fit their own values are compared with others.
+    NaN if fewer than 32 tokens are known or one side hardly varies. Other documents are tried only if its own values do not fit.
     """
     size, early = len(gap.step), gap.position < _POSITIONS
     at = gap.document[early], gap.position[early]
-    trainer, engine, there = (np.zeros((size, _POSITIONS), np.float32) for _ in range(3))
-    trainer[at], engine[at], there[at] = gap.trainer[early], gap.engine[early], 1.0
-    count = there.sum(axis=1)
-    own = (np.minimum(np.abs(trainer - engine), 1.0).sum(axis=1) / np.maximum(count, 1)).astype(float)
-    own[count < _FEWEST] = np.nan
-    usual, best, partner = np.full(size, np.inf), np.full(size, np.inf), np.zeros(size, int)
-    for i in np.flatnonzero(own > _APART)[:_MOST]:
-        both = there * there[i]
-        common = both.sum(axis=1)
-        distance = (np.minimum(np.abs(trainer[i] - engine), 1.0) * both).sum(axis=1) / np.maximum(common, 1)
-        distance[(common < _FEWEST) | (np.arange(size) == i)] = np.inf
-        known = distance[np.isfinite(distance)]
-        if len(known):
-            usual[i], best[i], partner[i] = np.median(known), known.min(), distance.argmin()
-    return own, usual, best, partner
+    trainer, engine, there = (np.zeros((size, _POSITIONS)) for _ in range(3))
+    root = lambda side: np.sqrt(np.maximum(-side[early], 0.0))  # noqa: E731 a few unlikely tokens do not decide alone
+    trainer[at], engine[at], there[at] = root(gap.trainer), root(gap.engine), 1.0
+    own = _correlations(_SAME, trainer, engine, there, there)
+    best, partner = np.full(size, -1.0), np.zeros(size, int)
+    doubtful = np.flatnonzero(own < _OWN)[:_MOST]
+    for rows in np.split(doubtful, range(_CHUNK, len(doubtful), _CHUNK)):
+        found = _correlations(_ALL, trainer[rows], engine, there[rows], there)
+        found[np.isnan(found)] = -1.0  # no partner
+        found[np.arange(len(rows)), rows] = -1.0
+        best[rows], partner[rows] = found.max(axis=1), found.argmax(axis=1)
+    return own, best, partner
+
+
+def _correlations(pairs: str, x: Floats, y: Floats, has_x: Floats, has_y: Floats) -> Floats:
+    """Pearson's correlation of rows of x and y [_, P] over the positions that both have; NaN if it is not defined."""
+    n = np.maximum(np.einsum(pairs, has_x, has_y, optimize=True), 1.0)
+    mean = lambda a, b: np.einsum(pairs, a, b, optimize=True) / n  # noqa: E731
+    mean_x, mean_y = mean(x, has_y), mean(has_x, y)
+    var_x, var_y = mean(x**2, has_y) - mean_x**2, mean(has_x, y**2) - mean_y**2
+    is_known = (n >= _FEWEST) & (np.minimum(var_x, var_y) > _LEAST_VARIANCE)
+    return np.where(is_known, (mean(x, y) - mean_x * mean_y) / np.sqrt(np.where(is_known, var_x * var_y, 1.0)), np.nan)
 
 
 def _returned(gap: Gap, fine: Booleans, partner: Integers) -> Gap:

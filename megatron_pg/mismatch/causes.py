@@ -62,7 +62,8 @@ CAUSES = {
     ),
     "routing": Cause(
         "some tokens go through other experts",
-        "Replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens with a correction that rejects.",
+        "If the model has experts, replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens with a correction that "
+        "rejects. In a dense model compare the kernels and the samples that the tokens crowd in.",
     ),
     "dropout": Cause(
         "the trainer is in training mode (dropout)",

@@ -14,6 +14,7 @@ from megatron_pg.mismatch.settings import Settings, against
 
 LEVEL = 0.01  # chance of a false alarm in a diagnosis of mere noise, shared out over its tests
 _TESTS = len(CAUSES)
+_MOST_K3 = 0.01  # nats: what rounding to bfloat16 does to a model stays below
 _SPREADING = {"staleness", "temperature", "truncation", "padding"}  # causes that spread unlikely tokens more, too
 
 
@@ -34,7 +35,8 @@ class Diagnosis:
         """`found`, `noise` (nothing but what bfloat16 does to a model) or `unexplained`."""
         if self.found:
             return "found"
-        is_small = self.summary["k3"] < 0.01 and self.summary["scale"] < spread.UNUSUAL_SCALE
+        most = {"k3": _MOST_K3, "scale": spread.UNUSUAL_SCALE, "outliers": distribution.MOST_OUTLIERS}
+        is_small = all(self.summary[name] < limit for name, limit in most.items())
         return "noise" if is_small else "unexplained"
 
     def document(self) -> dict[str, Any]:
@@ -138,11 +140,12 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
 
 
 def summarise(gap: Gap) -> dict[str, float]:
-    """Mean and mean size of d, the k3 estimate of KL(engine‖trainer) in nats, and the robust scale of uncertain tokens."""
+    """Mean and mean size of d, the k3 estimate of KL(engine‖trainer) in nats, the robust scale of uncertain tokens, the share of outliers."""
     d = gap.difference
     return {
         "mean": float(d.mean()),
         "mean_abs": float(np.abs(d).mean()),
         "k3": float((np.expm1(np.minimum(d, 50.0)) - d).mean()),
         "scale": noise_of(gap).level,
+        "outliers": float(distribution.is_outlier(gap).mean()),
     }

@@ -7,12 +7,16 @@ columns are left out on one side, whatever else differs.
 import numpy as np
 
 from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
-from megatron_pg.mismatch.gap import Floats, Gap
+from megatron_pg.mismatch.gap import Booleans, Floats, Gap
 from megatron_pg.mismatch.inference import FEWEST, mean_over, p_above
 from megatron_pg.mismatch.noise import bins_of, noise_of
+from megatron_pg.mismatch.repeats import OF_WEIGHTS, at_pairs, shown
 
 _LARGEST = 3.0  # of d in e^d
-_FOLLOWS = 0.5  # correlation of d with log q
+_FOLLOWS = 0.4  # correlation of d with log q
+_TAIL_BY_CHANCE = 0.0005  # share of outliers; a Student's t with 4 degrees of freedom has 0.06 %
+MOST_OUTLIERS = 0.003  # share of outliers that noise has at most; a Student's t with 3 degrees of freedom has 0.15 %
+_CROWDED = 1.4  # variance of a document's number of outliers over that of independent ones
 
 
 def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
@@ -139,16 +143,23 @@ def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
 
 
 def routing(gap: Gap, level: float) -> Answer:
-    """Share of tokens beyond 10 scales and 0.1 nats, on both sides; a Student's t with 3 degrees of freedom has 0.15 % of them."""
-    noise = noise_of(gap)
-    z = noise.standardised(gap)
-    beyond = (np.abs(z) > 10) & (np.abs(gap.difference) > 0.1)
+    """Share of tokens beyond 10 scales and 0.1 nats, on both sides, that crowd in documents and whose d does not repeat."""
+    beyond = is_outlier(gap)
     mean = mean_over(beyond.astype(float), gap.observation)
-    up = float((beyond & (z > 0)).sum() / max(beyond.sum(), 1))
-    spread = _clustering(gap, beyond)
-    evidence = f"{mean.value:.2%} of the tokens are more than 10 scales and 0.1 nats apart ({up:.0%} of them upwards); documents differ in their number {spread:.1f} times as much as by chance"
-    is_large = 0.1 <= up <= 0.9 and (mean.value >= 0.003 or (mean.value >= 0.001 and spread >= 1.4))
-    return decided("routing", p_above(mean, 0.0005), level, is_large, evidence, share=mean.value, clustering=spread)
+    up = float((gap.difference[beyond] > 0).mean()) if beyond.any() else 0.0
+    spread, pairs = _clustering(gap, beyond), at_pairs(gap)
+    evidence = f"{mean.value:.2%} of the tokens are more than 10 scales and 0.1 nats apart ({up:.0%} of them upwards); documents differ in their number {spread:.1f} times as much as by chance{shown(pairs)}"
+    p, is_large = p_above(mean, _TAIL_BY_CHANCE), mean.value >= 0.001 and 0.1 <= up <= 0.9
+    if is_large and p <= level and pairs is not None and pairs.value >= OF_WEIGHTS:
+        return cannot_tell("routing", f"{evidence}, as with other token ids or weights")
+    if mean.value >= MOST_OUTLIERS and is_large and p <= level and spread < _CROWDED:
+        return cannot_tell("routing", f"{evidence}: too evenly for other experts alone; dropout does so, too")
+    return decided("routing", p, level, is_large and spread >= _CROWDED, evidence, share=mean.value, clustering=spread)
+
+
+def is_outlier(gap: Gap) -> Booleans:
+    """[T] whether d is beyond 10 scales and 0.1 nats."""
+    return (np.abs(noise_of(gap).standardised(gap)) > 10) & (np.abs(gap.difference) > 0.1)
 
 
 def _clustering(gap: Gap, hits: np.ndarray) -> float:

@@ -19,7 +19,6 @@ class Noise:
 
     centre: Floats  # [bins] median of d
     scale: Floats  # [bins] 1.4826 · median |d - centre|
-    count: Floats  # [bins] tokens
     level: float  # scale of the tokens between 0.4 and 4 nats, or of all
 
     def standardised(self, gap: Gap) -> Floats:
@@ -42,7 +41,7 @@ def noise_of(gap: Gap) -> Noise:
         centre[each], scale[each] = robust(d[bins == each])
     usual = (gap.surprise > 0.4) & (gap.surprise < 4)
     level = robust(d[usual] if usual.sum() >= _FEWEST else d)[1]
-    return Noise(_filled(centre, 0.0), _filled(scale, level), count, level)
+    return Noise(_filled(centre, 0.0), _filled(scale, level), level)
 
 
 def robust(values: Floats) -> tuple[float, float]:

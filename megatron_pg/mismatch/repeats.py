@@ -69,3 +69,10 @@ def _share(part: Floats, whole: Floats, bound: float, observation: Integers) -> 
     more = mean_over(part - bound * whole, observation)
     less = mean_over(bound * whole - part, observation)
     return Share(float(part.sum() / max(whole.sum(), 1e-12)), p_above(more), p_above(less))
+
+
+def shown(pairs: Share | None) -> str:
+    """What `at_pairs` found, to be added to the evidence."""
+    if pairs is None:
+        return ""
+    return f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (other weights: above {OF_WEIGHTS:.0%})"

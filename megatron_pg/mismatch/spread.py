@@ -6,15 +6,13 @@ from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Floats, Gap
 from megatron_pg.mismatch.inference import mean_over, p_above
 from megatron_pg.mismatch.noise import bins_of, noise_of
-from megatron_pg.mismatch.repeats import BY_CHANCE, OF_WEIGHTS, Share, at_pairs, at_places
+from megatron_pg.mismatch.repeats import BY_CHANCE, OF_WEIGHTS, Share, at_pairs, at_places, shown
 
 MOST_SCALE = 0.04  # nats: what bfloat16 does to a whole model stays below
 UNUSUAL_SCALE = 1.5 * MOST_SCALE  # nats: nor does a doubtful model come up to it
 _MOST_OF_HEAD = 0.15  # nats: bfloat16 logits up to 64 on both sides err by 0.1, eight-bit activations come up to this
-_MOST_TAIL = (
-    4.2  # 99 % quantile of |d| over its median: 2 if uniform, 3.8 if normal, 4.3 and more in the hidden states' noise
-)
-_VARIES = 0.5  # of the variance of d, between samples that have the same tokens so far
+_MOST_TAIL = 3.6  # 99 % quantile of |d| over its median: 2 if uniform, 3.1 for two such errors, 3.8 if normal
+_VARIES = 0.4  # of the variance of d, between samples that have the same tokens so far; dropout has 0.5 to 0.9
 _FEWEST = 100  # tokens that a scale is of
 _MEDIAN = 0.6745  # of |d| in scales
 
@@ -26,7 +24,7 @@ def head_precision(gap: Gap, rounding: Floats, level: float) -> Answer:
         return cannot_tell("head_precision", f"fewer than {_FEWEST} tokens at 0.4 to 4 nats")
     size = np.abs(noise.standardised(gap)[gap.surprise > 0.4])
     tail, pairs = float(np.quantile(size, 0.99) / max(np.median(size), 1e-9)), at_pairs(gap)
-    evidence = f"the scale of log π - log q is {noise.level:.4f} nats, its 99 % quantile {tail:.1f} times its median (rounding: up to {_MOST_TAIL}){_shown(pairs)}"
+    evidence = f"the scale of log π - log q is {noise.level:.4f} nats, its 99 % quantile {tail:.1f} times its median (rounding: up to {_MOST_TAIL}){shown(pairs)}"
     p = p_wide(gap, MOST_SCALE, rounding)
     is_like = MOST_SCALE <= noise.level <= _MOST_OF_HEAD and tail <= _MOST_TAIL and not _is_unsteady(gap)
     if is_like and p <= level and pairs is None:
@@ -52,7 +50,7 @@ def dropout(gap: Gap, level: float, *, alone: bool) -> Answer:
         p = max(trainer.p_above, engine.p_below)
         if trainer.value < _VARIES or engine.value > BY_CHANCE:
             return decided("dropout", p, level, False, evidence, scale=noise.level)
-    evidence += _shown(pairs)
+    evidence += shown(pairs)
     if pairs is not None and pairs.value >= OF_WEIGHTS and varies is None:
         return decided("dropout", pairs.p_below, level, False, evidence, scale=noise.level)
     if pairs is not None and pairs.value < OF_WEIGHTS and alone and noise.level >= _MOST_OF_HEAD:
@@ -82,9 +80,3 @@ def p_wide(gap: Gap, scale: float, rounding: Floats | float = 0.0) -> float:
     d = gap.difference - noise_of(gap).centre[bins_of(gap)]
     beyond = np.abs(d) > _MEDIAN * np.hypot(scale, rounding)
     return p_above(mean_over(beyond[middle] - 0.5, gap.observation[middle]))
-
-
-def _shown(pairs: Share | None) -> str:
-    if pairs is None:
-        return ""
-    return f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (other weights: above {OF_WEIGHTS:.0%})"
