@@ -221,6 +221,7 @@ def support_gradient_kernel(
         whole_peak = tl.load(whole_peaks + row)
         whole_total = tl.load(whole_totals + row)
         entropy = tl.load(entropies + row)
+        zero = (row * 0).to(tl.float32)  # of a constant, the interpreter of Triton 3.7 cannot take a quotient
         lanes = tl.arange(0, BLOCK)
         for k in range(0, count, BLOCK):
             here = lanes < count - k
@@ -229,8 +230,8 @@ def support_gradient_kernel(
             owned = (column >= 0) & (column < valid)
             z = tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32)
             if WHOLE_ENTROPY:
-                slope = _slope(z, c, peak, total, support_entropy, a, 0.0)
-                slope += _slope(z, c, whole_peak, whole_total, entropy, 0.0, e)
+                slope = _slope(z, c, peak, total, support_entropy, a, zero)
+                slope += _slope(z, c, whole_peak, whole_total, entropy, zero, e)
             else:
                 slope = _slope(z, c, peak, total, support_entropy, a, e)
             slope = tl.where(token == target, slope + a, slope)
