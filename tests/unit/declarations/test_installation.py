@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 from megatron_pg.declarations import installation
@@ -21,7 +22,7 @@ SAID = [
 
 @pytest.mark.parametrize(("missing", "said"), SAID)
 def test_the_import_names_the_missing_piece_and_the_command_that_adds_it(missing, said):
-    """In a process of its own, in which the module is not there, with the version that has no megatron.training."""
+    """In its own process, in which the module is not there, with the version that has no megatron.training."""
     code = (
         "import sys\n"
         "class Absent:\n"
@@ -34,7 +35,7 @@ def test_the_import_names_the_missing_piece_and_the_command_that_adds_it(missing
         "metadata.version = lambda name: '0.16.1' if name == 'megatron-core' else version(name)\n"
         "import megatron_pg.pretrain\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(processes.PACKAGE)}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1

@@ -52,4 +52,4 @@ def test_one_collective_per_step_serves_checks_and_all_metrics(monkeypatch):
     monkeypatch.setattr(findings, "device_of", lambda group: torch.device("cpu"))
     for level in LEVELS:
         findings.gather_found({}, Reduction(level), reports=True)
-    assert calls == [5 + Reduction(level).width for level in LEVELS]
+    assert calls == [7 + Reduction(level).width for level in LEVELS]
