@@ -340,8 +340,9 @@ def mixture_kernel(
         z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
         y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
         of_p, of_q = add_mixtures(of_p, of_q, (z,), (y,), c, ends, NUMBERS)
-    centre = NUMBERS[1] * LN2 * tl.sum(of_q, 0)
-    tl.store(sums + row * 2, NUMBERS[0] * LN2 * tl.sum(of_p, 0) + centre)
+    # tensors first: the interpreter of Triton 3.7 cannot multiply a product of constants with one
+    centre = tl.sum(of_q, 0) * (NUMBERS[1] * LN2)
+    tl.store(sums + row * 2, tl.sum(of_p, 0) * (NUMBERS[0] * LN2) + centre)
     tl.store(sums + row * 2 + 1, centre)
 
 

@@ -29,9 +29,8 @@ _STARTS = ((NOTHING, "amax"), (~NOTHING, "amin")) * 2 + ((0, "sum"), (0, "amax")
 def encode_facts(samples: Sequence[Sample]) -> Tensor:
     """[S, 3] int64 of this process's samples, for the exchange."""
     rewards = torch.tensor([float(s.reward or 0.0) for s in samples], dtype=torch.float64) + 0.0  # no -0.0
-    bits = torch.where(rewards.isnan(), torch.nan, rewards).view(
-        torch.int64
-    )  # one NaN, so that equal bits are equal rewards
+    rewards = torch.where(rewards.isnan(), torch.nan, rewards)  # one NaN, so that equal bits are equal rewards
+    bits = ordered_bits(rewards.view(torch.int64))
     facts = [
         s.response_length
         + _HAS_REWARD * (s.reward is not None)
@@ -74,7 +73,12 @@ def merged_facts(facts: Tensor, units: Tensor, number: int) -> Tensor:
 def _rewards(rollouts: Tensor) -> Tensor:
     """[n] float64, of the rollouts that have one."""
     bits = rollouts[:, LARGEST]
-    return bits[bits != NOTHING].view(torch.float64)
+    return ordered_bits(bits[bits != NOTHING]).view(torch.float64)
+
+
+def ordered_bits(bits: Tensor) -> Tensor:
+    """Bits of float64 so that larger numbers have larger integers, and back: those of negative numbers count the other way."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
 
 
 def fact_sums(rollouts: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ def of_environments(rollouts: Tensor, names: Sequence[str]) -> list[Tensor]:
 def count_groups(prompts: Tensor) -> Tensor:
     """[2] int64: prompts of which two rollouts carry a reward, and those of them whose rewards are all equal."""
     are_groups = prompts[:, LAST] > prompts[:, FIRST]
-    is_number = ~prompts[:, LARGEST].contiguous().view(torch.float64).isnan()
+    is_number = ~ordered_bits(prompts[:, LARGEST]).view(torch.float64).isnan()
     are_equal = (prompts[:, LARGEST] == prompts[:, SMALLEST]) & is_number
     return torch.stack([are_groups.sum(), (are_groups & are_equal).sum()])
 

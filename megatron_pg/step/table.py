@@ -40,6 +40,9 @@ class PlanRule:
     streams: tuple[Stream, ...] = ()
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
+    rewards_may_differ: bool = (
+        False  # a trainer scores the samples of a rollout one by one; the largest score is the rollout's
+    )
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
 

@@ -407,7 +407,7 @@ def rollout_metrics(samples: list[OracleSample]) -> dict[str, float]:
     lengths = [sum(len(sample.mask) for sample in own) for own in rollouts.values()]
     result = {"response_length": math.fsum(lengths) / len(lengths), "max_response_length": max(lengths)}
     given = {key: [s.reward for s in own if s.reward is not None] for key, own in rollouts.items()}
-    rewards = {key: own[0] for key, own in given.items() if own}
+    rewards = {key: max(own) for key, own in given.items() if own}
     if rewards:
         mean = math.fsum(rewards.values()) / len(rewards)
         result |= {

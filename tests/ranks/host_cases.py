@@ -135,10 +135,10 @@ def cases(full: bool) -> Iterator[Case]:
 
 def samples(*, fan_out: bool = False) -> list[Sample]:
     """A rollout, its masks with holes, one sample fully masked; old, rollout's and reference's log-probabilities differ."""
-    rng, found, reward = random.Random(5), [], 0.0
+    rng, found = random.Random(5), []
     for i, length in enumerate(LENGTHS):
         mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
-        reward = rng.uniform(-1.0, 1.0) if not (fan_out and i % 2) else reward  # a rollout has one
+        reward = rng.uniform(-1.0, 1.0)  # of the sample, with `fan_out` too
         old = [rng.uniform(-4.0, -1.0) for _ in mask]
         near = lambda: [min(x + rng.uniform(-0.4, 0.4), 0.0) for x in old]  # noqa: B023, E731
         found.append(

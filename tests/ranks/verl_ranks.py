@@ -86,15 +86,14 @@ def logprobs_of(tokens: Sequence[int], start: int) -> list[float]:
 
 def batch(*, one_each: bool = False) -> list[Sample]:
     """Three prompts with two rollouts, one of three samples, which lie on two ranks; with `one_each`, each sample is a rollout."""
-    rng, samples, rewards = random.Random(11), [], {}
+    rng, samples = random.Random(11), []
     for i, length in enumerate(LENGTHS):
         start = rng.randrange(1, 5)
         tokens = [rng.randrange(host.VOCABULARY) for _ in range(start + length)]
         new = logprobs_of(tokens, start)
         old = [min(x + rng.uniform(-0.5, 0.5), 0.0) for x in new]
         mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
-        rollout = f"p{i // 4}/{i % 4 if one_each else int(i % 4 == 3)}"
-        reward = rewards.setdefault(rollout, rng.uniform(-1.0, 1.0))  # a rollout has one
+        reward = rng.uniform(-1.0, 1.0)  # of the row: a reward model may score every row of a rollout
         samples.append(
             Sample.build(
                 tokens=tokens,
@@ -106,7 +105,7 @@ def batch(*, one_each: bool = False) -> list[Sample]:
                 advantage=_float32([reward + rng.uniform(-0.2, 0.2) for _ in mask]),
                 reward=_float32([reward])[0],
                 prompt_id=f"p{i // 4}",
-                rollout_id=rollout,
+                rollout_id=f"p{i // 4}/{i % 4 if one_each else int(i % 4 == 3)}",
                 sample_id=str(i),
             )
         )

@@ -120,6 +120,19 @@ def test_tokens_are_chosen_over_the_ranks_of_a_host(name):
         assert torch.allclose((first, second)[k % 2][k // 2], expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("rewards", [(-1.0, 0.25, 0.5), (-3.0, -2.0, -1.0)])
+def test_the_largest_score_of_a_rollout_whose_rows_are_scored_one_by_one_counts(rewards):
+    rows = [dataclasses.replace(each, rollout_id="r", prompt_id="p", stream="rl") for each in hosts.samples()[:3]]
+    scored = [dataclasses.replace(each, reward=reward) for each, reward in zip(rows, rewards, strict=True)]
+
+    def work(rank: int):
+        mine = scored[rank::2]
+        return HostStep.planned(settings(), lambda: mine, data=torch.distributed.group.WORLD).plan.facts
+
+    for facts in threads.run(2, work):
+        assert (facts.num_rewards, facts.reward) == (1, rewards[-1])
+
+
 @pytest.mark.parametrize("name", [*CHOICES, "tis", "seq_tis", "icepop", "seq_mask_tis", "seq_mean_k3"])
 def test_nothing_can_be_chosen_by_log_probabilities_that_are_not_made(name):
     """The error reaches every rank."""

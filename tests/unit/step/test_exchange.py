@@ -14,7 +14,7 @@ from samples import divisor_of
 from megatron_pg import StepPlanError, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.streams import Stream
-from megatron_pg.metrics.samples import SampleFacts, fact_sums, largest_facts, unit_facts
+from megatron_pg.metrics.samples import SampleFacts, fact_sums, largest_facts, ordered_bits, unit_facts
 from megatron_pg.step import collectives
 from megatron_pg.step.exchange import KINDS, WholeStep, _owners, exchange
 from megatron_pg.step.table import PROMPT, ROLLOUT, WIDTH, LocalTable, PlanRule
@@ -37,7 +37,7 @@ def random_rows(rng: random.Random, rule: PlanRule) -> list[list[int]]:
         prompt = rng.choice([0, 7, -(2**61), rng.randint(-9, 9) << 44])
         rollout = 16 * prompt + rng.randint(0, 2) if rng.random() < 0.95 else 5
         reward = rng.choice([0.0, 1.0, rng.gauss(0, 1)])
-        bits = int(torch.tensor(reward, dtype=torch.float64).view(torch.int64))
+        bits = int(bits_of(torch.tensor(reward, dtype=torch.float64)))
         facts = [bits, rng.randint(1, 9) + HAS_REWARD, 0] if rng.random() < 0.8 else [0, rng.randint(1, 9), 0]
         tokens = [rng.choice([-1, 0, 1, 5, 2**40]) for _ in range(rule.width - WIDTH + 2)]
         found.append([tokens[0], rollout % 2**62, prompt, tokens[1], *facts, *tokens[2:]])
@@ -83,13 +83,17 @@ def first_apart(places: list[tuple[int, list[int]]], kind: int, part_of) -> tupl
     return None
 
 
+def bits_of(rewards: torch.Tensor) -> torch.Tensor:
+    return ordered_bits(rewards.view(torch.int64))
+
+
 def rewarded(ranks: list[list[list[int]]]) -> list[list[int]]:
     """Rollout and bits of the reward of every sample that has one."""
     return [[row[ROLLOUT], row[4]] for own in ranks for row in own if row[5] & HAS_REWARD]
 
 
 def rewards_of(ranks: list[list[list[int]]]) -> dict[int, float]:
-    return {rollout: torch.tensor(bits).view(torch.float64).item() for rollout, bits in rewarded(ranks)}
+    return {rollout: ordered_bits(torch.tensor(bits)).view(torch.float64).item() for rollout, bits in rewarded(ranks)}
 
 
 def check_strays(found: WholeStep, ranks: list[list[list[int]]], rule: PlanRule) -> None:
@@ -135,7 +139,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
     rng = random.Random(3)
     rewards = [rng.gauss(0, 1) * scale * 10 ** rng.randint(-7, 7) for _ in range(48)]
     rewards += rewards[:2]
-    bits = torch.tensor(rewards, dtype=torch.float64).view(torch.int64)
+    bits = bits_of(torch.tensor(rewards, dtype=torch.float64))
     rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
     mean = sum(map(Fraction, rewards)) / 50
     variance = sum((Fraction(reward) - mean) ** 2 for reward in rewards) / 50
@@ -148,7 +152,7 @@ def test_rewards_are_added_up_exactly_in_any_cut(scale):
 
 
 def test_equal_rewards_have_no_spread():
-    bits = torch.full((3,), 0.1, dtype=torch.float64).view(torch.int64)
+    bits = bits_of(torch.full((3,), 0.1, dtype=torch.float64))
     rows = unit_facts(torch.stack([bits, torch.full_like(bits, HAS_REWARD + 1), torch.zeros_like(bits)], dim=1))
     found = SampleFacts(fact_sums(rows), largest_facts(rows), torch.zeros(2, dtype=torch.int64))
     assert (found.reward, found.reward_std) == (
@@ -158,7 +162,7 @@ def test_equal_rewards_have_no_spread():
 
 
 def test_without_prompts_there_are_no_groups_of_rewards():
-    bits = int(torch.ones(1, dtype=torch.float64).view(torch.int64))
+    bits = int(bits_of(torch.ones(1, dtype=torch.float64)))
     rows = torch.tensor([[1, rollout, 0, 1, bits, HAS_REWARD + 1, 0] for rollout in range(4)])
     for has_prompt_ids, expected in ((True, 1.0), (False, None)):
         local = LocalTable(rows, True, has_prompt_ids, 4, 4, rows[:, [ROLLOUT, PROMPT]])
