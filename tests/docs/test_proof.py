@@ -134,20 +134,40 @@ def test_rows_are_merged(monkeypatch):
     assert "| [units](#units) | 5 | 2 | 2 |" in page
 
 
+@pytest.fixture
+def empty_record(monkeypatch, tmp_path):
+    record = tmp_path / "proof.json"
+    record.write_text('{"parts": {}, "rows": {}}', encoding="utf-8")
+    monkeypatch.setattr(proof, "RECORD", record)
+    return record
+
+
 @pytest.mark.parametrize(
     ("status", "arguments", "has_time"), [(0, [], True), (1, [], True), (-15, [], False), (0, ["-k", "a"], False)]
 )
-def test_a_part_that_ran_whole_has_its_time(status, arguments, has_time, monkeypatch):
+def test_a_part_that_ran_whole_has_its_time(status, arguments, has_time, empty_record, monkeypatch):
     monkeypatch.setattr(proof, "rows_of", lambda _: ({"a": row(cases=1)}, status))
-    record, bad = proof.prove("units", {"parts": {}, "rows": {}}, {"a": row()}, arguments)
+    record, bad = proof.prove("units", {"a": row()}, arguments)
     assert record["rows"]["a"]["cases"] == 1
     assert ("seconds" in record["parts"]["units"]) == has_time
     assert bad == ([f"units: pytest ended with {status}"] if status else [])
 
 
-def test_a_row_without_a_case_is_what_the_run_fails_for(monkeypatch):
+def test_what_another_part_has_written_meanwhile_is_kept(empty_record, monkeypatch):
+    def run(_) -> tuple[dict, int]:
+        of_another = {"parts": {"ranks": {"seconds": 7}}, "rows": {"b": row(cases=3)}}
+        empty_record.write_text(json.dumps(of_another), encoding="utf-8")
+        return {"a": row(cases=1)}, 0
+
+    monkeypatch.setattr(proof, "rows_of", run)
+    record, _ = proof.prove("units", {"a": row(), "b": row()}, [])
+    assert {name: entry["cases"] for name, entry in record["rows"].items()} == {"a": 1, "b": 3}
+    assert record["parts"]["ranks"] == {"seconds": 7}
+
+
+def test_a_row_without_a_case_is_what_the_run_fails_for(empty_record, monkeypatch):
     monkeypatch.setattr(proof, "rows_of", lambda _: ({"a": row(), "b": row(missing="needs a checkout")}, 0))
-    _, bad = proof.prove("units", {"parts": {}, "rows": {}}, {"a": row(), "b": row()}, [])
+    _, bad = proof.prove("units", {"a": row(), "b": row()}, [])
     assert len(bad) == 1
     assert bad[0].startswith("units: a: ")
 

@@ -176,13 +176,13 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def prove(part: str, record: dict, known: dict[str, dict], arguments: list[str]) -> tuple[dict, list[str]]:
-    """The record after a part, and what is wrong with it."""
+def prove(part: str, known: dict[str, dict], arguments: list[str]) -> tuple[dict, list[str]]:
+    """The record after a part, and what is wrong with it. Parts may run at the same time: the record is read at the end."""
     started = time.monotonic()
     found, status = rows_of([*selection(part), "--tier=full", *arguments])
     bad = [f"{part}: {name}: {row}" for name, row in found.items() if not holds(row)]
     bad += [f"{part}: pytest ended with {status}"] if status else []
-    record = merged(record, known, found)
+    record = merged(json.loads(RECORD.read_text("utf-8")), known, found)
     if not arguments and status in (0, 1):  # pytest came to its end
         stamp = {"date": str(datetime.date.today()), "machine": machine()}
         record["parts"][part] = {"seconds": round(time.monotonic() - started)} | stamp
@@ -196,11 +196,10 @@ def main(words: list[str]) -> int:
     own, rest = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     parts, known, bad = parser.parse_args(own).parts or [*PARTS], collected(), []
     for part in parts:
-        record = json.loads(RECORD.read_text("utf-8"))
         if part == "none":
-            record = merged(record, known, {})
+            record = merged(json.loads(RECORD.read_text("utf-8")), known, {})
         else:
-            record, wrong = prove(part, record, known, rest)
+            record, wrong = prove(part, known, rest)
             bad += wrong
         RECORD.write_text(dumped(record), "utf-8")
         PAGE.write_text(page(record), "utf-8")
