@@ -146,10 +146,13 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     among = float(hits.sum() / max((gross & judged).sum(), 1))
     share = float(hits[judged].mean()) if judged.any() else 0.0
     bad = np.unique(gap.ids[hits])
-    evidence = (
-        f"{among:.0%} of the {int((gross & judged).sum())} tokens of which the trainer gives less than the engine's probability "
-        f"squared have {len(bad)} ids of which most tokens are so"
-    )
+    number = int((gross & judged).sum())
+    evidence = "the trainer gives no token less than the square of the engine's probability"
+    if number:
+        evidence = (
+            f"the trainer gives {number} tokens less than the square of the engine's probability, and {among:.0%} of them have one of "
+            f"{len(bad)} ids for which most tokens are so"
+        )
     test = decided(
         "vocabulary", p, level, share >= 0.0005 and among >= 0.3, evidence, share=share, ids=bad[:20].tolist()
     )
