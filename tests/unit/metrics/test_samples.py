@@ -163,6 +163,7 @@ def rollouts_of_environments(rng: random.Random) -> list[Sample]:
         for _ in range(rng.randint(1, 4)):
             rest = {"environment": environment if rng.random() < 0.9 else None, "length": rng.randint(1, 9)}
             own = reward if rng.random() < 0.8 else None
+            rest |= {"sample_id": str(len(samples))}  # two equal samples on two ranks would be taken for a copy
             samples.append(sample(own, "p", rollout, truncated=rng.choice([None, False, True]), **rest))
     return samples
 
