@@ -28,9 +28,10 @@ ALL = [
 
 
 TAUGHT = 48  # once a row, between its two passes, with a divergence over likeliest tokens; none at the sizes of `FAST`
-FEW = 20  # spills with a Triton that the sizes are not tuned for, where three launches do the work
+TUNED = "Triton 3.6.0"  # with which the sizes were chosen: no spills
+FEW = 20  # spills with another Triton, where three launches do the work
 CHIPS = (80, 90, 100, 120)  # compute capabilities, of the kernel alone; whether a program fits is asked on the chip
-TRITONS = ("3.7.1", "3.8.0", "3.9.0")  # beside the installed one
+TRITONS = ("3.6.0", "3.8.0", "3.9.0")  # beside the installed one
 
 
 def compile_all(chip: int, names: list[str]) -> None:
@@ -119,7 +120,7 @@ def test_it_compiles_for_other_chips_and_with_other_releases(release, full, evid
     chips = CHIPS if full else (100,)
     for chip in chips:
         for kernel in compiled(chip, names, path):
-            most = TAUGHT if "|" in kernel["name"] else 0 if path is None else FEW
+            most = TAUGHT if "|" in kernel["name"] else 0 if release == TUNED else FEW
             assert kernel["spills"] <= most, (chip, kernel)
             assert kernel["wide_stores"] > 0, (chip, kernel)
             assert kernel["wide_copies"] > 0, (chip, kernel)
