@@ -23,6 +23,7 @@ import cpu_megatron
 
 cpu_megatron.enable()
 
+import gloo_device
 import megatron.core
 import prediction_oracle
 import rank_faults
@@ -409,6 +410,7 @@ def free_groups_but(kept: set) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # free_groups then goes over the groups, not over all of torch and Megatron
+    gloo_device.share()
     torch.distributed.init_process_group("gloo")
     out, previous = Path(sys.argv[1]), None
     for name in sys.argv[2:]:
