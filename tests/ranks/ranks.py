@@ -380,7 +380,7 @@ def save_report(path: Path, losses: list, report, farewell: str | None, plans: i
         "num_tokens": report.plan.num_tokens,
         "num_positions": report.plan.num_positions,
         "reported": reported,
-        "release": megatron.core.__version__,
+        "release": megatron.core.__shortversion__,
         "farewell": farewell,
         "plans": plans,
     }

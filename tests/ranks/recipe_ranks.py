@@ -24,7 +24,7 @@ def main() -> None:
     gloo_device.share()
     torch.distributed.init_process_group("gloo")
     for name in sys.argv[2:]:
-        found = {"release": megatron.core.__version__, **import_module(name).figures()}
+        found = {"release": megatron.core.__shortversion__, **import_module(name).figures()}
         if torch.distributed.get_rank() == 0:
             Path(sys.argv[1], f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     torch.distributed.destroy_process_group()

@@ -126,7 +126,7 @@ def check(cases: int, seed: int = 5) -> dict[str, object]:
             worst = max(worst, error_of(cut, per_token=per_token, num_positions=None, averages=True))
         exact_by_luck = [a + b for a, b in zip(exact_by_luck, wrong_pairs(cut), strict=True)]
     return {
-        "release": megatron.core.__version__,
+        "release": megatron.core.__shortversion__,
         "cases": 6 * cases,
         "worst": worst,
         "lucky": exact_by_luck,
