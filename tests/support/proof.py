@@ -105,12 +105,13 @@ class Evidence:
             )
         entry = self.rows[row]
         if worst is not None:
+            worst = float(worst)  # NumPy's numbers are not JSON
             assert worst <= tolerance, f"{row}: relative error {worst}, tolerance {tolerance}"  # NaN fails too
             entry.error = max(worst, entry.error or 0.0)
             entry.tolerance = max(tolerance, entry.tolerance or 0.0)
         if slowest is not None:
             assert math.isfinite(slowest)
-            entry.slowest = max(slowest, entry.slowest or 0.0)
+            entry.slowest = max(float(slowest), entry.slowest or 0.0)
         entry.cases += cases
 
     def finish(self, row: str, *, passed: bool, seconds: float, skipped: str | None = None) -> None:
