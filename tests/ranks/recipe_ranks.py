@@ -14,14 +14,12 @@ import cpu_megatron
 
 cpu_megatron.enable()
 
-import gloo_device
 import megatron.core
 import torch
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    gloo_device.share()
     torch.distributed.init_process_group("gloo")
     for name in sys.argv[2:]:
         found = {"release": megatron.core.__shortversion__, **import_module(name).figures()}

@@ -20,7 +20,6 @@ import cpu_megatron
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels on a CPU
 cpu_megatron.enable()
 
-import gloo_device
 import numpy as np
 import objective_oracle
 import oracle
@@ -503,7 +502,6 @@ def refusals(verl: SimpleNamespace) -> dict[str, str]:
 def main() -> None:
     folder, full = Path(sys.argv[1]), sys.argv[2] == "full"
     torch.set_num_threads(1)
-    gloo_device.share()
     torch.distributed.init_process_group("gloo")
     verl = host.load()
     import megatron_pg.verl  # noqa: F401, what model.external_lib does
