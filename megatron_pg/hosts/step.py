@@ -98,7 +98,8 @@ class HostStep:
             error = failure
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
             table, factors = select([whole], counted, settings, data, error)
-            rule = replace(settings.plan_rule, numbers_may_repeat=False, rewards_may_differ=True)
+            # the trainer has numbered all samples, and may have scored those of a rollout one by one
+            rule = replace(settings.plan_rule, numbers_may_repeat=False, one_per_rollout=("environment",))
             plan = plan_from_table(table, rule, error=error, group=data)
         fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
         return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy, data_rank=data.rank())

@@ -18,6 +18,7 @@ from megatron_pg.rollouts.sample import Sample
 COLUMNS = 3  # per sample in the table: bits of the reward, length and flags, key of the environment
 LARGEST, SMALLEST, LAST, FIRST, LENGTH, TRUNCATION = range(6)  # columns of `unit_facts`
 UNIT_COLUMNS = 6
+ONE_PER_ROLLOUT = {"reward": LARGEST, "environment": LAST}  # fields of which a rollout has one value, and their column
 _HAS_REWARD, _SAYS_TRUNCATED, _IS_TRUNCATED = 1 << 40, 1 << 41, 1 << 42  # above any length
 _UNIT = 1074  # the smallest float64 is 2^-1074, so a reward is a whole number of them, and its square one of theirs
 _LIMB, _SUM, _SQUARES = 32, 68, 135  # bits of an integer that travels; integers of Σ R and of Σ R², for 2^47 rollouts
@@ -77,7 +78,7 @@ def _rewards(rollouts: Tensor) -> Tensor:
 
 
 def ordered_bits(bits: Tensor) -> Tensor:
-    """Bits of float64 so that larger numbers have larger integers, and back: those of negative numbers count the other way."""
+    """Bits of float64, so that larger numbers have larger integers, and back: those of negative numbers are reversed."""
     return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_pg.metrics.samples import (
-    LARGEST,
-    LAST,
     NOTHING,
+    ONE_PER_ROLLOUT,
     UNIT_COLUMNS,
     SampleFacts,
     count_groups,
@@ -38,10 +37,6 @@ from megatron_pg.step.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, 
 MESSAGE = 512  # bytes of a rank's error, or of an id, that travel to the others
 KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units, and their column in the table
 _KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # of a unit's row; after the tokens, its facts
-ONE_PER_ROLLOUT = {
-    "reward": LARGEST,
-    "environment": LAST,
-}  # fields of which a rollout has one value, by column of its facts
 _NOWHERE = 2**52  # behind every place, and exact in float64: of a unit whose samples another rank brings
 
 
@@ -170,10 +165,12 @@ def exchange(
         num_missing=num_missing,
         is_balanced=balance % MODULUS == 0,
         facts=SampleFacts.of(sums[2], largest[0], sums[3], environments),
-        conflicting={field: stray for field, stray in zip(ONE_PER_ROLLOUT, found, strict=False) if stray is not None},
+        conflicting={
+            field: stray for field, stray in zip(rule.one_per_rollout, found, strict=False) if stray is not None
+        },
         divided={
             kind: stray
-            for kind, stray in zip(rule.undivided, found[len(ONE_PER_ROLLOUT) :], strict=True)
+            for kind, stray in zip(rule.undivided, found[len(rule.one_per_rollout) :], strict=True)
             if stray is not None
         },
         mixed=mixed,
@@ -326,7 +323,7 @@ def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
     rows = {kind: units.rows[units.rows[:, _PLACE] != _NOWHERE] for kind, units in zip(KINDS, owned, strict=True)}
     rollouts = rows["rollout_id"]
     found = [_stray(rollouts, rollouts[:, _PART])]
-    found += [_conflict(rollouts, column - UNIT_COLUMNS) for column in ONE_PER_ROLLOUT.values()]
+    found += [_conflict(rollouts, ONE_PER_ROLLOUT[field] - UNIT_COLUMNS) for field in rule.one_per_rollout]
     return found + [_stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided]
 
 

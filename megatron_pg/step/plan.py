@@ -145,9 +145,7 @@ def plan_from_table(
     name_of = partial(_name_of, local.ids, group)
     _check_undivided(whole.divided, rule.undivided, name_of)
     _check_groups(whole.mixed, name_of)
-    allowed = {"reward"} if rule.rewards_may_differ else set()
-    conflicting = {name: stray for name, stray in whole.conflicting.items() if name not in allowed}
-    _check_conflicts(conflicting, local, name_of, group)
+    _check_conflicts(whole.conflicting, local, name_of, group)
     warning = _check_unique(whole, heads, rule, local, group)
     columns = dict.fromkeys(rule.policy, 0) | {name: 2 + i for i, name in enumerate(rule.own_tokens)}
     depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")

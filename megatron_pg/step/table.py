@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.streams import AS_POLICY, Stream
-from megatron_pg.metrics.samples import COLUMNS, encode_facts
+from megatron_pg.metrics.samples import COLUMNS, ONE_PER_ROLLOUT, encode_facts
 from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
 from megatron_pg.rollouts.sample import Sample
@@ -40,9 +40,7 @@ class PlanRule:
     streams: tuple[Stream, ...] = ()
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
-    rewards_may_differ: bool = (
-        False  # a trainer scores the samples of a rollout one by one; the largest score is the rollout's
-    )
+    one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others the largest counts
     depths: int = 0  # of multi-token prediction
     depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
 
