@@ -143,15 +143,15 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     judged = (of_id >= 1) & (gap.position >= _BLOCK // 4)
     consistent = (gross_of_id >= 0.5 * of_id) & judged
     hits, p = gross & consistent, _p_hits(gap, gross, consistent)
-    among = float(hits.sum() / max((gross & judged).sum(), 1))
+    number = int((gross & judged).sum())
+    among = float(hits.sum() / max(number, 1))
     share = float(hits[judged].mean()) if judged.any() else 0.0
     bad = np.unique(gap.ids[hits])
-    number = int((gross & judged).sum())
     evidence = "the trainer gives no token less than the square of the engine's probability"
     if number:
         evidence = (
-            f"the trainer gives {number} tokens less than the square of the engine's probability, and {among:.0%} of them have one of "
-            f"{len(bad)} ids for which most tokens are so"
+            f"the trainer gives {number} tokens less than the square of the engine's probability, and {among:.0%} of them "
+            f"have one of {len(bad)} ids for which most tokens are so"
         )
     test = decided(
         "vocabulary", p, level, share >= 0.0005 and among >= 0.3, evidence, share=share, ids=bad[:20].tolist()

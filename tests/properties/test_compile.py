@@ -28,10 +28,11 @@ ALL = [
 
 
 TAUGHT = 48  # once a row, between its two passes, with a divergence over likeliest tokens; none at the sizes of `FAST`
-TUNED = "Triton 3.6.0"  # with which the sizes were chosen: no spills
+INSTALLED, TUNED = "installed Triton", "Triton 3.6.0"  # the sizes were chosen with the second: no spills
 FEW = 20  # spills with another Triton, where three launches do the work
+TIGHT = 37984  # columns at which the installed Triton spills for sm_100 and sm_120, the only ones (docs/kernels.md)
 CHIPS = (80, 90, 100, 120)  # compute capabilities, of the kernel alone; whether a program fits is asked on the chip
-TRITONS = ("3.6.0", "3.8.0", "3.9.0")  # beside the installed one
+TRITONS = ("3.6.0", "3.8.0", "3.9.0")  # in addition to the installed one
 
 
 def compile_all(chip: int, names: list[str]) -> None:
@@ -111,21 +112,28 @@ def of_triton(release: str) -> object:
     return pytest.param(release, marks=pytest.mark.proof(row))
 
 
-@pytest.mark.parametrize("release", [of_triton("installed Triton"), *(of_triton(f"Triton {each}") for each in TRITONS)])
+@pytest.mark.parametrize("release", [of_triton(INSTALLED), *(of_triton(f"Triton {each}") for each in TRITONS)])
 def test_it_compiles_for_other_chips_and_with_other_releases(release, full, evidence):
-    path = None if release == "installed Triton" else Path(sys.prefix) / release.lower().replace(" ", "-")
+    path = None if release == INSTALLED else Path(sys.prefix) / release.lower().replace(" ", "-")
     if path is not None and not (full and path.is_dir()):
         pytest.skip(f'needs {release}: make prove TRITONS="{release.split()[1]}"')
     names = [f"{columns}:bf16:{loss}" for columns in (19008, 37984, 151936) for loss in LOSSES][: None if full else 1]
     chips = CHIPS if full else (100,)
     for chip in chips:
         for kernel in compiled(chip, names, path):
-            most = TAUGHT if "|" in kernel["name"] else 0 if release == TUNED else FEW
-            assert kernel["spills"] <= most, (chip, kernel)
+            assert kernel["spills"] <= most_spills(release, kernel["name"]), (chip, kernel)
             assert kernel["wide_stores"] > 0, (chip, kernel)
             assert kernel["wide_copies"] > 0, (chip, kernel)
             assert kernel["narrow_copies"] == 0, (chip, kernel)
     evidence(cases=len(chips) * len(names))
+
+
+def most_spills(release: str, name: str) -> int:
+    """That a kernel may have, by its name in `compile_all`."""
+    if "|" in name:
+        return TAUGHT
+    is_tight = release == INSTALLED and int(name.partition(":")[0]) == TIGHT
+    return FEW if is_tight or release not in (INSTALLED, TUNED) else 0
 
 
 def compiled(chip: int, names: list[str], triton: Path | None = None) -> list[dict]:

@@ -408,9 +408,10 @@ def free_groups_but(kept: set) -> None:
 
 
 def take_apart_fsdp() -> None:
-    """Empty what Megatron-FSDP has made: its hooks are in cycles that Python cannot see, so its groups would never be freed.
+    """Empty what Megatron-FSDP has made, whose hooks are in cycles that Python's collector cannot see.
 
-    Each of gloo's groups has a thread that wakes up a hundred times a second. After fifty cases 650 of them took half of the time.
+    Otherwise its groups are never freed. Each of gloo's groups has a thread that wakes up a hundred times a second:
+    after fifty cases, 650 of them took half of the time.
     """
     for each in gc.get_objects():
         if "megatron_fsdp" in type(each).__module__ and hasattr(each, "__dict__"):

@@ -178,7 +178,10 @@ def _version(name: str) -> str:
 
 
 def prove(part: str, known: dict[str, dict], arguments: list[str]) -> tuple[dict, list[str]]:
-    """The record after a part, and what is wrong with it. Parts may run at the same time: the record is read at the end."""
+    """The record after a part, and what is wrong with it.
+
+    Another part may have written the record meanwhile, so it is read at the end.
+    """
     started = time.monotonic()
     found, status = rows_of([*selection(part), "--tier=full", *arguments])
     bad = [f"{part}: {name}: {row}" for name, row in found.items() if not holds(row)]

@@ -162,8 +162,8 @@ def rollouts_of_environments(rng: random.Random) -> list[Sample]:
         environment, reward = rng.choice([None, "math/gsm8k", "ünit"]), rng.choice([None, 0.0, 0.25, 1.0])
         for _ in range(rng.randint(1, 4)):
             rest = {"environment": environment if rng.random() < 0.9 else None, "length": rng.randint(1, 9)}
+            rest["sample_id"] = str(len(samples))  # two equal samples on two ranks would be taken for a copy
             own = reward if rng.random() < 0.8 else None
-            rest |= {"sample_id": str(len(samples))}  # two equal samples on two ranks would be taken for a copy
             samples.append(sample(own, "p", rollout, truncated=rng.choice([None, False, True]), **rest))
     return samples
 
