@@ -81,9 +81,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole, cut, evidence):
     evidence(cases=assert_same(cut, whole))
 
 
-@pytest.mark.proof(
-    "Resume: from every kind of checkpoint after a crash that went on behind it, 1 and 2 ranks (tensors)"
-)
+@pytest.mark.proof("Resume: from every kind of checkpoint after a crash some steps later, 1 and 2 ranks (tensors)")
 def test_a_run_resumed_after_a_crash_is_the_run_that_did_not_crash(whole, tmp_path, full, evidence):
     if not full:
         pytest.skip("further resumed runs belong to `make prove`")
