@@ -138,10 +138,10 @@ class Runs:
         """Whether the run has ended as it should."""
         return (self.of(name, seed) / "done").exists()
 
-    def train(self, name: str, seed: int) -> None:
-        """A warm start or an arm, from its last checkpoint if it has one, unless it has ended."""
+    def train(self, name: str, seed: int) -> str | None:
+        """A warm start or an arm, from its last checkpoint if it has one; how it ended, None: it had ended before."""
         if self.is_done(name, seed) or self._is_over.is_set():
-            return
+            return None
         folder = self.of(name, seed)
         folder.mkdir(parents=True, exist_ok=True)
         code = self.launch(folder, self.flags(name, seed, folder / "saved"), arm_of(name))
@@ -149,7 +149,7 @@ class Runs:
             if name in ARMS and name not in {arm.teacher for arm in ARMS.values()}:
                 shutil.rmtree(folder / "saved")
             (folder / "done").touch()
-        print(f"{name}-{seed}: {'done' if code == 0 else f'exit code {code}'}", flush=True)
+        return "done" if code == 0 else f"exit code {code}"
 
     def stop(self) -> None:
         """Ends what runs; nothing further starts."""
@@ -209,8 +209,8 @@ def run(runs: Runs, experiments: list[str], seeds: list[int], jobs: int, minutes
 def _after(before: list, runs: Runs, name: str, seed: int) -> None:
     for each in before:
         each.result()
-    if all(runs.is_done(need, seed) for need in needs_of(name)):
-        runs.train(name, seed)
+    if all(runs.is_done(need, seed) for need in needs_of(name)) and (ending := runs.train(name, seed)):
+        print(f"{name}-{seed}: {ending}", flush=True)
 
 
 def arm_of(name: str) -> Arm:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.objectives.grpo import grpo
-from megatron_pg.objectives.tokens import Parameters, Tokens
+from megatron_pg.objectives.tokens import Parameters, Tokens, bounded
 
 
 def dual_clip(tokens: Tokens, parameters: Parameters) -> Tensor:
@@ -14,5 +14,5 @@ def dual_clip(tokens: Tokens, parameters: Parameters) -> Tensor:
 
     Source: Mastering Complex Control in MOBA Games with Deep RL, arXiv 1912.09729.
     """
-    capped = tokens.ratios.clamp(1.0 - parameters.clip_eps_low, parameters.dual_clip)
+    capped = bounded(tokens.ratios, 1.0 - parameters.clip_eps_low, parameters.dual_clip)
     return torch.where(tokens.advantages < 0, -(capped * tokens.advantages), grpo(tokens, parameters))

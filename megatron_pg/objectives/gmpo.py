@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import Parameters, Tokens, ratio
+from megatron_pg.objectives.tokens import Parameters, Tokens, bounded, ratio
 
 
 def gmpo(tokens: Tokens, parameters: Parameters) -> Tensor:
@@ -23,8 +23,8 @@ def gmpo(tokens: Tokens, parameters: Parameters) -> Tensor:
 def clipped(tokens: Tokens, parameters: Parameters) -> Tensor:
     """[T] log r of each token, clipped on the side towards which A moves it: what is averaged over its sequence."""
     raised, lowered = (
-        tokens.log_ratios.clamp(max=parameters.gmpo_eps_high),
-        tokens.log_ratios.clamp(min=-parameters.gmpo_eps_low),
+        bounded(tokens.log_ratios, high=parameters.gmpo_eps_high),
+        bounded(tokens.log_ratios, low=-parameters.gmpo_eps_low),
     )
     return torch.where(tokens.advantages < 0, lowered, raised)
 

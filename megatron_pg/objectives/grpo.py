@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import Parameters, Tokens
+from megatron_pg.objectives.tokens import Parameters, Tokens, bounded
 
 
 def grpo(tokens: Tokens, parameters: Parameters) -> Tensor:
@@ -18,7 +18,7 @@ def grpo(tokens: Tokens, parameters: Parameters) -> Tensor:
 
 def clipped_surrogate(ratios: Tensor, advantages: Tensor, parameters: Parameters) -> Tensor:
     """-min(r A, clip(r) A), for ratios of tokens or of sequences."""
-    clipped = ratios.clamp(1.0 - parameters.clip_eps_low, 1.0 + parameters.clip_eps_high)
+    clipped = bounded(ratios, 1.0 - parameters.clip_eps_low, 1.0 + parameters.clip_eps_high)
     return -torch.minimum(ratios * advantages, clipped * advantages)
 
 

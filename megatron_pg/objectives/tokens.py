@@ -1,5 +1,6 @@
 """What an objective sees: values per token, and the numbers that its flags set."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -10,9 +11,18 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value clamped, gradient 0, counted as a metric
 
 
+def bounded(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """Values clamped to [low, high]; the gradient is 1 from bound to bound, both inclusive, and 0 outside.
+
+    The gradient of `torch.clamp` exactly at a bound is 1 up to torch 2.13 and 0 from 2.14 on. Ratios are often exactly on a
+    bound, and kernels keep their gradient there.
+    """
+    return torch.where(values > high, high, torch.where(values < low, low, values))
+
+
 def ratio(log_ratios: Tensor) -> Tensor:
     """e^d, with d clamped to ±MAX_LOG_RATIO: finite, and without gradient beyond."""
-    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def unclamped(values: Tensor, log_ratios: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import Parameters, Tokens
+from megatron_pg.objectives.tokens import Parameters, Tokens, bounded
 
 
 def two_sided(tokens: Tokens, parameters: Parameters) -> Tensor:
@@ -14,5 +14,5 @@ def two_sided(tokens: Tokens, parameters: Parameters) -> Tensor:
     Source: INTELLECT-2, arXiv 2505.07291.
     """
     ratios = tokens.ratios
-    clipped = ratios.clamp(1.0 - parameters.clip_eps_low, 1.0 + parameters.clip_eps_high)
-    return -torch.minimum(ratios.clamp(max=parameters.delta) * tokens.advantages, clipped * tokens.advantages)
+    clipped = bounded(ratios, 1.0 - parameters.clip_eps_low, 1.0 + parameters.clip_eps_high)
+    return -torch.minimum(bounded(ratios, high=parameters.delta) * tokens.advantages, clipped * tokens.advantages)

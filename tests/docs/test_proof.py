@@ -143,9 +143,9 @@ def empty_record(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "arguments", "has_time"), [(0, [], True), (1, [], True), (-15, [], False), (0, ["-k", "a"], False)]
+    ("status", "arguments", "has_time"), [(0, [], True), (1, [], False), (-15, [], False), (0, ["-k", "a"], False)]
 )
-def test_a_part_that_ran_whole_has_its_time(status, arguments, has_time, empty_record, monkeypatch):
+def test_a_part_that_passed_as_a_whole_has_its_time(status, arguments, has_time, empty_record, monkeypatch):
     monkeypatch.setattr(proof, "rows_of", lambda _: ({"a": row(cases=1)}, status))
     record, bad = proof.prove("units", {"a": row()}, arguments)
     assert record["rows"]["a"]["cases"] == 1

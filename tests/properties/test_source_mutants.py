@@ -33,6 +33,8 @@ def test_every_mutant_is_noticed_by_its_test(tmp_path, full, evidence):
         pytest.skip("a test for each of them is run by `make prove`")
     found = source_mutants.noticed(tmp_path)
     assert found.pop("") == []  # the tests hold without a mistake
-    assert [what for what, errors in found.items() if not errors] == []
-    assert {what: errors for what, errors in found.items() if BROKEN.intersection(errors)} == {}
+    unnoticed = [what for what, errors in found.items() if not errors]
+    assert not unnoticed, "\n".join(unnoticed)
+    broken = [f"{what}: {', '.join(errors)}" for what, errors in found.items() if BROKEN.intersection(errors)]
+    assert not broken, "\n".join(broken)
     evidence(cases=len(found))

@@ -56,7 +56,7 @@ def test_the_temperature_is_that_of_the_trainer_over_the_engines(ratio):
 def test_the_temperature_where_the_engine_reports_before_its_own(ratio):
     """Then the trainer's distribution is the one that drew the tokens."""
     swapped = [(b, o) for o, b in drawn(ratio, 500)]
-    assert gap.temperature(sums(swapped)) == pytest.approx(ratio, rel=0.03)
+    assert gap.temperature(sums(swapped)) == pytest.approx(ratio, rel=0.002)
 
 
 def test_noise_has_no_temperature():
