@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve()
 REPOSITORY = HERE.parents[2]
 # What fails where a mutant is no program any more, or before a test of it begins.
 BROKEN = frozenset(("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "setup", "teardown"))
-HANG = 600.0  # seconds: a loaded machine is slow
+HANG = 600.0  # seconds for one test: a loaded machine is slow
 
 
 class Mutant(NamedTuple):
@@ -76,15 +76,15 @@ def attempt(folder: Path, mutant: Mutant) -> list[str]:
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        return forked(failures_of, [mutant.test])
+        return forked(failures_of, [mutant.test], limit=HANG)
     finally:
         file.write_text(text, encoding="utf-8")
 
 
-def forked(function, *arguments):
-    """The function's result in a fork of this process, which has imported what no mutant changes."""
+def forked(function, *arguments, limit: float | None = None):
+    """The function's result in a fork of this process, which has imported what no mutant changes; `limit` in seconds."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply_async(function, arguments).get(HANG)
+        return pool.apply_async(function, arguments).get(limit)
 
 
 def main(folder: str, half: str) -> None:
