@@ -139,7 +139,11 @@ class Runs:
         return (self.of(name, seed) / "done").exists()
 
     def train(self, name: str, seed: int) -> str | None:
-        """A warm start or an arm, from its last checkpoint if it has one; how it ended, None: it had ended before."""
+        """Run a warm start or an arm, from its last checkpoint if it has one.
+
+        Returns:
+            How it ended. None: nothing ran, because it had ended before or the runs are being stopped.
+        """
         if self.is_done(name, seed) or self._is_over.is_set():
             return None
         folder = self.of(name, seed)

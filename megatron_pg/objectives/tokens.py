@@ -14,8 +14,8 @@ MAX_LOG_RATIO = 20.0  # beyond it the ratio is meaningless (e^20 = 5e8): value c
 def bounded(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
     """Values clamped to [low, high]; the gradient is 1 from bound to bound, both inclusive, and 0 outside.
 
-    The gradient of `torch.clamp` exactly at a bound is 1 up to torch 2.13 and 0 from 2.14 on. Ratios are often exactly on a
-    bound, and kernels keep their gradient there.
+    The gradient of `torch.clamp` exactly at a bound is 1 up to torch 2.13 and 0 from 2.14 on. Ratios are often exactly
+    on a bound, and kernels keep their gradient there.
     """
     return torch.where(values > high, high, torch.where(values < low, low, values))
 

@@ -82,7 +82,10 @@ def attempt(folder: Path, mutant: Mutant) -> list[str]:
 
 
 def forked(function, *arguments, limit: float | None = None):
-    """The function's result in a fork of this process, which has imported what no mutant changes; `limit` in seconds."""
+    """The function's result in a fork of this process, which has imported what no mutant changes.
+
+    `limit`: seconds until a TimeoutError; None: it may take any time.
+    """
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply_async(function, arguments).get(limit)
 
