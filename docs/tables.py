@@ -257,7 +257,6 @@ def counts() -> dict[str, int]:
 PROVED = {  # rows of docs/proof.md, of which pages quote the number of cases
     "proved partitions": "partitions, float64: gradients within 1e-12",
     "proved objective steps": "objectives × aggregation × correction × KL × entropy over layouts, float64: within 1e-12 of the oracle",
-    "seeded mistakes": "seeded bugs caught",
     "killed source mutants": "Mutants of the source killed by the default tier",
 }
 

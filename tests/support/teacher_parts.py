@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-import teacher_oracle
+import token_oracle
 import torch
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
+KINDS = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 SHARE = 0.3
 BONUS = 0.2
 
@@ -91,7 +92,7 @@ class Parts:
         theirs = teacher.states.double() @ self.teacher_weight[: self.size].double().t()
         for t in fields.of_stream("t").mask.nonzero()[:, 0].tolist():
             pair = logits[t].tolist(), theirs[teacher.slots[t]].tolist()
-            row = teacher_oracle.row_of(stream.kind, *pair, temperature=temperature, share=stream.mixture)
+            row = token_oracle.full_divergence(stream.kind, *pair, temperature=temperature, share=stream.mixture)
             factor = stream.weight * float(fields.of_stream("t").weights[t])
             total += factor * row.value
             gradient[t] += factor * torch.from_numpy(row.gradient)

@@ -4,11 +4,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-import teacher_oracle
 import threads
 import torch
 from compare import scalar_error, tensor_error
-from teacher_parts import SHARE, Parts
+from teacher_parts import KINDS, SHARE, Parts
 
 from megatron_pg.batch.fields import StreamFields, TeacherStates, TopK
 from megatron_pg.declarations.streams import Stream
@@ -57,7 +56,7 @@ def run(parts: Parts, head: Head, *, temperature: float = 0.7, tp_group=None, ra
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_own_tokens", [True, False])
 def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, mode, has_own_tokens):
     parts = Parts.draw(kind, dtype, has_own_tokens=has_own_tokens)
@@ -69,7 +68,7 @@ def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, 
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_wide_rows_whose_length_no_vector_divides(kind, split):
     """More than one group of tiles, a tail, and a gradient that is written over the logits."""
     parts = Parts.draw(kind, torch.float32, rows=6, size=5003, padding=0)
@@ -86,7 +85,7 @@ def test_wide_rows_whose_length_no_vector_divides(kind, split):
 @pytest.mark.parametrize(
     ("impl", "dtype", "ranks"), [(*IMPLS[0], 3), (*IMPLS[2], 2)]
 )  # of three the last holds padding alone
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_vocabulary_may_lie_over_ranks(kind, impl, dtype, mode, ranks, monkeypatch):
     lock = threading.Lock()  # the interpreter runs one kernel at a time
     for name in ("statistics_kernel", "combine_kernel", "mixture_kernel", "gradient_kernel"):
@@ -122,7 +121,7 @@ class OneAtATime:
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
     parts = Parts.draw(kind, dtype)
     fields, stream = parts.policy_loss.fields, parts.policy_loss.terms.streams[0]
@@ -154,7 +153,7 @@ def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whose", ["student", "teacher"])
 def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
     """In the row that has it, of the loss and of the gradient; the other rows are as they were."""
