@@ -52,16 +52,16 @@ from megatron_pg.flags.import_path import source_of
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
 from megatron_pg.metrics.reporting import ADDED_BYTES, GROUP, CallbackError, added_values
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, decode, encode
+from megatron_pg.plan.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
+from megatron_pg.plan.errors import NonFiniteLossError, StepPlanError, lost_peer_named, message_of
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.collectives import all_gather_rows, broadcast_text, decode, encode
-from megatron_pg.step.documents import DocumentAccumulator, Documents, EndOfDocuments, Packing, Position, StepRule
-from megatron_pg.step.errors import NonFiniteLossError, StepPlanError, lost_peer_named, message_of
 from megatron_pg.step.experts import RoutingReplay
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.log import Console, StepLog, step_record
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.shared_documents import SharedDocumentAccumulator
 
 _POSITION = "megatron_pg_documents"  # the argument that carries the position of the documents through a checkpoint
 _DRY_RUN = "MEGATRON_PG_DRY_RUN"  # in the environment, the same as --pg-dry-run

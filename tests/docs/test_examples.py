@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import launches
 import processes
 import pytest
-import run_folder
 import torch
-from all_gather_attention import AllGatherAttention, allowed
-from digit_sort import DigitSort
-from list_programs import ListPrograms
+from cpu.all_gather_attention import AllGatherAttention, allowed
+from loop import run_folder
 from samples import make_sample
+from tasks.digit_sort import DigitSort
+from tasks.list_programs import ListPrograms
 
 from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
 

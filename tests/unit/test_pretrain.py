@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 from megatron_pg import Documents, pretrain
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
 from megatron_pg.metrics.reporting import CallbackError
-from megatron_pg.step.errors import StepPlanError
+from megatron_pg.plan.errors import StepPlanError
 
 
 @pytest.fixture
