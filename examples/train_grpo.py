@@ -75,7 +75,8 @@ from megatron_pg import (
     read_steps,
 )
 from megatron_pg.plan.collectives import all_gather_rows
-from megatron_pg.pretrain import StepLog, pretrain, step_record
+from megatron_pg.pretrain import pretrain
+from megatron_pg.step.log import StepLog, step_record
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -130,7 +130,7 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
 def sampled_by_ranks(folder, full):
     """Rollouts of a policy that does not look at its prompts, by 1, 2 and 4 ranks, in the order of the step."""
     code = (
-        "import json, sys, types, torch, cpu_megatron\n"
+        "import json, sys, types, torch\nfrom cpu import cpu_megatron\n"
         "cpu_megatron.enable()\n"
         "import sampling, task_samples\n"
         "class Uniform(sampling.Policy):\n"

@@ -110,7 +110,7 @@ def test_the_words_of_the_index_are_kept():
     assert len(refused) > 20
     found = set()
     for path in (ROOT / "megatron_pg").rglob("*.py"):
-        if path.parent.name == "hosts":
+        if (ROOT / "megatron_pg/hosts") in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))

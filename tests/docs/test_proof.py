@@ -38,9 +38,9 @@ def test_the_page_is_written_from_the_record():
 def test_every_file_with_a_test_marked_as_proof_is_in_one_part():
     assert proof.part_of("unit/kernels/test_topk.py") == "kernels"
     assert proof.part_of("unit/test_cp_utils.py") == "units"
-    assert proof.part_of("properties/test_compile.py") == "kernels"
+    assert proof.part_of("compiled/test_compile.py") == "kernels"
     assert proof.part_of("properties/test_dyadic.py") == "properties"
-    assert "--ignore=tests/fuzz/test_soak.py" in proof.selection("properties")
+    assert "--ignore=tests/fuzz/test_soak.py" in proof.selection("fuzz")
     for paths in proof.PARTS.values():
         assert all((proof.TESTS / path).exists() for path in paths)
     with pytest.raises(ValueError, match=r"docs/test_pages\.py is marked as proof and in no part"):

@@ -230,7 +230,7 @@ def train(
 
 def install(host: str) -> None:
     """Make the host's modules importable, with functions of its parameters where the adapter looks at them."""
-    declared = import_module(f"megatron_pg.hosts.{host}").HOST.declaration
+    declared = import_module(f"megatron_pg.hosts.rollout.{host}").HOST.declaration
     real = {"log": log, "get_data_iterator": get_data_iterator}
     for path, parameters in {
         **declared.signatures,

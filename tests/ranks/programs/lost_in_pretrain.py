@@ -19,8 +19,9 @@ from megatron.training import checkpointing
 from rank_model import Layout
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_pg import StepLog
 from megatron_pg.plan import collectives
-from megatron_pg.pretrain import StepLog, pretrain
+from megatron_pg.pretrain import pretrain
 
 FLAGS = """\
     --transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 12

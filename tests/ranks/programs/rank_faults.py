@@ -403,7 +403,7 @@ OWN = {
 def start_with(name: str, out: Path) -> None:
     """What `pretrain` does before the model is built, with an argument (or the reducer's source) that rank 1 has otherwise."""
     from megatron_pg.args import add_arguments
-    from megatron_pg.pretrain import _start
+    from megatron_pg.pretrain.startup import start
 
     own = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
     args = argparse.Namespace(**own, **MEGATRON)
@@ -418,7 +418,7 @@ def start_with(name: str, out: Path) -> None:
     sys.modules.pop("rank_reducer", None)
     importlib.invalidate_caches()
     try:
-        _start(args, lambda report: None, lambda text: None, lambda: None)
+        start(args, lambda text: None, lambda: None)
     finally:
         sys.path.remove(str(folder))
 

@@ -70,7 +70,7 @@ REQUIRED = {
     ),
     "metric": (
         [metric.name for metric in METRICS if metric.kind != "part"],
-        Place("an expected value", ("tests/oracles/*.py", "tests/helpers/cases/*_cases.py", "tests/unit/metrics/*.py", "tests/unit/step/*.py")),
+        Place("an expected value", ("tests/oracles/*.py", "tests/helpers/cases/*_cases.py", "tests/unit/metrics/*.py", "tests/unit/step/*.py", "tests/unit/plan/*.py")),
         Place("a row (make docs)", ("docs/metrics.md",)),
     ),
 }  # fmt: skip

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pg.kernels import device
 from megatron_pg.kernels.device import chosen
-from megatron_pg.step import device
 
 ROOT = Path(__file__).parents[3]
 CUDA_BUILD_WITHOUT_DRIVER = """

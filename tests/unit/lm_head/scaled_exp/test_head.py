@@ -13,12 +13,11 @@ import torch
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.streams import Stream
-from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary
+from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, device
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 from megatron_pg.lm_head.scaled_exp.head import logprobs_of
 from megatron_pg.objectives import objective_of
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.step import device
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -18,20 +18,22 @@ import threads
 import torch
 from torch.distributed import HashStore
 
-from megatron_pg import Documents, pretrain
+from megatron_pg import Documents, StepLog
 from megatron_pg.args import ArgumentError, ArgumentWarning, add_arguments, validate_args
 from megatron_pg.metrics.reporting import CallbackError
 from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.pretrain import documents, errors, run, startup
+from megatron_pg.pretrain import log as run_log
 
 
 @pytest.fixture
 def session(monkeypatch):
     """A session whose step is a stub; `args` are what Megatron would have."""
-    session = pretrain._Session(None, lambda text: None, None)
-    session.step = SimpleNamespace(documents=None)
+    session = run._Run(None, lambda text: None, None)
+    session.step = SimpleNamespace(documents=None, settings=None)
     session.args = Namespace(docs_per_step=8, seq_length=24, log_interval=2, train_iters=1)
-    monkeypatch.setattr(pretrain, "get_args", lambda: session.args)
-    monkeypatch.setattr(pretrain, "all_gather_rows", lambda row, error: row[None])
+    monkeypatch.setattr(run, "get_args", lambda: session.args)
+    monkeypatch.setattr(errors, "all_gather_rows", lambda row, error: row[None])
     return session
 
 
@@ -40,19 +42,19 @@ def train(session, positions: int, documents_seen: int) -> None:
     position = SimpleNamespace(documents_seen=documents_seen, to_text=lambda: f"at {documents_seen}")
     session.step.documents = SimpleNamespace(position=position)
     plan = SimpleNamespace(num_positions=positions)
-    session._keep(SimpleNamespace(plan=plan, documents=session.step.documents, forward_only=False))
+    session.keep(SimpleNamespace(plan=plan, documents=session.step.documents, forward_only=False))
 
 
 def test_operations_are_counted_for_the_positions_of_the_steps(session):
-    counted = partial(session.flops, lambda args, batch_size: batch_size * args.seq_length)
+    counted = partial(session.count_operations, lambda args, batch_size: batch_size * args.seq_length)
     logged = []
 
     def training_log(iteration, is_first_iteration=False):
         logged.append(counted(session.args, 64))
 
     assert counted(session.args, 64) == 64 * 24  # before any step of documents: Megatron's own
-    session._log = lambda values: None
-    log = partial(session.log, training_log)
+    session.log.write = lambda values, settings, args: None
+    log = partial(session.training_log, training_log)
     for iteration, positions in enumerate([100, 300, 50, 70], start=1):
         train(session, positions, documents_seen=10 * iteration)
         assert counted(session.args, 64) == positions  # the loop adds up every step
@@ -61,8 +63,8 @@ def test_operations_are_counted_for_the_positions_of_the_steps(session):
 
 
 def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoint(session):
-    session._log = lambda values: None
-    log = partial(session.log, lambda iteration: None)
+    session.log.write = lambda values, settings, args: None
+    log = partial(session.training_log, lambda iteration: None)
     train(session, 100, documents_seen=9)
     assert not hasattr(session.args, "megatron_pg_documents")  # not before the optimizer has moved
     log(iteration=1)
@@ -72,10 +74,13 @@ def test_consumed_samples_and_the_position_go_into_the_arguments_of_the_checkpoi
 
 def test_an_evaluation_between_two_steps_is_not_logged_as_one(session):
     train(session, 100, documents_seen=9)
-    trained, count = session._report, partial(session.flops, lambda args, batch_size: batch_size * args.seq_length)
+    trained, count = (
+        session.log.report,
+        partial(session.count_operations, lambda args, batch_size: batch_size * args.seq_length),
+    )
     plan = SimpleNamespace(num_positions=50)
-    session._keep(SimpleNamespace(plan=plan, documents=None, forward_only=True))
-    assert session._report is trained
+    session.keep(SimpleNamespace(plan=plan, documents=None, forward_only=True))
+    assert session.log.report is trained
     assert count(session.args, 64) == 100
 
 
@@ -83,13 +88,13 @@ def test_an_evaluation_between_two_steps_is_not_logged_as_one(session):
 def test_megatron_is_left_as_it_was_however_the_run_ends(monkeypatch, error):
     """Or a second `pretrain` of the process would log every step twice, behind the writers of the first."""
     places = [
-        (pretrain.training, ("get_forward_backward_func", "training_log", "num_floating_point_operations")),
-        (pretrain.checkpointing, ("check_checkpoint_args",)),
-        (pretrain.dataset_utils, ("compile_helpers",)),
+        (run.training, ("get_forward_backward_func", "training_log", "num_floating_point_operations")),
+        (run.checkpointing, ("check_checkpoint_args",)),
+        (run.dataset_utils, ("compile_helpers",)),
     ]
     named = [(module, name, getattr(module, name)) for module, names in places for name in names]
 
-    def run(**keywords: object) -> None:
+    def train(**keywords: object) -> None:
         assert all(getattr(module, name) is not original for module, name, original in named)
         if error is not None:
             raise error
@@ -98,13 +103,13 @@ def test_megatron_is_left_as_it_was_however_the_run_ends(monkeypatch, error):
         return iter(()), None, None
 
     provider.is_distributed = True
-    monkeypatch.setattr(pretrain.training, "pretrain", run)
-    monkeypatch.setattr(pretrain, "_arguments_of_release", lambda provider, defaults: {})
+    monkeypatch.setattr(run.training, "pretrain", train)
+    monkeypatch.setattr(run, "_arguments_of_release", lambda provider, defaults: {})
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back: what is shown once replaces it
     before = signal.getsignal(signal.SIGINT)
     try:
         with contextlib.nullcontext() if error is None else pytest.raises((type(error), SystemExit)):
-            pretrain.pretrain(provider, provider, None, say=lambda text: None)
+            run.pretrain(provider, provider, None, say=lambda text: None)
     finally:
         signal.signal(signal.SIGINT, before)
     assert [getattr(module, name) for module, name, _ in named] == [original for *_, original in named]
@@ -119,12 +124,12 @@ def test_the_provider_must_return_what_the_flag_asks_for(session):
     assert wrapped.is_distributed  # Megatron asks the function
     data = iter(())
     session.returned = data, None, None
-    with pytest.raises(ValueError, match="--docs-per-step 8, and the dataset provider returned a tuple_iterator"):
+    with pytest.raises(ValueError, match="returned a tuple_iterator for training, but --docs-per-step is 8"):
         wrapped(None)
     session.args.docs_per_step = 0
     assert wrapped(None) == (data, None, None)
     session.returned = [Documents(begin=lambda position: iter(())), None, None]
-    with pytest.raises(ValueError, match="returned Documents and --docs-per-step is 0"):
+    with pytest.raises(ValueError, match="returned Documents, but --docs-per-step is 0"):
         wrapped(None)
 
 
@@ -132,7 +137,7 @@ def test_the_provider_must_return_what_the_flag_asks_for(session):
 def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_drained(session, returned):
     wrapped = session.datasets_provider(lambda num_samples: returned)
     with pytest.raises(
-        ValueError, match=rf"returned a {type(returned).__name__}, so there is no telling .* \(training"
+        ValueError, match=rf"returned a {type(returned).__name__}, expected \(train, valid, test\)\. Return \(training"
     ):
         wrapped(None)
 
@@ -141,7 +146,9 @@ def test_a_provider_that_does_not_return_three_is_refused_before_its_data_are_dr
 def test_training_data_that_give_no_next_microbatch_are_refused(session, train):
     session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
     wrapped = session.datasets_provider(lambda num_samples: (train, None, None))
-    with pytest.raises(ValueError, match=f"returned a {type(train).__name__} as training data, which gives no next"):
+    with pytest.raises(
+        ValueError, match=f"returned a {type(train).__name__} as training data, which is not an iterator"
+    ):
         wrapped(None)
     assert session.datasets_provider(lambda num_samples: ([iter(())], None, None))(None)  # one of each virtual stage
 
@@ -149,7 +156,7 @@ def test_training_data_that_give_no_next_microbatch_are_refused(session, train):
 def test_a_provider_without_training_data_is_refused_unless_nothing_is_to_be_trained(session):
     session.args = Namespace(docs_per_step=0, train_iters=5, skip_train=False)
     wrapped = session.datasets_provider(lambda num_samples: (None, None, None))
-    with pytest.raises(ValueError, match="None as training data, so none of --train-iters 5 would be trained"):
+    with pytest.raises(ValueError, match="None for training data, but --train-iters is 5"):
         wrapped(None)
     session.args.skip_train = True
     assert wrapped(None) == (None, None, None)
@@ -177,13 +184,13 @@ def fails_on_rank_1(rank: int, *positional: object, **keywords: object) -> tuple
 
 def test_a_provider_that_fails_on_one_rank_stops_every_rank_with_its_error(monkeypatch):
     args = Namespace(docs_per_step=0, train_iters=1, skip_train=False)
-    monkeypatch.setattr(pretrain, "get_args", lambda: args)
+    monkeypatch.setattr(run, "get_args", lambda: args)
 
     def data(rank: int) -> object:
-        return pretrain._Session(None, print, None).datasets_provider(partial(fails_on_rank_1, rank))(None)
+        return run._Run(None, print, None).datasets_provider(partial(fails_on_rank_1, rank))(None)
 
     def model(rank: int) -> object:
-        session = pretrain._Session(None, print, None)
+        session = run._Run(None, print, None)
         session.step = SimpleNamespace(attach=lambda model: model)
         return session.build_model(partial(fails_on_rank_1, rank), pre_process=True)
 
@@ -211,7 +218,7 @@ def arguments(*flags: str) -> Namespace:
     ],
 )
 def test_a_resumed_run_says_what_the_checkpoint_was_trained_with(session, monkeypatch, saved, now, changed):
-    monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     session.args = arguments(*now)
     said = contextlib.nullcontext() if changed is None else pytest.warns(ArgumentWarning, match=re.escape(changed))
     with said:
@@ -219,10 +226,12 @@ def test_a_resumed_run_says_what_the_checkpoint_was_trained_with(session, monkey
 
 
 def test_a_position_in_documents_is_not_lost_by_a_flag_that_is_missing(session, monkeypatch):
-    monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     saved = Namespace(**vars(arguments("--docs-per-step", "64")), megatron_pg_documents="at 128")
     session.args = arguments()
-    with pytest.raises(ArgumentError, match=r"E62.*--docs-per-step 64 and holds the position.*-drop-position"):
+    with pytest.raises(
+        ArgumentError, match=r"E62.*trained with --docs-per-step 64 and holds the position.*-drop-position"
+    ):
         session.check_checkpoint(lambda args: None, saved)
     session.args = arguments("--docs-per-step-drop-position")
     with pytest.warns(ArgumentWarning, match="--docs-per-step: 64, now 0"):
@@ -235,21 +244,21 @@ def test_megatrons_own_order_is_taken_and_a_forward_step_is_refused():
 
     provider.is_distributed = True
     with pytest.raises(ValueError, match="forward_step_func has no effect here"):
-        pretrain.pretrain(provider, provider, 1, provider, args_defaults={})
+        run.pretrain(provider, provider, 1, provider, args_defaults={})
     with pytest.raises(
         ValueError, match="process_non_loss_data_func without non_loss_data_func makes Megatron run a forward"
     ):
-        pretrain.pretrain(provider, provider, 1, process_non_loss_data_func=provider)
+        run.pretrain(provider, provider, 1, process_non_loss_data_func=provider)
     del provider.is_distributed
     with pytest.raises(ValueError, match="the dataset provider is not marked as distributed"):
-        pretrain.pretrain(provider, provider, 1)
+        run.pretrain(provider, provider, 1)
 
 
 def test_a_running_jobs_banner_names_the_kernel_in_force():
     said = []
 
     def start(rank: int) -> None:
-        pretrain._start(arguments(), lambda report: None, said.append, lambda: None)
+        startup.start(arguments(), said.append, lambda: None)
 
     threads.run(2, start)
     assert len(said) == 1
@@ -275,7 +284,7 @@ def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_refused_by_name_on_e
 
     def start(rank: int) -> str | None:
         try:
-            pretrain._start(Namespace(**vars(arguments()) | given), print, lambda text: None, lambda: None)
+            startup.start(Namespace(**vars(arguments()) | given), lambda text: None, lambda: None)
         except ArgumentError as error:
             return str(error)
         return None
@@ -285,10 +294,10 @@ def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_refused_by_name_on_e
 
 
 @pytest.mark.parametrize(
-    ("folder", "way_on"), [(None, "nothing was saved"), ("ck", "--load ck goes on from the last checkpoint there")]
+    ("folder", "hint"), [(None, "nothing was saved"), ("ck", "resume from the last checkpoint with --load ck")]
 )
-def test_ctrl_c_is_one_line_and_exit_code_130(session, folder, way_on):
-    said, session._last_iteration, session._save = [], 17, folder
+def test_ctrl_c_is_one_line_and_exit_code_130(session, folder, hint):
+    said, session.log.last_iteration, session._save = [], 17, folder
     session._say = said.append
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -297,21 +306,21 @@ def test_ctrl_c_is_one_line_and_exit_code_130(session, folder, way_on):
     finally:
         signal.signal(signal.SIGINT, before)
     assert end.value.code == 130
-    assert said == [f"interrupted after step 17; {way_on}"]
+    assert said == [f"interrupted after step 17; {hint}"]
 
 
 def test_an_error_that_every_rank_has_is_shown_by_rank_0_without_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
     error = ArgumentError([("E1", "a rule")])
     monkeypatch.setenv("RANK", "1")
-    assert pretrain._said_once(error) is error  # without a process group no other rank is known to show it
+    assert errors.shown_once(error) is error  # without a process group no other rank is known to show it
     store = HashStore()
-    store.set(pretrain._SHOWN, "")
+    store.set(errors._SHOWN, "")
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain, "_store", lambda: store)
-        assert pretrain._said_once(error).code == 1
+        patch.setattr(errors, "_store", lambda: store)
+        assert errors.shown_once(error).code == 1
     monkeypatch.setenv("RANK", "0")
-    assert pretrain._said_once(error) is error
+    assert errors.shown_once(error) is error
     sys.excepthook(ArgumentError, error, None)
     assert capsys.readouterr().err == f"ArgumentError: {error}\n"
     sys.excepthook(ValueError, ValueError("another"), None)
@@ -321,21 +330,21 @@ def test_an_error_that_every_rank_has_is_shown_by_rank_0_without_its_traceback(m
 def test_the_others_leave_when_rank_0_has_shown_an_error_of_its_own(monkeypatch, capsys):
     store = HashStore()
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", store.num_keys(), file=sys.stderr))
-    monkeypatch.setattr(pretrain, "_store", lambda: store)
+    monkeypatch.setattr(errors, "_store", lambda: store)
     monkeypatch.setenv("RANK", "0")
     error = OSError("no such shard")
-    pretrain._tell_when_shown(error)
+    errors.report_when_shown(error)
     sys.excepthook(OSError, error, None)
     assert capsys.readouterr().err == "a traceback 0\n"
     monkeypatch.setenv("RANK", "1")
-    assert pretrain._said_once(ArgumentError([("E64", "rank 0: OSError: no such shard")])).code == 1  # at once
+    assert errors.shown_once(ArgumentError([("E64", "rank 0: OSError: no such shard")])).code == 1  # at once
     assert store.num_keys() == 1
 
 
 def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_exits(session, monkeypatch):
     machine = SimpleNamespace()
-    monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: machine)
-    monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(documents, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     with pytest.raises(SystemExit), session.to_its_end():
         raise SystemExit(0)
     for iteration, loaded, interval, expected in [
@@ -345,9 +354,9 @@ def test_the_end_of_the_documents_saves_what_is_not_saved_and_other_exits_stay_e
         (7, 0, None, True),
     ]:
         session.args = Namespace(save="folder", save_interval=interval, curr_iteration=iteration, iteration=loaded)
-        session._end("farewell", session.args)
+        session.documents.end("farewell", session.args)
         assert machine.should_checkpoint_and_exit() == (expected, True, 0)
-    session._end("farewell", Namespace(**vars(session.args) | {"save": None}))
+    session.documents.end("farewell", Namespace(**vars(session.args) | {"save": None}))
     assert machine.should_checkpoint_and_exit() == (False, True, 0)
     with session.to_its_end():
         raise SystemExit(0)
@@ -363,7 +372,7 @@ def logged(session, monkeypatch, tmp_path):
 
     def log(on_step=None, *, rank=0, heard=None, iteration=1, **metrics):
         path = tmp_path / str(len(said)) / "metrics.jsonl"
-        session = pretrain._Session(on_step, lambda text: text.startswith("first step") or said.append(text), path)
+        session = run._Run(on_step, lambda text: text.startswith("first step") or said.append(text), path)
         session.step = SimpleNamespace(
             settings=SimpleNamespace(
                 advises=True,
@@ -371,25 +380,26 @@ def logged(session, monkeypatch, tmp_path):
                 terms=SimpleNamespace(objective=SimpleNamespace(reported=("theirs",))),
             )
         )
-        session._objective = {"clip": "0.2"}
+        session.log.objective = {"clip": "0.2"}
         plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9, streams={})
-        session._report = SimpleNamespace(metrics={"pg_loss": -0.5, "theirs": 2.0} | metrics, nonfinite={}, plan=plan)
-        args = Namespace(log_interval=1, tensorboard_log_interval=1)
-        monkeypatch.setattr(pretrain, "get_args", lambda: args)
-        monkeypatch.setattr(pretrain.torch.distributed, "get_rank", lambda: rank)
-        answers = iter(heard or [])
-        monkeypatch.setattr(pretrain, "broadcast_text", lambda text, source, size=1024: next(answers, text))
-        scalar = lambda name, value, step: board.update({name: (step, value)})  # noqa: E731
-        monkeypatch.setattr(pretrain, "get_tensorboard_writer", lambda: SimpleNamespace(add_scalar=scalar))
-        monkeypatch.setattr(
-            pretrain, "get_wandb_writer", lambda: SimpleNamespace(log=lambda values, step: wandb.update(values))
+        session.log.report = SimpleNamespace(
+            metrics={"pg_loss": -0.5, "theirs": 2.0} | metrics, nonfinite={}, plan=plan
         )
-        session._open_files()
+        args = Namespace(log_interval=1, tensorboard_log_interval=1)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        answers = iter(heard or [])
+        monkeypatch.setattr(run_log, "broadcast_text", lambda text, source, size=1024: next(answers, text))
+        scalar = lambda name, value, step: board.update({name: (step, value)})  # noqa: E731
+        monkeypatch.setattr(run_log, "get_tensorboard_writer", lambda: SimpleNamespace(add_scalar=scalar))
+        monkeypatch.setattr(
+            run_log, "get_wandb_writer", lambda: SimpleNamespace(log=lambda values, step: wandb.update(values))
+        )
+        session.log.open()
         try:
-            session._log({"iteration": iteration, "grad_norm": 1.5, "learning_rate": 0.1, "skipped_iter": 0})
+            values = {"iteration": iteration, "grad_norm": 1.5, "learning_rate": 0.1, "skipped_iter": 0}
+            session.log.write(values, session.step.settings, args)
         finally:
-            if session._writer:
-                session._writer.close()
+            session.log.close()
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return SimpleNamespace(board=board, wandb=wandb, said=said, records=[json.loads(line) for line in lines])
 
@@ -399,7 +409,7 @@ def logged(session, monkeypatch, tmp_path):
 def test_what_a_callback_returns_goes_where_the_metrics_go(logged):
     seen = []
     found = logged(lambda log: seen.append(log) or {"exact_match": 0.25})
-    assert isinstance(seen[0], pretrain.StepLog)
+    assert isinstance(seen[0], StepLog)
     assert (seen[0].iteration, seen[0].grad_norm, seen[0].objective) == (1, 1.5, {"clip": "0.2"})
     assert found.board == {"pg/pg_loss": (1, -0.5), "pg/theirs": (1, 2.0), "pg/exact_match": (1, 0.25)}
     assert found.wandb == {"pg/pg_loss": -0.5, "pg/theirs": 2.0, "pg/exact_match": 0.25}
