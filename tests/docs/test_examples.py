@@ -132,7 +132,7 @@ def sampled_by_ranks(folder, full):
     code = (
         "import json, sys, types, torch\nfrom cpu import cpu_megatron\n"
         "cpu_megatron.enable()\n"
-        "import sampling, task_samples\n"
+        "from tasks import sampling, task_samples\n"
         "class Uniform(sampling.Policy):\n"
         "    def _reader(self, prompts, max_tokens):\n"
         "        return lambda responses, rows: torch.full((len(rows), 20), 1 / 20).log()\n"
