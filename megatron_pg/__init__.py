@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.log import StepLog as StepLog
     from megatron_pg.step.loss_scaling import Contract as Contract
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",
