@@ -143,15 +143,6 @@ def dual_clip(tokens: Tokens, clip_eps_low: float, clip_eps_high: float, dual_cl
     return capped, np.where(negative & (tokens.ratio > dual_clip), 0.0, g)
 
 
-@objective(delta=(1.65, 4.0))
-def two_sided(tokens: Tokens, clip_eps_low: float, clip_eps_high: float, delta: float):
-    """-min(min(r, delta) A, clip(r) A), 2505.07291."""
-    r, a = tokens.ratio, tokens.advantages
-    loss = -np.minimum(np.minimum(r, delta) * a, np.clip(r, 1 - clip_eps_low, 1 + clip_eps_high) * a)
-    _, g = grpo(tokens, clip_eps_low, clip_eps_high)
-    return loss, np.where((a < 0) & (r > delta), 0.0, g)
-
-
 def sequence_clip(tokens: Tokens, advantages: np.ndarray, clip_eps_low: float, clip_eps_high: float):
     """With R = exp of the mean log-ratio of all trained tokens of the document.
 

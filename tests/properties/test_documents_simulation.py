@@ -11,8 +11,8 @@ from samples import divisor_of, random_step
 from simulation import Layout, Step
 from step_cases import CONTRACTS, VOCABULARY, StepCase, is_well_conditioned, plain_case, poisoned_logits
 
+from megatron_pg.plan.documents import Packing, StepRule
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.documents import Packing, StepRule
 
 LAYOUTS = [
     Layout(data=2),

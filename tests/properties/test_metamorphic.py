@@ -13,7 +13,7 @@ from step_cases import CONTRACTS, CUSTOM, StepCase, random_case
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
 from megatron_pg.metrics import Reduction
-from megatron_pg.step.settings import features_of
+from megatron_pg.plan.settings import features_of
 
 LAYOUTS = [
     Layout(data=2, microbatches=2),
