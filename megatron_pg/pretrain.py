@@ -47,7 +47,7 @@ from megatron_pg.args import (
     validate_args,
 )
 from megatron_pg.batch import PackedBatch, cut_over_ranks
-from megatron_pg.flags.banner import banner, describe, in_force
+from megatron_pg.flags.banner import banner, command_line, describe, in_force
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
@@ -558,6 +558,7 @@ def _start(
         say(banner(in_force(args, settings.kernel)))
     if args.pg_dry_run or asked == "1":
         if torch.distributed.get_rank() == 0:
+            say(command_line(sys.argv))
             say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")
         torch.distributed.barrier()  # no rank ends while another one still reads the store
         torch.distributed.destroy_process_group()
