@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.plan import plan_step as plan_step
     from megatron_pg.step.settings import LossSettings as LossSettings
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NAMES = {
     "args": "ArgumentError ArgumentNotice ArgumentWarning add_arguments validate_args",

@@ -17,7 +17,6 @@ class ObjectiveDeclaration:
     bounds: Mapping[str, str] = field(
         default_factory=dict
     )  # what its numbers come to: rows of the banner, to be formatted
-    contradiction: Callable[[Numbers], str | None] = lambda numbers: None  # numbers that do not go together
     advice: Callable[[Numbers], str | None] = lambda numbers: None  # what numbers do that work and can hardly be meant
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence
@@ -76,7 +75,6 @@ DUAL_CLIP = _above(
     "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r whatever the sign of A; "
     "default: none.",
 )
-DELTA = _above("delta", ABOVE_ONE, "δ of --pg-objective two_sided, > 1 + --pg-clip-eps-high.")
 CISPO_CAP = Number(
     name="cispo_cap",
     low=1.0,
@@ -136,16 +134,6 @@ def _clipped(variable: str) -> str:
     return f"{variable} in [{{lower:g}}, {{upper:g}}]  (--pg-clip-eps-low/-high)"
 
 
-def _delta_message(numbers: Numbers) -> str | None:
-    delta, high = numbers["delta"], numbers["clip_eps_high"]
-    if not delta <= 1 + high:  # NaN, in place of a number that another rule refuses, contradicts nothing
-        return None
-    return (
-        f"--pg-delta {delta} must be > 1 + --pg-clip-eps-high = {1 + high:g}, or it would tighten the clip of A > 0 instead of "
-        "capping A < 0"
-    )
-
-
 def _wide_eps_message(numbers: Numbers) -> str | None:
     widest = max(numbers.values())
     if widest <= 0.05:
@@ -185,15 +173,6 @@ OBJECTIVES = {
         numbers={**_CLIP, DUAL_CLIP: None},
         bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
         loss="megatron_pg.objectives.dual_clip:dual_clip",
-        outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.rows:capped",
-    ),
-    "two_sided": ObjectiveDeclaration(
-        formula=f"ℓ = -min(min(r, δ)·A, clip(r)·A), {_R}",
-        numbers={**_CLIP, DELTA: None},
-        bounds={"clip": _clipped("r"), "cap": "δ = {delta:g}  (--pg-delta)"},
-        contradiction=_delta_message,
-        loss="megatron_pg.objectives.two_sided:two_sided",
         outside=_GRPO_OUTSIDE,
         row="megatron_pg.kernels.rows:capped",
     ),
@@ -306,7 +285,14 @@ OBJECTIVES = {
         averaged_row="megatron_pg.kernels.rows:gmpo_clipped",
     ),
 }
-ELSEWHERE = {"ppo": "grpo", "ppo_clip": "grpo", "vanilla": "grpo", "rloo": "reinforce", "dppo": "dppo_tv or dppo_kl"}
+ELSEWHERE = {
+    "ppo": "grpo",
+    "ppo_clip": "grpo",
+    "vanilla": "grpo",
+    "rloo": "reinforce",
+    "dppo": "dppo_tv or dppo_kl",
+    "two_sided": "dual_clip, the same loss with the cap as --pg-dual-clip",  # removed in 0.3.0
+}
 DEFAULT = "grpo"
 
 

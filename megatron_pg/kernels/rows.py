@@ -63,7 +63,7 @@ def grpo(logprob, old_logprob, advantage, numbers):
 
 @triton.jit
 def capped(logprob, old_logprob, advantage, numbers):
-    """dual_clip and two_sided: low, high and the cap where A < 0; -v A, v = min(r, high), where A < 0 r in [low, cap]."""
+    """low, high and the cap where A < 0; -v A, v = min(r, high), where A < 0 r in [low, cap]."""
     r, clamped = ratio(logprob - old_logprob)
     highest = tl.where(advantage < 0, numbers[2], numbers[1])
     dead = (r > highest) | ((r < numbers[0]) & (advantage < 0))

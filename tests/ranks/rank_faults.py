@@ -355,7 +355,6 @@ OWN = {
     "pg_objective": ("grpo", "reinforce_is"),
     "pg_custom_objective_path": (None, "rank_reducer:reducer"),
     "pg_dual_clip": (None, 3.0),
-    "pg_delta": (None, 3.0),
     "pg_cispo_cap": (None, 3.0),
     "pg_sapo_tau_pos": (None, 2.0),
     "pg_sapo_tau_neg": (None, 2.0),

@@ -30,7 +30,6 @@ NUMBERS = {
     "clip_eps_low": ("eps_low", (0.0, 0.5)),
     "clip_eps_high": ("eps_high", (0.0, 0.6)),
     "dual_clip": ("dual_clip", (1.05, 4.0)),
-    "delta": ("delta", (1.65, 4.0)),
     "cispo_cap": ("cispo_cap", (1.0, 4.0)),
     "sapo_tau_pos": ("sapo_tau_pos", (0.5, 2.0)),
     "sapo_tau_neg": ("sapo_tau_neg", (0.5, 2.0)),

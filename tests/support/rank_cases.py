@@ -272,7 +272,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
     ),
     *("pg_clip_eps_low", "pg_clip_eps_high", "pg_temperature", "pg_metrics", "pg_kernel", "pg_objective", "pg_dry_run"),
     "pg_no_mismatch_advice",
-    *("pg_custom_objective_path", "pg_dual_clip", "pg_delta", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
+    *("pg_custom_objective_path", "pg_dual_clip", "pg_cispo_cap", "pg_sapo_tau_pos", "pg_sapo_tau_neg"),
     *("pg_dppo_delta_low", "pg_dppo_delta_high", "pg_correction", "pg_correction_low", "pg_correction_high"),
     *("pg_correction_fraction", "pg_correction_coef", "seed"),
     *("pg_dro_beta", "pg_ipo_delta_low", "pg_ipo_delta_high", "pg_ipo_tau", "pg_gmpo_eps_low", "pg_gmpo_eps_high"),

@@ -50,7 +50,6 @@ LAYOUTS = [
 OBJECTIVES = [
     "grpo",
     "dual_clip",
-    "two_sided",
     "gspo",
     "gspo_token",
     "cispo",

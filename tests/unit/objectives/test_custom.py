@@ -52,8 +52,8 @@ def test_a_users_objective_equals_ours_when_it_is_ours(tmp_path, monkeypatch):
         ("return tokens.rewards", "fails on six tokens: AttributeError"),
         ("return 0.0", "fails on six tokens: TypeError: it returns a float"),
         (
-            "return tokens.logprobs * parameters.delta",
-            "NoneType'; it read a number whose flag was not given: --pg-delta",
+            "return tokens.logprobs * parameters.dual_clip",
+            "NoneType'; it read a number whose flag was not given: --pg-dual-clip",
         ),
         ("return tokens.logprobs * parameters.knee", "AttributeError: parameters has no 'knee', only cispo_cap, "),
         ("raise SystemExit(3)", "fails on six tokens: SystemExit: 3"),

@@ -241,8 +241,8 @@ def test_a_user_needs_no_row(tmp_path, monkeypatch):
         ({"slope": "tl.cumsum(r)"}, "has a row that fails on 4096 tokens: AttributeError"),
         ({"row": "mine"}, "has a row that is a function, which kernels cannot call; give a function of triton.jit"),
         (
-            {"names": "('clip_eps_high', 'delta')"},
-            "has a row that reads delta, which no flag has given; give --pg-delta",
+            {"names": "('clip_eps_high', 'dual_clip')"},
+            "has a row that reads dual_clip, which no flag has given; give --pg-dual-clip",
         ),
         ({"names": "()"}, "has a row that fails on 4096 tokens: IndexError: .*; row_numbers names 0 numbers"),
         ({"names": "('clip_eps_high',) * 5"}, "has a row of 5 numbers, and kernels pass 4"),
