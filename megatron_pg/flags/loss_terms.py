@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from megatron_pg.declarations import corrections, objectives
 from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, MTP_AGGREGATIONS, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
-from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, resolved
+from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
@@ -124,9 +124,6 @@ def _objective_rules(facts: Facts) -> Violations:
         return
     reads, chosen = facts.objective.numbers, f"--pg-objective {args.pg_objective}"
     yield from _given_and_read(args, reads, chosen, objectives.numbers())
-    numbers = {name: v if are_numbers(v) else math.nan for name, v in resolved(reads, vars(args)).items()}
-    if message := facts.objective.contradiction(numbers):
-        yield "E42", message
 
 
 def _given_and_read(args: argparse.Namespace, reads: Reads, chosen: str, numbers: Iterable[Number]) -> Violations:

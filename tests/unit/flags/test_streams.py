@@ -9,8 +9,8 @@ from megatron_pg.flags import stream_text
 from megatron_pg.flags.banner import banner
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.stream_text import parse
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import is_stream
-from megatron_pg.step.settings import LossSettings
 
 
 def streams(*texts: str, **rest: object) -> dict[str, object]:
