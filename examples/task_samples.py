@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from sampling import Policy
 
 from megatron_pg import Sample, group_advantages
-from megatron_pg.rollouts.support import Support
+from megatron_pg.rollouts.payloads.sampling_masks import Support
 from megatron_pg.step.collectives import all_gather_rows
 
 T = TypeVar("T", list, torch.Tensor)

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.context_ranks import ContextRanks
-from megatron_pg.batch.fields import TokenSupport, TopK
 from megatron_pg.batch.zigzag import padded_length
 from megatron_pg.rollouts.fields import OPTIONAL, POLICY
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.token_sets import ABSENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,10 +50,7 @@ class PackedBatch:
             *(sample.loss_mask for sample in self.samples),
             *(self.response_values(name) for name in ("old_logprobs", "advantages")),
             *(self.optional_values(name) for name in OPTIONAL),
-            *(sample.routed_experts for sample in self.samples),
-            *(values for s in self.samples if (t := s.teacher_topk) is not None for values in (t.ids, t.logprobs)),
-            *(s.teacher_hidden.contiguous().view(torch.uint8) for s in self.samples if s.teacher_hidden is not None),
-            *(values for s in self.samples if s.support is not None for values in (s.support.ids, s.support.offsets)),
+            *(tensor for sample in self.samples for tensor in sample.payload_tensors),
             *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
         ):
             content.update(b"" if values is None else values.numpy().tobytes())
@@ -100,50 +95,6 @@ class PackedBatch:
             return None
         gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
         return torch.cat([gap if value is None else value for value, gap in zip(values, gaps, strict=True)])
-
-    def topk(self) -> TopK:
-        """The teacher's likeliest tokens of the response tokens, [sum of R] instead of [T] each; none for samples without them."""
-        known = [sample.teacher_topk for sample in self.samples]
-        width = max((sets.ids.shape[1] for sets in known if sets is not None), default=0) or 1
-        lengths = [sample.response_length for sample in self.samples]
-        size = sum(lengths)
-        found = TopK(
-            ids=torch.full((size, width), ABSENT, dtype=torch.int32),
-            logprobs=torch.zeros(size, width),
-            tails=torch.ones(size, dtype=torch.float64),
-        )
-        parts = zip(known, *(v.split(lengths) for v in (found.ids, found.logprobs, found.tails)), strict=True)
-        for sets, ids, logprobs, tails in parts:
-            if sets is not None:
-                ids[:, : sets.ids.shape[1]] = sets.ids
-                logprobs[:, : sets.ids.shape[1]] = sets.logprobs
-                tails.copy_(sets.tails)
-        return found
-
-    def teacher_hidden(self, tokens: Tensor) -> Tensor:
-        """[n, H_T] the teacher's hidden states of some response tokens, given by their numbers among all [n] int64; [0, 1] of none."""
-        found, start = torch.zeros(0, 1), 0
-        for sample in self.samples:
-            states, number = sample.teacher_hidden, tokens - start
-            here = (number >= 0) & (number < sample.response_length)
-            start += sample.response_length
-            if states is None or not here.any():
-                continue
-            if not len(found):
-                found = torch.zeros(len(tokens), states.shape[1], dtype=states.dtype)
-            found = found.to(torch.promote_types(found.dtype, states.dtype))
-            found[here] = states[number[here]].to(found.dtype)
-        return found
-
-    def support(self) -> TokenSupport | None:
-        """What could have been sampled in the place of the response tokens, [sum of R] instead of [T] each; None: nothing is known."""
-        known = [sample.support for sample in self.samples]
-        if all(each is None for each in known):
-            return None
-        lengths = [torch.zeros(s.response_length, dtype=torch.int64) for s in self.samples]
-        counts = torch.cat([n if each is None else each.counts for each, n in zip(known, lengths, strict=True)])
-        ids = torch.cat([each.ids for each in known if each is not None])
-        return TokenSupport.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
     @property
     def loss_mask(self) -> Tensor:

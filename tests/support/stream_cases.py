@@ -32,8 +32,8 @@ from torch import Tensor
 from megatron_pg.args import ArgumentError, validate_args
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.objectives import OBJECTIVES
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.settings import LossSettings
 
 NAMES = ("sft", "echo", "teacher", "ref", "h")
