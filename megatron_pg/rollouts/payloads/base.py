@@ -8,7 +8,7 @@ of the logits that a rank holds.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,10 +16,24 @@ from torch import Tensor
 
 from megatron_pg.rollouts.printable import shorten
 
-if TYPE_CHECKING:
-    from megatron_pg.rollouts.sample import Sample
-
 Record = TypeVar("Record")
+
+
+class Tokens(Protocol):
+    """What a check reads of the `Sample` that carries the payload."""
+
+    tokens: Tensor  # [n]
+    loss_mask: Tensor  # [R]
+    stream: str
+    sample_id: str
+
+    @property
+    def response_length(self) -> int:
+        """R."""
+
+    @property
+    def trained(self) -> Tensor:
+        """[R] bool, the tokens that any stream trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +80,7 @@ class Payload(ABC, Generic[Record]):
         """The record, or any exception."""
 
     @abstractmethod
-    def check(self, record: Any, sample: "Sample") -> None:
+    def check(self, record: Any, sample: Tokens) -> None:
         """Refuse a record with wrong shapes or dtypes, or wrong values at tokens that are trained.
 
         Raises:
