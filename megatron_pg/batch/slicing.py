@@ -1,6 +1,6 @@
 """This rank's slice of a micro-batch: one index takes tokens, masks, advantages and weights alike, so they cannot come apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,16 +102,16 @@ def slice_batch(
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
         "sample_weights": batch.loss_mask / batch.per_token(counts),
-        **{name: batch.optional_values(name) for name in OPTIONAL if name in LOGPROBS},
+        **{name: batch.values.get(name) for name in OPTIONAL if name in LOGPROBS},
         **fields,
     }
-    here = partial(_here, batch, index)
+    here = _rows_of(batch, index)
     flat = {name: here(values) for name, values in known.items() if values is not None}
-    lengths = [sample.response_length for sample in batch.samples]
-    read = {name: flat.pop(name) for name in PAYLOADS if name in flat}
+    lengths = batch.lengths.tolist()
     payloads = {
-        name: PAYLOADS[name].rows([getattr(sample, name) for sample in batch.samples], lengths, here, is_read)
-        for name, is_read in read.items()
+        name: payload.rows(batch.records_of(name), lengths, here, flat.pop(name))
+        for name, payload in PAYLOADS.items()
+        if name in flat
     }
     flat["targets"], slots = _columns(batch.labels, index), _columns(batch.sample_index, index)
     inputs = {name: getattr(batch, name)[:, index] for name in ("tokens", "labels", "position_ids")}
@@ -140,9 +140,16 @@ def _columns(values: Tensor, index: Tensor) -> Tensor:
     return values[:, index].transpose(0, 1).flatten(0, 1)
 
 
-def _here(batch: PackedBatch, index: Tensor, values: Tensor) -> Tensor:
-    """[T, …] this rank's rows of response-aligned values [sum of R, …], 0 elsewhere."""
-    return _columns(batch.spread(values), index)
+def _rows_of(batch: PackedBatch, index: Tensor) -> Callable[[Tensor], Tensor]:
+    """Takes response-aligned values [sum of R, …] to this rank's rows [T, …], 0 elsewhere."""
+    numbers = _columns(batch.spread(torch.arange(1, len(batch.response_positions) + 1)), index)
+    rows = numbers.nonzero()[:, 0]
+    tokens = numbers[rows] - 1
+
+    def here(values: Tensor) -> Tensor:
+        return values.new_zeros(len(numbers), *values.shape[1:]).index_copy_(0, rows, values[tokens])
+
+    return here
 
 
 def _depth_fields(

@@ -38,7 +38,7 @@ def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
     outside = {id(s): mask & ~support.contains(_response(s)) for s, support, mask in members(batch.samples, settings)}
     samples = [_without(s, outside[id(s)], settings) if id(s) in outside else s for s in batch.samples]
     num_missing = sum(int(tokens.sum()) for tokens in outside.values())
-    return replace(batch, samples=tuple(samples), num_missing=num_missing)
+    return replace(batch.with_samples(samples), num_missing=num_missing)
 
 
 def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:

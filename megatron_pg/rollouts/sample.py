@@ -237,12 +237,6 @@ class Sample:
         return torch.stack([self.loss_mask, *self.masks.values()]).any(dim=0) if self.masks else self.loss_mask
 
     @property
-    def payload_tensors(self) -> list[Tensor]:
-        """Everything in its payloads."""
-        records = {name: record for name in PAYLOADS if (record := getattr(self, name)) is not None}
-        return [tensor for name, record in records.items() for tensor in PAYLOADS[name].tensors(record)]
-
-    @property
     def num_trained(self) -> int:
         """M_i, the number of tokens that its stream trains."""
         return int(self.loss_mask.sum())
