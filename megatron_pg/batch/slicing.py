@@ -102,11 +102,11 @@ def slice_batch(
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
         "sample_weights": batch.loss_mask / batch.per_token(counts),
-        **{name: batch.values.get(name) for name in OPTIONAL if name in LOGPROBS},
-        **fields,
+        **{name: batch.values[name] for name in OPTIONAL if name in LOGPROBS and name in batch.values},
+        **{name: values for name, values in fields.items() if values is not None},
     }
     here = _rows_of(batch, index)
-    flat = {name: here(values) for name, values in known.items() if values is not None}
+    flat = {name: here(values) for name, values in known.items()}
     lengths = batch.lengths.tolist()
     payloads = {
         name: payload.rows(batch.records_of(name), lengths, here, flat.pop(name))
