@@ -34,15 +34,15 @@ def reader_of(
         if isinstance(detail, Restriction):
             return SupportReader(vocabulary, targets, detail)
         return TeacherReader(vocabulary, targets, detail)
-    from megatron_pg.kernels import support_triton, teacher_triton, topk_triton, vocab_parallel  # torch needs no Triton
+    from megatron_pg.kernels.triton import support, teacher, topk, vocab_parallel  # torch needs no Triton
 
     if detail is None:
         return vocab_parallel.TritonPlainReader(vocabulary, targets, mask)
     if isinstance(detail, Tensor):
-        return topk_triton.TritonTopKReader(vocabulary, targets, detail, mask)
+        return topk.TritonTopKReader(vocabulary, targets, detail, mask)
     if isinstance(detail, Restriction):
-        return support_triton.TritonSupportReader(vocabulary, targets, detail, mask)
-    return teacher_triton.TritonTeacherReader(vocabulary, targets, detail)
+        return support.TritonSupportReader(vocabulary, targets, detail, mask)
+    return teacher.TritonTeacherReader(vocabulary, targets, detail)
 
 
 def loss_of(
@@ -51,11 +51,11 @@ def loss_of(
     """The loss from the `outputs` of its reader's statistics; differentiable."""
     logprobs, entropy, *details = outputs
     if impl == "triton" and policy_loss.terms.reads_topk:
-        from megatron_pg.kernels.topk_loss import topk_loss
+        from megatron_pg.kernels.triton.topk_loss import topk_loss
 
         return topk_loss(policy_loss, outputs, policy_loss.topk_ids, vocabulary)
     if impl == "triton" and policy_loss.row:
-        from megatron_pg.kernels.surrogate import surrogate_loss
+        from megatron_pg.kernels.triton.surrogate import surrogate_loss
 
         return surrogate_loss(policy_loss, logprobs, entropy)
     if policy_loss.terms.reads_topk:
@@ -69,7 +69,7 @@ def loss_and_slopes(
 ) -> tuple[PolicyGradientLoss, Slopes]:
     """The loss, detached, and its derivatives by the `outputs` of the statistics."""
     if impl == "triton":
-        from megatron_pg.kernels.surrogate import surrogate_and_slopes
+        from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes
 
         logprobs, entropy = rows.outputs[:2]
         if policy_loss.row:

@@ -17,8 +17,8 @@ from megatron_pg.lm_head.chunks import Chunks, Detail
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
-from megatron_pg.lm_head.odds_gradients import Odds
 from megatron_pg.lm_head.products import logits_dtype
+from megatron_pg.lm_head.scaled_exp.gradients import Odds
 from megatron_pg.lm_head.teacher import teacher_of
 
 
@@ -185,10 +185,10 @@ def _losses(
 ) -> Iterator[PolicyGradientLoss]:
     """The loss of each chunk; the gradient of its logits is made with it, or from its slopes."""
     if impl == "triton":
-        from megatron_pg.kernels import triton_loss  # torch needs no Triton
+        from megatron_pg.kernels.triton import loss as triton_loss  # torch needs no Triton
 
         if triton_loss.fits_one_launch(chunks.buffers[0], policy_loss, vocabulary, entropy=entropy):
-            from megatron_pg.kernels import one_launch  # an earlier Triton has no such language
+            from megatron_pg.kernels.triton import one_launch  # an earlier Triton has no such language
 
             for chunk in chunks.slices():
                 z = chunks.logits(chunk)

@@ -1,0 +1,218 @@
+"""`support` by kernels: of a row with a support only its ids are read, and its gradient is zeros and as many values.
+
+Rows without one, and with `whole_entropy` all of them, are `vocab_parallel`'s.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from typing_extensions import override
+
+from megatron_pg.kernels.readers import Slopes, filled
+from megatron_pg.kernels.support import Restriction, SupportRowStatistics
+from megatron_pg.kernels.triton import vocab_parallel
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, accumulate, merge
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+BLOCK = 256  # ids at a time
+WARPS = 4
+
+
+class TritonSupportReader(TritonReader[SupportRowStatistics]):
+    """`SupportReader` by kernels."""
+
+    record = SupportRowStatistics
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction, mask: Tensor | None = None):
+        super().__init__(vocabulary, targets, mask)
+        self._restriction = restriction
+
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        (targets, mask), restriction = self._where(chunk), self._restriction.at(chunk)
+        is_read = mask if restriction.whole_entropy else mask & (restriction.support.counts == 0)
+        whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
+        shares = whole.clone() if restriction.whole_entropy else whole
+        support_statistics_kernel[(len(z),)](
+            z,
+            targets,
+            mask,
+            *_sets(restriction),
+            shares,
+            self._vocabulary.valid,
+            self._vocabulary.first,
+            z.stride(0),
+            log2_scale(self._vocabulary),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **FUSED,
+        )
+        return torch.cat([shares, whole]) if restriction.whole_entropy else shares
+
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SupportRowStatistics:
+        """0 where masked."""
+        parts = shares.chunk(2, dim=1) if self._restriction.whole_entropy else (shares,)
+        where = *self._where(chunk), self._vocabulary
+        return SupportRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
+
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: SupportRowStatistics, slopes: Slopes) -> None:
+        (targets, mask), restriction, vocabulary = self._where(chunk), self._restriction.at(chunk), self._vocabulary
+        by_logprob, by_entropy = filled(slopes, rows)
+        is_whole, ids = restriction.support.counts == 0, restriction.support.ids
+        values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        columns = vocabulary.valid, vocabulary.first
+        support_gradient_kernel[(len(z),)](  # before the logits are overwritten
+            z,
+            targets,
+            mask,
+            *_sets(restriction),
+            values,
+            rows.peaks,
+            rows.totals,
+            rows.support_entropy,
+            rows.whole_peaks,
+            rows.whole_totals,
+            rows.entropy,
+            by_logprob.contiguous(),
+            by_entropy.contiguous(),
+            *columns,
+            vocabulary.size,
+            z.stride(0),
+            log2_scale(vocabulary),
+            WHOLE_ENTROPY=restriction.whole_entropy,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **FUSED,
+        )
+        if restriction.whole_entropy:
+            is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
+        else:
+            is_read, of_rows = mask & is_whole, rows.of_support
+        vocab_parallel.write_gradient(z, out, targets, is_read, of_rows, (by_logprob, by_entropy), vocabulary)
+        support_put_kernel[(len(z),)](
+            out, mask, *_sets(restriction), values, *columns, out.stride(0), BLOCK=BLOCK, num_warps=WARPS, **FUSED
+        )
+
+
+def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
+    """Starts, counts and ids; kernels have no strides."""
+    support = restriction.support
+    return support.starts.contiguous(), support.counts.contiguous(), support.ids.contiguous()
+
+
+@triton.jit
+def support_statistics_kernel(
+    logits, targets, mask, starts, counts, ids, shares, valid, first, stride, c, BLOCK: tl.constexpr
+):
+    """One row per program, of those with a support: shares[row] as `statistics_kernel`; -inf is the logit of a target outside it."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + row)
+    if (tl.load(mask + row) != 0) & (count > 0):
+        start = tl.load(starts + row)
+        target = tl.load(targets + row)
+        lanes = tl.arange(0, BLOCK)
+        z_row = logits + row * stride
+        m = tl.full((BLOCK,), FLOOR, tl.float32)
+        s = tl.zeros((BLOCK,), tl.float32)
+        t = tl.zeros((BLOCK,), tl.float32)
+        hits = tl.zeros((BLOCK,), tl.int32)
+        for k in range(0, count, BLOCK):
+            token = tl.load(ids + start + k + lanes, lanes < count - k, -1)
+            column = token - first
+            owned = (column >= 0) & (column < valid)
+            tile = tl.load(z_row + column, owned, float("-inf"))
+            m, s, t = accumulate(m, s, t, (tile[:, None],), c, "plain", True)
+            hits += (token == target).to(tl.int32)
+        peak, total, shifted = tl.reduce((m, s, t), 0, merge)
+        column = target - first
+        owned = (column >= 0) & (column < valid)
+        target_logit = tl.load(z_row + column, owned, 0.0).to(tl.float32)
+        outside = owned & (tl.sum(hits, 0) == 0)
+        tl.store(shares + row * 4, peak)
+        tl.store(shares + row * 4 + 1, total)
+        tl.store(shares + row * 4 + 2, shifted)
+        tl.store(shares + row * 4 + 3, tl.where(outside, float("-inf"), target_logit))
+
+
+@triton.jit
+def _slope(z, c, peak, total, entropy, a, e):
+    """q (-a - e (log q + H)) of logits z."""
+    x = tl.fma(z, c, -peak)
+    constant = -(a + e * (entropy - LN2 * tl.log2(total))) / total
+    return tl.exp2(x) * tl.fma(tl.maximum(x, LOWEST), -e * LN2 / total, constant)
+
+
+@triton.jit
+def support_gradient_kernel(
+    logits,
+    targets,
+    mask,
+    starts,
+    counts,
+    ids,
+    values,
+    peaks,
+    totals,
+    support_entropies,
+    whole_peaks,
+    whole_totals,
+    entropies,
+    grad_logprobs,
+    grad_entropies,
+    valid,
+    first,
+    vocab_size,
+    stride,
+    c,
+    WHOLE_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row per program: the gradient of the logits of the ids that are here, into their places of values [n]."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + row)
+    if (tl.load(mask + row) != 0) & (count > 0):
+        start = tl.load(starts + row)
+        target = tl.load(targets + row)
+        total = tl.load(totals + row)
+        exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+        a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
+        e = tl.load(grad_entropies + row) * (c * LN2)
+        peak = tl.load(peaks + row)
+        support_entropy = tl.load(support_entropies + row)
+        whole_peak = tl.load(whole_peaks + row)
+        whole_total = tl.load(whole_totals + row)
+        entropy = tl.load(entropies + row)
+        zero = (row * 0).to(tl.float32)  # of a constant, the interpreter of Triton 3.7 cannot take a quotient
+        lanes = tl.arange(0, BLOCK)
+        for k in range(0, count, BLOCK):
+            here = lanes < count - k
+            token = tl.load(ids + start + k + lanes, here, -1)
+            column = token - first
+            owned = (column >= 0) & (column < valid)
+            z = tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32)
+            if WHOLE_ENTROPY:
+                slope = _slope(z, c, peak, total, support_entropy, a, zero)
+                slope += _slope(z, c, whole_peak, whole_total, entropy, zero, e)
+            else:
+                slope = _slope(z, c, peak, total, support_entropy, a, e)
+            slope = tl.where(token == target, slope + a, slope)
+            tl.store(values + start + k + lanes, slope, owned)
+
+
+@triton.jit
+def support_put_kernel(gradients, mask, starts, counts, ids, values, valid, first, stride, BLOCK: tl.constexpr):
+    """One row per program: values [n] into the columns of the ids that are here."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + row)
+    if (tl.load(mask + row) != 0) & (count > 0):
+        start = tl.load(starts + row)
+        lanes = tl.arange(0, BLOCK)
+        for k in range(0, count, BLOCK):
+            column = tl.load(ids + start + k + lanes, lanes < count - k, -1) - first
+            owned = (column >= 0) & (column < valid)
+            value = tl.load(values + start + k + lanes, owned, 0.0)
+            tl.store(gradients + row * stride + column, value.to(gradients.dtype.element_ty), owned)

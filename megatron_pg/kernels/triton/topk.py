@@ -1,0 +1,202 @@
+"""`topk` by kernels: the ids are hidden in the logits while `vocab_parallel`'s kernel reads them; what is on [T, K] is `topk_rows`'."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from typing_extensions import override
+
+from megatron_pg.kernels.readers import ALL, Slopes, filled
+from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics
+from megatron_pg.kernels.triton import topk_rows, vocab_parallel
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LOWEST
+from megatron_pg.kernels.triton.topk_rows import block_of
+from megatron_pg.kernels.triton.vocab_parallel import WRITE, TritonReader, log2_scale
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+
+class TritonTopKReader(TritonReader[TopKRowStatistics]):
+    """`TopKReader` by kernels, which hide the ids in the logits while the others are reduced."""
+
+    record = TopKRowStatistics
+    empty = TopKReader.empty
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor, mask: Tensor | None = None):
+        super().__init__(vocabulary, targets, mask)
+        self._ids = ids.contiguous()
+
+    @override
+    def read(self, logits: Tensor, *, may_hide: bool = False) -> TopKRowStatistics:
+        """The ids stay hidden only with `may_hide`."""
+        shares = self.statistics(logits, ALL)
+        if may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
+            torch.autograd.graph.increment_version(logits)
+        else:
+            put(logits, self._ids, self._mask, shares[:, 4:], self._vocabulary)
+        return self.combine(self._vocabulary.gather(shares), logits, ALL)
+
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4 + K] float32: m, s, t of `tiles` without the ids, then the logits of target and ids, 0 if not here.
+
+        The ids are left hidden in the logits; `put` brings them back.
+        """
+        targets, mask = self._where(chunk)
+        shares = take_and_hide(z, targets, mask, self._ids[chunk], self._vocabulary)
+        shares[:, :3] = vocab_parallel.statistics(z, targets, mask, self._vocabulary)[:, :3]
+        return shares
+
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
+        """0 where masked."""
+        return topk_rows.combine(shares, *self._where(chunk), self._ids[chunk], self._vocabulary)
+
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
+        """The ids may be hidden in the logits or not."""
+        (targets, mask), ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
+        factors, named = topk_rows.coefficients(targets, mask, ids, rows, filled(slopes, rows), vocabulary)
+        blocks = WRITE.blocks(z, z.shape[1])
+        tail_gradient_kernel[(len(z) * blocks,)](
+            z,
+            out,
+            targets,
+            mask,
+            rows.tail_peaks,
+            factors,
+            z.shape[1],
+            vocabulary.valid,
+            vocabulary.first,
+            blocks,
+            z.stride(0),
+            out.stride(0),
+            log2_scale(vocabulary),
+            **WRITE.options(z),
+        )
+        put(out, ids, mask, named, vocabulary)
+
+
+def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[T, 4 + K] float32: m, s, t of `tiles` of the ids alone, then the logits of target and ids, 0 if not here; the ids' become -inf."""
+    found = torch.empty(len(ids), 4 + ids.shape[1], dtype=torch.float32, device=logits.device)
+    take_and_hide_kernel[(len(ids),)](
+        logits,
+        targets,
+        mask,
+        ids,
+        found,
+        ids.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        logits.stride(0),
+        log2_scale(vocabulary),
+        **block_of(ids),
+        **FUSED,
+    )
+    return found
+
+
+def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vocabulary) -> None:
+    """Writes values [T, K] into the columns of the ids that are here, in the rows that are not masked."""
+    put_kernel[(len(ids),)](
+        table,
+        ids,
+        mask,
+        values,
+        ids.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        table.stride(0),
+        *values.stride(),
+        **block_of(ids),
+        **FUSED,
+    )
+
+
+@triton.jit(do_not_specialize=["K"])
+def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, stride, c, BLOCK: tl.constexpr):
+    """One row per program: found [rows, 4 + K] of `take_and_hide`, and -inf at the ids that are here."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.load(mask + row) != 0
+    k = tl.arange(0, BLOCK)
+    column = tl.load(ids + row * K + k, k < K, -1) - first
+    owned = (column >= 0) & (column < valid) & live
+    z_row = logits + row * stride
+    value = tl.load(z_row + column, mask=owned, other=0.0).to(tl.float32)
+    target = tl.load(targets + row) - first
+    of_target = tl.load(z_row + target, mask=(target >= 0) & (target < valid) & live, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # the target may be one of the ids
+    tl.store(z_row + column, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), owned)
+    peak = tl.max(tl.where(owned, value, float("-inf")), 0) * c
+    peak = tl.where(peak < FLOOR, FLOOR, peak)
+    shifted = tl.where(owned, tl.fma(value, c, -peak), LOWEST)
+    power = tl.exp2(shifted)
+    share = found + row * (K + 4)
+    tl.store(share, peak)
+    tl.store(share + 1, tl.sum(power, 0))
+    tl.store(share + 2, tl.sum(power * tl.maximum(shifted, LOWEST), 0))
+    tl.store(share + 3, of_target)
+    tl.store(share + 4 + k, value, k < K)
+
+
+@triton.jit(do_not_specialize=["K"])
+def put_kernel(table, ids, mask, values, K, valid, first, stride, row_stride, id_stride, BLOCK: tl.constexpr):
+    """One row per program: values [rows, K] into the columns of the ids that are here."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    column = tl.load(ids + row * K + k, k < K, -1) - first
+    owned = (column >= 0) & (column < valid) & (tl.load(mask + row) != 0)
+    value = tl.load(values + row * row_stride + k * id_stride, owned, 0.0)
+    tl.store(table + row * stride + column, value.to(table.dtype.element_ty), owned)
+
+
+@triton.jit
+def tail_gradient_kernel(
+    logits,
+    gradients,
+    targets,
+    mask,
+    peaks,
+    factors,
+    columns,
+    valid,
+    first,
+    blocks,
+    logits_stride,
+    gradients_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One block of one row: 2^x (factors[0] + factors[1] x), x = z c - peak, and factors[2] more at the target."""
+    TILE: tl.constexpr = THREADS * WORDS
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    g_row = gradients + row * gradients_stride + offsets
+    dtype: tl.constexpr = gradients.dtype.element_ty
+    if tl.load(mask + row) != 0:
+        target = tl.load(targets + row) - first
+        peak = tl.load(peaks + row)
+        outside = tl.load(factors + row * 3)
+        by_x = tl.load(factors + row * 3 + 1)
+        at_target = tl.load(factors + row * 3 + 2)
+        z_row = logits + row * logits_stride + offsets
+        tiles = ()
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"))
+            tiles = tiles + (tile,)
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            x = tl.fma(tiles[k].to(tl.float32), c, -peak)
+            gradient = tl.exp2(x) * tl.fma(tl.maximum(x, LOWEST), by_x, outside)
+            gradient = tl.where(offsets + at == target, gradient + at_target, gradient)
+            gradient = tl.where(offsets + at < valid, gradient, 0.0)
+            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at)
+    else:
+        zeros = tl.zeros((THREADS, WORDS), dtype)
+        for k in tl.static_range(UNROLL):
+            at = start + k * TILE
+            tl.store(g_row + at, zeros, mask=offsets < columns - at)
