@@ -73,12 +73,12 @@ def gradient(
     local, owned = vocabulary.owned(targets)
     grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
     shifted = compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
-    p = shifted.exp() / rows.totals[:, None]
-    # log p_j kept finite where p_j is 0
-    log_p_plus_entropy = (shifted - (rows.totals.log() - rows.entropy)[:, None]).clamp(min=FLOOR)
-    grad = p * (-grad_logprobs[:, None] - grad_entropy[:, None] * log_p_plus_entropy)
+    grad = shifted.exp().div_(rows.totals[:, None])
+    # log p_j + H, kept finite where p_j is 0; in place: tables are large
+    bend = shifted.sub_((rows.totals.log() - rows.entropy)[:, None]).clamp_(min=FLOOR)
+    grad.mul_(torch.sub(-grad_logprobs[:, None], bend.mul_(grad_entropy[:, None]), out=bend))
     at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
-    return grad.scatter_(1, local[:, None], at_target) / vocabulary.temperature
+    return grad.scatter_(1, local[:, None], at_target).div_(vocabulary.temperature)
 
 
 def compute_dtype(logits: Tensor) -> Tensor:
