@@ -47,7 +47,7 @@ def cross_entropy(
     check_logits(logits, targets)
     if impl == "torch":
         reader = reader_of(impl, vocabulary, targets.index_select(0, rows))
-        logprobs, _, totals = read(logits.index_select(0, rows), reader)
+        logprobs, _, totals = read(vocabulary.hide_padding(logits.index_select(0, rows)), reader)
         return CrossEntropy.of(logprobs, totals)
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)

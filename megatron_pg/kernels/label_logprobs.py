@@ -31,8 +31,8 @@ def label_logprobs(
     check_restriction(restriction, targets)
     reader = reader_of(impl, vocabulary, targets, restriction)
     if impl == "torch":
-        # the reader writes into columns of padding
-        logprobs, entropy, _ = read(logits.clone() if vocabulary.valid < vocabulary.columns else logits, reader)
+        logits = vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits)
+        logprobs, entropy, _ = read(logits, reader)
         return logprobs, entropy
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)

@@ -19,7 +19,7 @@ def reference_loss(
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     fields = policy_loss.fields
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
-    safe_logits = logits.masked_fill(~fields.mask[:, None], 0)
+    safe_logits = vocabulary.hide_padding(logits.masked_fill(~fields.mask[:, None], 0))
     safe_targets = torch.where(fields.mask, fields.targets, 0)
     reader = reader_of("torch", vocabulary, safe_targets, detail_of(policy_loss, entropy=entropy))
     *outputs, _ = read(safe_logits, reader)
