@@ -1,10 +1,9 @@
-"""Whatever is written on the command line: done, or one line that says what is wrong, soon, and nothing of it raw."""
+"""Whatever is written on the command line: done, or one line that says what is wrong, and nothing of it raw."""
 
 import io
 import random
 import shlex
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import hostile
@@ -13,10 +12,10 @@ from hostile import actions_of, command_line
 from rollout_files import HEADER, RECORD
 
 from megatron_pg.args import add_arguments
-from megatron_pg.cli import SUBCOMMANDS, doctor, launch
+from megatron_pg.cli import SUBCOMMANDS, doctor, launch, module_of
 from megatron_pg.flags.megatron import MEGATRON_FLAGS
 
-LINES = "Fuzz: command lines of every subcommand: done or one line of an error, at most 2 s of CPU time"
+LINES = "Fuzz: command lines of every subcommand: done or one line of an error"
 
 
 def add_megatron(parser) -> None:
@@ -156,7 +155,7 @@ GIVEN = {
 def test_a_tool(command, files, full, evidence, monkeypatch):
     monkeypatch.setattr(doctor, "_probe_all", lambda: {})
     monkeypatch.setattr(doctor, "examine", lambda probes: [doctor.Finding("x", "ok", "y")])
-    add = import_module(f"megatron_pg.cli.{command}").add_options
+    add = module_of(command).add_options
     hostile.outcome_of([command, *GIVEN[command]])  # the first time pays for the imports of plotly and matplotlib
     actions = [*actions_of(add), *actions_of(lambda parser: parser.add_argument("--json", action="store_true"))]
 

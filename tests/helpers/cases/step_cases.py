@@ -39,8 +39,8 @@ from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.plan.settings import LossSettings, metrics_of
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import support_of
 
 VOCABULARY = 12
 CUSTOM = "root_length"  # the aggregation of the cases that use the custom reducer below
@@ -578,7 +578,7 @@ def _with_sets(sample: Sample, rng: random.Random) -> Sample:
     """The sample with a set for each token: itself alone, several, the whole vocabulary, none; garbage where it is masked."""
     tokens, trained = sample.tokens[-sample.response_length :].tolist(), sample.loss_mask.tolist()
     sets = [random_set(rng, token)[0] if live else [99, 99, -7] for token, live in zip(tokens, trained, strict=True)]
-    return with_certain_tokens(replace(sample, support=support_of(sets, sample.sample_id)))
+    return with_certain_tokens(replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
 
 
 def random_set(rng: random.Random, token: int) -> tuple[list[int], list[int]]:

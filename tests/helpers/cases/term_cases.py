@@ -27,9 +27,9 @@ from megatron_pg.args import ArgumentError, validate_args
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.plan.settings import LossSettings
+from megatron_pg.rollouts.payloads import PAYLOADS
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import support_of
-from megatron_pg.rollouts.token_sets import TokenSets
 
 NAMES = ("sft", "echo", "teacher", "ref", "h")
 REDUCER = "step_cases:root_length_reducer"
@@ -432,4 +432,4 @@ def _with_sets(asked: Settings, sample: Sample, rng: random.Random, keeps_entrop
         own, others = step_cases.random_set(rng, token)
         is_checked = sample.stream == "rl" and bool(sample.loss_mask[k])
         sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
-    return step_cases.with_certain_tokens(replace(sample, support=support_of(sets, sample.sample_id)))
+    return step_cases.with_certain_tokens(replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
