@@ -10,14 +10,14 @@ from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
 
-TOPK = "topk:"  # before the names of `TopK`'s fields; no stream's name holds a colon
+TOPK = "topk:"  # before the names of `TopK`'s fields; no loss term's name holds a colon
 SAMPLED = "sampled"  # among the fields of a step: bool, tokens at which a term reads the policy that was sampled from
-TAUGHT = "taught"  # among the fields of a step: bool, tokens that a stream trains by the teacher's hidden states
+TAUGHT = "taught"  # among the fields of a step: bool, tokens that a loss term trains by the teacher's hidden states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StreamFields:
-    """What a stream has of its own: [T] each, 0 and False where the token is not of it."""
+class TermFields:
+    """What a loss term has of its own: [T] each, 0 and False where the token is not of it."""
 
     weights: Tensor | None = None  # None: those of the objective
     mask: Tensor | None = None  # bool; None: the tokens of the objective
@@ -25,7 +25,7 @@ class StreamFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopK:
-    """The teacher's likeliest tokens; where no stream that reads them trains the token they may be anything."""
+    """The teacher's likeliest tokens; where no loss term that reads them trains the token they may be anything."""
 
     ids: Tensor  # [T, K] int32, global ids, -1 where there is none
     logprobs: Tensor  # [T, K] float32, nats
@@ -70,10 +70,10 @@ class TokenSupport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherStates:
-    """The teacher's last hidden states: row t's are states[slots[t]]; where no stream that reads them trains it, anyone's."""
+    """The teacher's last hidden states: row t's are states[slots[t]]; where no loss term that reads them trains it, anyone's."""
 
     slots: Tensor  # [T] int64
-    states: Tensor  # [m, H_T] of the rows that a stream trains, on any device; m = 0: of none
+    states: Tensor  # [m, H_T] of the rows that a loss term trains, on any device; m = 0: of none
 
     def at(self, rows: Tensor | slice) -> "TeacherStates":
         """Those of some of the rows."""
@@ -94,7 +94,7 @@ class TokenFields:
     )  # nats, of the sampling policy; None: it is the model being trained, whose own are taken, detached
     advantages: Tensor
     weights: Tensor  # w of the aggregation, without any correction
-    mask: Tensor  # bool, trained tokens: of the objective or of any stream
+    mask: Tensor  # bool, trained tokens: of the objective or of any loss term
     policy_mask: Tensor | None = None  # bool, tokens of the objective; None: `mask`
     corrections: Tensor | None = None  # factor on the policy term's weight; None: there is none
     sample_weights: Tensor | None = None  # v = mask / trained tokens of the sample: sums to 1 over a sample
@@ -104,7 +104,7 @@ class TokenFields:
     teacher_topk: TopK | None = None
     teacher_hidden: TeacherStates | None = None
     support: TokenSupport | None = None  # of the tokens at which a term reads the policy that was sampled from
-    streams: Mapping[str, StreamFields] = field(
+    terms: Mapping[str, TermFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own
     sequences: Sequences | None = None  # which sequence each token belongs to; terms of whole sequences need it
@@ -119,19 +119,19 @@ class TokenFields:
         """The same for the objective, whose trained tokens alone are in the mask."""
         return self if self.policy_mask is None else replace(self, mask=self.policy_mask, policy_mask=None)
 
-    def of_stream(self, name: str) -> StreamFields:
-        """Weights and mask of a stream, none of them None."""
-        own = self.streams.get(name, StreamFields())
+    def of_term(self, name: str) -> TermFields:
+        """Weights and mask of a loss term, none of them None."""
+        own = self.terms.get(name, TermFields())
         mask = self.of_policy.mask if own.mask is None else own.mask
-        return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
+        return TermFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known but support and hidden states, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
+        """The fields that are known but support and hidden states, by name; those of a loss term as `term.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
         found = dict(zip(_NAMES, _values(self), strict=True))
         if self.teacher_topk is not None:
             found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
-        for stream, own in self.streams.items():
-            found |= {f"{stream}.{each.name}": getattr(own, each.name) for each in fields(own)}
+        for term, own in self.terms.items():
+            found |= {f"{term}.{each.name}": getattr(own, each.name) for each in fields(own)}
         return {name: values for name, values in found.items() if isinstance(values, torch.Tensor)}
 
     @classmethod
@@ -139,14 +139,14 @@ class TokenFields:
         """From the values by the names of `per_token`."""
         own: dict[str, dict[str, Tensor]] = {}
         for name in values:
-            stream, dot, kind = name.partition(".")
+            term, dot, kind = name.partition(".")
             if dot:
-                own.setdefault(stream, {})[kind] = values[name]
-        streams = {stream: StreamFields(**each) for stream, each in own.items()}
+                own.setdefault(term, {})[kind] = values[name]
+        terms = {term: TermFields(**each) for term, each in own.items()}
         topk = {name.removeprefix(TOPK): v for name, v in values.items() if name.startswith(TOPK)}
         rest: dict[str, Any] = {"old_logprobs": None}
         rest |= {name: v for name, v in values.items() if "." not in name and not name.startswith(TOPK)}
-        return cls(**rest, teacher_topk=TopK(**topk) if topk else None, streams=streams, sequences=sequences)
+        return cls(**rest, teacher_topk=TopK(**topk) if topk else None, terms=terms, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """The fields of some of the rows, for a loss that reads no sequences."""

@@ -44,7 +44,7 @@ class PackedBatch:
     @property
     def digest(self) -> bytes:
         """48 bits of everything that the loss and the metrics read."""
-        facts = [(s.reward, s.truncated, s.environment, s.stream, sorted(s.masks)) for s in self.samples]
+        facts = [(s.reward, s.truncated, s.environment, s.term, sorted(s.masks)) for s in self.samples]
         shape = (self.qkv_format, self.padded_lengths, facts, self.cp_ranks)
         content = hashlib.blake2b(repr(shape).encode(), digest_size=6)
         for values in (
@@ -71,16 +71,16 @@ class PackedBatch:
         """M_i of each sample, the tokens that the objective trains."""
         return [max(n, 0) for n in self.tokens_of(POLICY)]
 
-    def tokens_of(self, *streams: str) -> list[int]:
-        """Tokens of each sample that one of the streams trains; -1 where it is of none of them."""
-        masks = [[mask for name in streams if (mask := sample.mask_of(name)) is not None] for sample in self.samples]
+    def tokens_of(self, *terms: str) -> list[int]:
+        """Tokens of each sample that one of the loss terms trains; -1 where it is of none of them."""
+        masks = [[mask for name in terms if (mask := sample.mask_of(name)) is not None] for sample in self.samples]
         return [int(functools.reduce(Tensor.logical_or, own).sum()) if own else -1 for own in masks]
 
-    def mask_of(self, *streams: str) -> Tensor:
-        """[sum of R] bool, tokens that one of the streams trains."""
+    def mask_of(self, *terms: str) -> Tensor:
+        """[sum of R] bool, tokens that one of the loss terms trains."""
         found = torch.zeros(sum(sample.response_length for sample in self.samples), dtype=torch.bool)
         for part, sample in zip(found.split([s.response_length for s in self.samples]), self.samples, strict=True):
-            for mask in (sample.mask_of(name) for name in streams):
+            for mask in (sample.mask_of(name) for name in terms):
                 if mask is not None:
                     part |= mask
         return found
@@ -161,13 +161,13 @@ class PackedBatch:
         flat[self.response_positions[reached] - depth] = values[reached]
         return flat.view(*self.tokens.shape, *further)
 
-    def trained_at(self, depth: int, *streams: str) -> list[int]:
-        """Tokens of each sample that one of the streams trains and multi-token prediction of that depth can predict.
+    def trained_at(self, depth: int, *terms: str) -> list[int]:
+        """Tokens of each sample that one of the loss terms trains and multi-token prediction of that depth can predict.
 
         -1 where it is of none of them.
         """
-        counted = (self.mask_of(*streams) & self.reached(depth)).split([s.response_length for s in self.samples])
-        return [-1 if n < 0 else int(part.sum()) for part, n in zip(counted, self.tokens_of(*streams), strict=True)]
+        counted = (self.mask_of(*terms) & self.reached(depth)).split([s.response_length for s in self.samples])
+        return [-1 if n < 0 else int(part.sum()) for part, n in zip(counted, self.tokens_of(*terms), strict=True)]
 
     def per_token(self, per_sample: Tensor) -> Tensor:
         """[sum of R] from one value per sample."""

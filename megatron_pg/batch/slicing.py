@@ -139,7 +139,7 @@ def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.
 
 
 def _states_here(batch: PackedBatch, flat: dict[str, Tensor], device: torch.device | str) -> TeacherStates:
-    """Of this rank's rows, where a stream that reads them trains. Its own rows are taken out of `flat`.
+    """Of this rank's rows, where a loss term that reads them trains. Its own rows are taken out of `flat`.
 
     The states stay on the host, from where each micro-batch takes its own: a step's would be as large as its activations.
     """

@@ -141,7 +141,7 @@ def _say_rows(title: str, rows: Rows) -> None:
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
     if not Facts(args).has_policy:
-        say("  nothing by the objective, which is dropped; by a stream what its denominators above say")
+        say("  nothing by the objective, which is dropped; by a loss term what its denominators above say")
         return
     if not weights:
         say("  what your reducer gives it, divided by N_r (with --calculate-per-token-loss by T): its derivative")
@@ -187,8 +187,8 @@ def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
     flags = []
     for name in names:
         value = vars(args)[name]
-        if name == "pg_stream":
-            flags += [f"--pg-stream {text}" for text in value or ()]
+        if name == "pg_term":
+            flags += [f"--pg-term {text}" for text in value or ()]
             continue
         words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
         if value is not None and value is not False:

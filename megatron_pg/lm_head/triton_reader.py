@@ -131,16 +131,16 @@ class TritonTeacherReader(EagerTeacherReader):
         if not rest.row:
             return super().loss_and_slopes(policy_loss, rows)
         found, slopes = surrogate_and_slopes(rest, rows.logprobs, rows.entropy)
-        others = iter(() if found.stream_losses is None else found.stream_losses)
+        others = iter(() if found.term_losses is None else found.term_losses)
         terms, loss, weights, losses = policy_loss.terms, found.loss, [], []
-        for stream in terms.streams:
-            if not stream.reads_hidden:
+        for term in terms.further:
+            if not term.reads_hidden:
                 losses.append(next(others))
                 continue
-            own = policy_loss.fields.of_stream(stream.name)
-            weights.append(torch.where(own.mask, stream.weight * own.weights, 0).to(found.loss.dtype))
+            own = policy_loss.fields.of_term(term.name)
+            weights.append(torch.where(own.mask, term.weight * own.weights, 0).to(found.loss.dtype))
             losses.append(torch.where(own.mask, rows.divergence, 0))
             loss = loss + (weights[-1] * losses[-1]).sum()  # NaN at a weight of 0, too
         weight = sum(weights[1:], start=weights[0])
         by_divergence = weight if terms.grad_divisor == 1.0 else weight / terms.grad_divisor
-        return replace(found, loss=loss, stream_losses=torch.stack(losses)), (*slopes, by_divergence)
+        return replace(found, loss=loss, term_losses=torch.stack(losses)), (*slopes, by_divergence)

@@ -23,7 +23,7 @@ from megatron_pg.rollouts.fields import (
     is_id,
     is_int,
     is_number,
-    is_stream,
+    is_term,
     plain,
 )
 from megatron_pg.rollouts.hidden_states import check_hidden_states, hidden_states_of
@@ -47,11 +47,13 @@ class Sample:
     """
 
     tokens: Tensor  # [n] int64, prompt then response
-    loss_mask: Tensor  # [R] bool, True where the token is trained by the sample's stream
+    loss_mask: Tensor  # [R] bool, True where the token is trained by the sample's loss term
     old_logprobs: Tensor | None = None  # [R] float64, nats, of the sampling policy at the training temperature
-    advantages: Tensor | None = None  # [R] float64; it and old_logprobs may be None in a stream that does not read them
-    stream: str = POLICY  # that of the objective, or one of `--pg-stream`
-    masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further streams train
+    advantages: Tensor | None = (
+        None  # [R] float64; it and old_logprobs may be None in a loss term that does not read them
+    )
+    term: str = POLICY  # that of the objective, or one of `--pg-term`
+    masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further loss terms train
     sample_id: str = "?"  # what error messages call it
     prompt_id: Id | None = None  # samples of one prompt share it
     rollout_id: Id | None = None  # samples of one trajectory share it
@@ -130,13 +132,13 @@ class Sample:
                 f"loss_mask of sample {label} is {_shown(mask)}, not [R] bool on the CPU. Use Sample.build, which also takes 0 and 1."
             )
         check_lengths(len(tokens), len(mask))
-        _check_streams(self, label)
+        _check_terms(self, label)
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 _check_values(name, values, mask, label)
-            elif self.stream == POLICY and name not in OPTIONAL:
+            elif self.term == POLICY and name not in OPTIONAL:
                 raise ValueError(
-                    f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the stream of --pg-stream "
+                    f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the loss term of --pg-term "
                     "that the sample is of."
                 )
         trained = torch.stack([mask, *self.masks.values()]).any(dim=0) if self.masks else mask
@@ -146,7 +148,7 @@ class Sample:
         if self.teacher_hidden is not None:
             check_hidden_states(self.teacher_hidden, len(mask), trained, label)
         if self.support is not None:
-            check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
+            check_support(self.support, len(mask), mask & (self.term == POLICY), label)
         if self.routed_experts is not None:
             _check_experts(self.routed_experts, len(tokens), label)
 
@@ -168,7 +170,7 @@ class Sample:
             response_length: R, the number of response tokens.
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a stream that
+            advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a loss term that
                 does not read them.
             rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
                 `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
@@ -222,12 +224,12 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """M_i, the number of tokens that its stream trains."""
+        """M_i, the number of tokens that its loss term trains."""
         return int(self.loss_mask.sum())
 
-    def mask_of(self, stream: str) -> Tensor | None:
-        """[R] bool, the tokens that a stream trains; None where the sample is not of it."""
-        return self.loss_mask if stream == self.stream else self.masks.get(stream)
+    def mask_of(self, term: str) -> Tensor | None:
+        """[R] bool, the tokens that a loss term trains; None where the sample is not of it."""
+        return self.loss_mask if term == self.term else self.masks.get(term)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -358,19 +360,19 @@ def check_range(name: str, values: Tensor, label: str) -> None:
         )
 
 
-def _check_streams(sample: Sample, label: str) -> None:
-    """Stream and further masks: names of streams, one each, and tokens of the response."""
-    if not is_stream(sample.stream):
+def _check_terms(sample: Sample, label: str) -> None:
+    """Loss term and further masks: names of loss terms, one each, and tokens of the response."""
+    if not is_term(sample.term):
         raise ValueError(
-            f"stream={shorten(sample.stream)} of sample {label} is no name of a stream. Give the NAME of a --pg-stream NAME:kind."
+            f"term={shorten(sample.term)} of sample {label} is no name of a term. Give the NAME of a --pg-term NAME:kind."
         )
     if not isinstance(sample.masks, Mapping):
-        raise ValueError(f"masks={shorten(sample.masks)} of sample {label} are no masks by stream. Give a dict.")
+        raise ValueError(f"masks={shorten(sample.masks)} of sample {label} are no masks by term. Give a dict.")
     for name, mask in sample.masks.items():
-        if not is_stream(name) or name in (POLICY, sample.stream):
+        if not is_term(name) or name in (POLICY, sample.term):
             raise ValueError(
-                f"masks of sample {label} hold {shorten(name)}, which is no further stream: the tokens of its own stream, "
-                f"{sample.stream}, are in loss_mask, and those of the objective belong to samples of the stream {POLICY}. Rename it."
+                f"masks of sample {label} hold {shorten(name)}, which is no further loss term: the tokens of its own loss term, "
+                f"{sample.term}, are in loss_mask, and those of the objective belong to samples of the loss term {POLICY}. Rename it."
             )
         if not _is_vector(mask) or mask.dtype != torch.bool or len(mask) != len(sample.loss_mask):
             raise ValueError(

@@ -44,7 +44,7 @@ class Comparison:
 
 
 class Tally(NamedTuple):
-    """What a stream has of one sample."""
+    """What a loss term has of one sample."""
 
     step: int
     rollout_id: Id
@@ -53,7 +53,7 @@ class Tally(NamedTuple):
 
 _LARGEST = 2.0**128 - 2.0**104  # float32
 Comparisons = Mapping[str, Comparison]  # by aggregation
-Tallies = dict[str, list[Tally]]  # by stream
+Tallies = dict[str, list[Tally]]  # by loss term
 Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
 
@@ -79,14 +79,14 @@ def run(options: argparse.Namespace) -> int:
     rows, tallies = digest_rollouts(options.rollouts)
     if not rows:
         raise InputError(
-            f"{show_path(options.rollouts)}: no sample is of the objective's stream, {POLICY}, so there is nothing to compare. The streams of the file: "
+            f"{show_path(options.rollouts)}: no sample is of the objective's loss term, {POLICY}, so there is nothing to compare. The loss terms of the file: "
             f"{', '.join(sorted(tallies))}."
         )
     found = compare(rows, options.divisor, show_path(options.rollouts))
     lengths, prompts = by_length(rows, found), by_prompt(rows, found)
     if options.output:
         _draw(options, lengths, prompts)
-    document = _document(options, rows, found, lengths, prompts) | {"streams": by_stream(tallies)}
+    document = _document(options, rows, found, lengths, prompts) | {"terms": by_term(tallies)}
     if options.json:
         show_json(document)
     else:
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
-    """The objective's samples of a whole rollout file, and what each stream has of it; one sample at a time is held.
+    """The objective's samples of a whole rollout file, and what each loss term has of it; one sample at a time is held.
 
     Raises:
         RolloutFileError: the file that `read_rollouts` refuses, with its message.
@@ -106,10 +106,10 @@ def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
     rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
     with progress(f"reading {show_path(path)}", size) as update:
         for sample in iterate_rollouts(path, update=update):
-            for stream in (sample.stream, *sample.masks):
-                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(stream).sum()))
-                tallies.setdefault(stream, []).append(tally)
-            if sample.stream != POLICY:
+            for term in (sample.term, *sample.masks):
+                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(term).sum()))
+                tallies.setdefault(term, []).append(tally)
+            if sample.term != POLICY:
                 continue
             advantages = sample.advantages[sample.loss_mask]
             sums = float(advantages.sum()), float(advantages.abs().sum())
@@ -178,14 +178,14 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
 # --- shares ---
 
 
-def by_stream(tallies: Tallies) -> list[dict[str, Any]]:
-    """What each stream has, the objective first; empty without further streams."""
+def by_term(tallies: Tallies) -> list[dict[str, Any]]:
+    """What each loss term has, the objective first; empty without further terms."""
     if len(tallies) < 2:
         return []
     total = sum(tally.trained for each in tallies.values() for tally in each)
     return [
         {
-            "stream": name,
+            "term": name,
             "samples": len(each),
             "rollouts": len({(tally.step, tally.rollout_id) for tally in each}),
             "trained_tokens": (own := sum(tally.trained for tally in each)),
@@ -281,19 +281,19 @@ def _show(document: Mapping) -> None:
     ]
     say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
     say("  ESS: (Σw)²/(T·Σw²), 1 when every token weighs the same; heaviest token: T·max w/Σw")
-    if document["streams"]:
+    if document["terms"]:
         cells = [
             (
-                each["stream"],
+                each["term"],
                 str(each["samples"]),
                 str(each["rollouts"]),
                 str(each["trained_tokens"]),
                 _text(each["share"], ".1%"),
             )
-            for each in document["streams"]
+            for each in document["terms"]
         ]
-        say("streams of the file; the aggregations above count the objective's alone")
-        say(table(("stream", "samples", "rollouts", "trained tokens", "share of all"), cells))
+        say("loss terms of the file; the aggregations above count the objective's alone")
+        say(table(("term", "samples", "rollouts", "trained tokens", "share of all"), cells))
         say(
             f"  where a trainer divides all of them by one count of tokens, the objective is scaled by its share, {cells[0][-1]}"
         )

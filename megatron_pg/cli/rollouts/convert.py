@@ -219,7 +219,7 @@ def _sample(row: "Row") -> "Sample":
 
 
 def _clear_untrained(record: dict[str, Any]) -> None:
-    """Write 0 for what is not a number at tokens that no stream trains: nothing reads it, and some dumps hold NaN there."""
+    """Write 0 for what is not a number at tokens that no loss term trains: nothing reads it, and some dumps hold NaN there."""
     further = record.get("masks")
     masks = [record.get("loss_mask"), *(further.values() if isinstance(further, dict) else ())]
     if not all(FIELDS["loss_mask"].accepts(mask) and len(mask) == len(masks[0]) for mask in masks):

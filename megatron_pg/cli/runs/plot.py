@@ -149,10 +149,10 @@ def _tokens(label: str, curves: Curves) -> dict[int, int]:
     """The tokens that a run has trained after each step."""
     steps, tokens = sorted({step for curve in curves.values() for step in curve}), curves.get("num_tokens", {})
     if missing := [step for step in steps if step not in tokens]:
-        streams = any(name.endswith("/num_tokens") for name in curves)
+        terms = any(name.endswith("/num_tokens") for name in curves)
         why = (
             "the run does not train the objective, whose tokens it counts"
-            if streams
+            if terms
             else "--pg-metrics none leaves it out"
         )
         raise InputError(f"--x tokens: {label} has no num_tokens at step {missing[0]} ({why}). Use --x step.")

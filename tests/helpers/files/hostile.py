@@ -123,7 +123,7 @@ def _pace() -> float:
 
 
 def outcome_of(words: Sequence[str]) -> Outcome:
-    """The command in this process, with streams that know no lone surrogate; a warning is an error."""
+    """The command in this process, with loss terms that know no lone surrogate; a warning is an error."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
     with CpuTime() as used, redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -132,9 +132,9 @@ def outcome_of(words: Sequence[str]) -> Outcome:
         except SystemExit as end:  # --help, --version
             code = end.code
     texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode("utf-8"))
+    for term in (out, err):
+        term.flush()
+        texts.append(term.buffer.getvalue().decode("utf-8"))
     return Outcome(code, *texts, used.seconds)
 
 

@@ -99,7 +99,7 @@ def test_at_tokens_that_the_objective_does_not_train_it_may_hold_any_integers():
     with pytest.raises(ValueError, match=r"names a token twice|holds a negative"):
         Sample.build(**FIELDS | {"loss_mask": [1, 1, 1]}, support=odd)
     supervised = {name: v for name, v in FIELDS.items() if name not in ("old_logprobs", "advantage", "reward")}
-    Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, stream="sft", support=odd)
+    Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, term="sft", support=odd)
 
 
 @pytest.mark.parametrize(
