@@ -137,7 +137,7 @@ class PolicyLoss:
         is_whole = len(loss_terms) == len(self.terms.further)
         return self if is_whole else PolicyLoss(replace(self.terms, further=loss_terms), self.fields)
 
-    @property
+    @cached_property
     def topk_ids(self) -> Tensor | None:
         """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
         if not self.terms.reads_topk:

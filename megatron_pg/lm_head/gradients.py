@@ -11,7 +11,7 @@ from megatron_pg.lm_head import products
 from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import add_product, logits_dtype, sum_of_products
 
-UPTERM_TOLERANCE = 1e-5  # the schedule multiplies in float32
+UPSTREAM_TOLERANCE = 1e-5  # the schedule multiplies in float32
 
 
 class HeadGradients:
@@ -56,7 +56,7 @@ class HeadGradients:
         self._is_finished = True
         if factor is not None and self._of_weight is not None and self._of_weight.is_elsewhere:
             torch._assert_async(
-                (factor - 1).abs() < UPTERM_TOLERANCE,
+                (factor - 1).abs() < UPSTREAM_TOLERANCE,
                 "the loss of the fused head was given another upstream gradient than its grad_scale, for which the weight "
                 "gradient is already in main_grad, so the step would be wrong. Pass that scale, or use recompute",
             )

@@ -348,7 +348,7 @@ def test_the_flags_reach_the_settings():
 
 
 @pytest.mark.parametrize(
-    ("terms", "entropy", "support", "is_whole"),
+    ("loss_terms", "entropy", "support", "is_whole"),
     [
         ((), False, "full", False),
         ((), True, "full", True),
