@@ -15,7 +15,7 @@ NUMBERS = ("rows", "K", "ranks", "valid", "first", "vocab_size", "row_stride", "
 
 def variants():
     """Kernel, constants beside its block, and the dtype of the logits."""
-    from megatron_pg.declarations.streams import KINDS
+    from megatron_pg.declarations.loss_terms import KINDS
     from megatron_pg.kernels.triton import divergences, topk_loss, topk_rows
     from megatron_pg.kernels.triton import topk as topk_triton
 
