@@ -47,8 +47,8 @@ def test_the_fused_head_too(layout, full, evidence):
     evidence(cases=count, worst=worst(layout, count), tolerance=BOUND)
 
 
-def worst_of_streams(layout: Layout, count: int) -> float:
-    rng = random.Random(f"streams {layout}")
+def worst_of_terms(layout: Layout, count: int) -> float:
+    rng = random.Random(f"loss terms {layout}")
     return worst_of([term_cases.random_supported_case(rng) for _ in range(count)], layout, rng, BOUND)
 
 
@@ -59,7 +59,7 @@ def worst_of_streams(layout: Layout, count: int) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_terms_read_the_support_at_any_token(layout, full, evidence):
     count = 100 if full else 10
-    evidence(cases=count, worst=worst_of_streams(layout, count), tolerance=BOUND)
+    evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
 
 
 @pytest.mark.proof(
@@ -69,4 +69,4 @@ def test_terms_read_the_support_at_any_token(layout, full, evidence):
 @pytest.mark.usefixtures("rank_zero", "through_the_fused_head")
 def test_terms_read_the_support_at_any_token_in_the_fused_head(layout, full, evidence):
     count = 100 if full else 10
-    evidence(cases=count, worst=worst_of_streams(layout, count), tolerance=BOUND)
+    evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)

@@ -9,7 +9,7 @@ import token_oracle
 from token_oracle import KL_ESTIMATORS, OBJECTIVES, RANGES, Tokens, log_softmax
 
 from megatron_pg.declarations import corrections, objectives
-from megatron_pg.declarations.streams import KINDS
+from megatron_pg.declarations.loss_terms import KINDS
 
 
 def test_everything_that_is_declared_has_an_oracle():

@@ -22,19 +22,19 @@ import simulation
 import step_oracle
 import torch
 from compare import gradient_error, metrics_error, scalar_error
+from loss_terms import kl_and_entropy
 from samples import divisor_of, random_step
 from selection_oracle import Rule
 from simulation import EPS_HIGH, EPS_LOW, Layout, Outcome, Step
 from step_oracle import Document, Settings
-from stream_terms import kl_and_entropy
 from token_oracle import KL_ESTIMATORS, RANGES
 from torch import Tensor
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS as DECLARED
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import Correction
@@ -203,7 +203,7 @@ class StepCase:
     @property
     def _mean_reward(self) -> float | None:
         """Over the rollouts of the objective; sums of these rewards are exact."""
-        known = [(i, s) for i, s in enumerate(self.samples) if s.stream == "rl" and s.reward is not None]
+        known = [(i, s) for i, s in enumerate(self.samples) if s.term == "rl" and s.reward is not None]
         rewards = {i if s.rollout_id is None else s.rollout_id: s.reward for i, s in known}
         return sum(rewards.values()) / len(rewards) if rewards else None
 
@@ -278,7 +278,7 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
         logits=table[first : first + sample.response_length].numpy(),
         targets=sample.tokens[first + 1 :].numpy(),
         mask=sample.loss_mask.numpy(),
-        term=sample.stream,
+        term=sample.term,
         masks={name: mask.numpy() for name, mask in sample.masks.items()},
         **known,
         whole=None if sample.teacher_hidden is None else sample.teacher_hidden.double().numpy(),
@@ -318,7 +318,7 @@ def settings_of(asked: Settings) -> LossSettings:
         objective=objective_of(asked.objective, **numbers),
         opsm_anchor="rollout_logprobs" if is_opsm else None,
         opsm_threshold=asked.correction_high if is_opsm else None,
-        streams=kl_and_entropy(
+        further=kl_and_entropy(
             kl_coef=asked.kl_coef,
             kl_estimator=asked.kl_estimator,
             entropy_coef=asked.entropy_coef,
@@ -349,10 +349,10 @@ def with_rule(loss: LossSettings, rule: Rule | None) -> LossSettings:
         name=rule.name, low=rule.low, high=rule.high, fraction=fraction, coef=PENALTY_COEF if is_penalty else None
     )
     if is_penalty:
-        penalty = Stream(
+        penalty = LossTerm(
             name=PENALTY, kind=PENALTY, weight=PENALTY_COEF, on="rl", aggregation=AS_POLICY, estimator="abs"
         )
-        terms = replace(terms, streams=(*terms.streams, penalty))
+        terms = replace(terms, further=(*terms.further, penalty))
     metrics = metrics_of("with_entropy", terms, correction)
     return replace(loss, correction=correction, terms=terms, seed=rule.seed, metrics=metrics)
 

@@ -87,7 +87,7 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         pg_aux_aggregation=asked.aux_aggregation,
         pg_grad_divisor=asked.grad_divisor,
         pg_temperature=asked.temperature,
-        pg_stream=texts or None,
+        pg_term=texts or None,
         pg_teacher_tail_floor=None if asked.tail_floor == USUAL_FLOOR else asked.tail_floor,
         pg_teacher_head=teacher_head() if reads_hidden else None,
         pg_fused_head="recompute" if reads_hidden else None,
@@ -244,7 +244,7 @@ def random_samples(rng: random.Random, asked: Settings) -> list[Sample]:
                 }
                 name = rng.choices(names, weights)[0]
                 samples.append(random_sample(rng, asked, name, sample_id=str(len(samples)), **rest))
-            share_an_advantage([sample for sample in samples[begin:] if sample.stream == "rl"])
+            share_an_advantage([sample for sample in samples[begin:] if sample.term == "rl"])
     return samples
 
 
@@ -255,7 +255,7 @@ def random_sample(rng: random.Random, asked: Settings, term: str, **ids) -> Samp
         tokens=[rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, rng.randint(1, 6)]) + length)],
         response_length=length,
         loss_mask=random_mask(rng, length),
-        stream=term,
+        term=term,
         masks={name: random_mask(rng, length) for name in others if rng.random() < 0.4},
         old_logprobs=[0.0] * length,
         advantage=0.0,
@@ -281,7 +281,7 @@ def random_mask(rng: random.Random, length: int) -> list[int]:
 def random_field(rng: random.Random, asked: Settings, sample: Sample, name: str) -> Tensor | None:
     """Values where a live term reads them; elsewhere NaN, as far as a sample may hold it, or no field at all."""
     read = rows_that_read(asked, sample, name)
-    is_required = read is not None or (sample.stream == "rl" and name in ("old_logprobs", "advantages"))
+    is_required = read is not None or (sample.term == "rl" and name in ("old_logprobs", "advantages"))
     if not is_required and rng.random() < 0.6:
         return None
     values = []
@@ -419,7 +419,7 @@ def _supported_terms(rng: random.Random) -> tuple[Term, ...]:
 
 def _with_sets(asked: Settings, sample: Sample, rng: random.Random, keeps_entropy: bool) -> Sample:
     """The sample with sets that hold its token where a term reads them, none where one reads the whole vocabulary, else any."""
-    if sample.stream != "rl" and rng.random() < 0.3:
+    if sample.term != "rl" and rng.random() < 0.3:
         return sample
     pairs = [("kl", "rl")] if asked.has_policy else []
     pairs += [(term.kind, term.tokens) for term in asked.terms]
@@ -430,6 +430,6 @@ def _with_sets(asked: Settings, sample: Sample, rng: random.Random, keeps_entrop
     sets = []
     for k, token in enumerate(sample.tokens[-sample.response_length :].tolist()):
         own, others = step_cases.random_set(rng, token)
-        is_checked = sample.stream == "rl" and bool(sample.loss_mask[k])
+        is_checked = sample.term == "rl" and bool(sample.loss_mask[k])
         sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
     return step_cases.with_certain_tokens(replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
