@@ -23,7 +23,7 @@ def variants():
     yield topk_rows.coefficients_kernel, {}, "fp32"
     for dtype in ("bf16", "fp32"):
         yield topk_triton.take_and_hide_kernel, {}, dtype
-        yield topk_triton.put_kernel, {}, dtype
+        yield topk_triton.put_kernel, {"starts": None, "counts": None}, dtype
     for kind in (each for each in KINDS.values() if each.reads_topk):
         constants = {
             "FORM": getattr(divergences, kind.function),

@@ -111,7 +111,7 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
         torch.autograd.grad(out.loss, leaf)
     kernels = {name: n for name, n in found.items() if name.endswith("_kernel")}
     before = {"take_and_hide_kernel": 1, "statistics_kernel": 1, "put_kernel": 2, "combine_kernel": 1}
-    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "tail_gradient_kernel": 1}
+    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "gradient_kernel": 1}
     assert kernels == before | behind
     assert sum(found.values()) == 22
 
