@@ -173,7 +173,8 @@ BAD_SLIME = {
     "no choice at all": (
         {},
         (),
-        "sample 0: missing old_logprobs, advantage. Give --old-logprobs rollout (the rollout engine's) or --train-data FILE; "
+        "sample 0: missing old_logprobs, advantage. Give --old-logprobs rollout (the rollout engine's) or "
+        "--train-data FILE; "
         "--advantage RULE or --train-data FILE.",
     ),
     "no choice, and nothing of the engine": (
@@ -546,14 +547,18 @@ BAD_VERL = {
     "texts only": (
         VERL,
         ("--advantage", "reward"),
-        "5.jsonl:1: missing tokens, response_length, loss_mask, old_logprobs. Unused columns: input, output, gts, ids, n, mask, logp. "
-        "Give --column tokens=NAME or --column prompt_ids=NAME --column response_ids=NAME; --column response_length=NAME; --column "
-        "loss_mask=NAME or --loss-mask ones; --column old_logprobs=NAME or --old-logprobs rollout (the rollout engine's).",
+        "5.jsonl:1: missing tokens, response_length, loss_mask, old_logprobs. Unused columns: input, output, gts, "
+        "ids, n, mask, logp. "
+        "Give --column tokens=NAME or --column prompt_ids=NAME --column response_ids=NAME; --column "
+        "response_length=NAME; --column "
+        "loss_mask=NAME or --loss-mask ones; --column old_logprobs=NAME or --old-logprobs rollout (the rollout "
+        "engine's).",
     ),
     "a column that is not there": (
         VERL,
         (*COLUMNS[1:], "--column=tokens=missing", "--advantage", "reward"),
-        "5.jsonl:1: missing tokens (no value in column missing). Unused columns: input, output, gts, ids. Give --column tokens=NAME",
+        "5.jsonl:1: missing tokens (no value in column missing). Unused columns: input, output, gts, ids. Give "
+        "--column tokens=NAME",
     ),
     "no advantages": (VERL, COLUMNS, "missing advantage. Unused columns: input, output, gts. Give --column"),
     "one rollout a prompt": ([verl_row(0, "a")], (*COLUMNS, "--advantage", "group_norm"), "has one rollout"),
@@ -718,7 +723,8 @@ BAD_JSONL = {
     "nothing but a pair": (
         [PAIR],
         ("--old-logprobs", "rollout"),
-        "mine.jsonl:1: missing step, prompt_id, loss_mask, advantage. Give --column step=NAME or --step N; --column prompt_id=NAME or "
+        "mine.jsonl:1: missing step, prompt_id, loss_mask, advantage. Give --column step=NAME or --step N; --column "
+        "prompt_id=NAME or "
         "--group-size N; --column loss_mask=NAME or --loss-mask ones; --column advantage=NAME or --advantage RULE.",
     ),
     "a step twice": ([OURS], ("--step", "1"), "has a column for step, which --step contradicts"),

@@ -1,4 +1,4 @@
-"""How tokens were drawn, from the engine's top-k log-probabilities, and stated settings compared with log-probabilities."""
+"""Sampling settings from the engine's top-k log-probabilities, and stated settings against log-probabilities."""
 
 import math
 import re
