@@ -258,7 +258,7 @@ def test_other_values_are_refused(name, message, values):
     ("name", "change", "message"),
     [
         *(
-            ("sampling_mask", change, r"is not a Sampling mask of \[n\] int32")
+            ("sampling_mask", change, r"is not a RecordedMask of \[n\] int32")
             for change in (
                 {"ids": torch.zeros(2)},
                 {"ids": torch.zeros(2, 2, dtype=torch.int32)},
