@@ -3,7 +3,7 @@
     plain       the clipped objective under every aggregation and contract; all metrics are compared
     objective   every objective with corrections, KL and entropy terms, denominators and aggregations
     selection   corrections that choose tokens of the whole step, with ties and twins
-    supported   an objective's case whose samples say what could be sampled
+    masked      an objective's case whose samples say what could be sampled
 
 `term_cases` draws steps with further loss terms. `record.py` draws plain and objective cases, so their order of draws stays.
 """
@@ -98,7 +98,7 @@ class StepCase:
     def of(cls, samples: Sequence[Sample], logits: Sequence[Tensor], asked: Settings, **rest) -> "StepCase":
         """The case with the package's settings for the oracle's; further loss terms go through flags (`term_cases`)."""
         case = cls(samples, logits, asked, settings_of(asked), **rest)
-        terms = replace(case.loss.terms, entropy_support="kept" if case.keeps_entropy else "full")
+        terms = replace(case.loss.terms, sampling_mask_entropy="kept" if case.keeps_entropy else "full")
         return replace(case, loss=with_rule(replace(case.loss, terms=terms), case.rule))
 
     @property
@@ -171,7 +171,7 @@ class StepCase:
     def _scale(self, name: str) -> float:
         """What the loss of a term is compared on: sizes where it may cancel, else itself."""
         result = self.wanted.terms[name]
-        may_cancel = name == "rl" or self.asked.terms or self.samples[0].support is not None
+        may_cancel = name == "rl" or self.asked.terms or self.samples[0].sampling_mask is not None
         return result.magnitude if may_cancel else abs(result.loss)
 
     def _policy_errors(self, found: Outcome) -> dict[str, float]:
@@ -283,7 +283,7 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
         **known,
         whole=None if sample.teacher_hidden is None else sample.teacher_hidden.double().numpy(),
         topk=None if sample.teacher_topk is None else list(zip(*sample.teacher_topk.lists().values(), strict=True)),
-        sets=None if sample.support is None else sets_of(sample),
+        sets=None if sample.sampling_mask is None else sets_of(sample),
         keeps_entropy=keeps_entropy,
         rollout_id=sample.rollout_id,
         prompt_id=sample.prompt_id,
@@ -291,7 +291,7 @@ def document_of(sample: Sample, table: Tensor, keeps_entropy: bool = False) -> D
 
 
 def sets_of(sample: Sample) -> list[list[int]]:
-    ids, offsets = sample.support.lists().values()
+    ids, offsets = sample.sampling_mask.lists().values()
     return [ids[start:end] for start, end in itertools.pairwise(offsets)]
 
 
@@ -561,7 +561,7 @@ def with_fields(sample: Sample, rng: random.Random, *, is_coarse: bool) -> Sampl
 OF_ROLLOUT = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 
-def random_supported_case(rng: random.Random, objective: str) -> StepCase:
+def random_masked_case(rng: random.Random, objective: str) -> StepCase:
     base = random_objective_case(rng, objective)
     samples = [_with_sets(sample, rng) for sample in base.samples]
     if objective in PRODUCTS:
@@ -570,7 +570,7 @@ def random_supported_case(rng: random.Random, objective: str) -> StepCase:
         samples = [with_certain_tokens(sample) for sample in near]
     case = StepCase.of(samples, base.logits, base.asked, keeps_entropy=rng.random() < 0.5)
     if base.asked.denominator == "kept" and not keeps_some(case):
-        return random_supported_case(rng, objective)
+        return random_masked_case(rng, objective)
     return case
 
 
@@ -578,7 +578,7 @@ def _with_sets(sample: Sample, rng: random.Random) -> Sample:
     """The sample with a set for each token: itself alone, several, the whole vocabulary, none; garbage where it is masked."""
     tokens, trained = sample.tokens[-sample.response_length :].tolist(), sample.loss_mask.tolist()
     sets = [random_set(rng, token)[0] if live else [99, 99, -7] for token, live in zip(tokens, trained, strict=True)]
-    return with_certain_tokens(replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
+    return with_certain_tokens(replace(sample, sampling_mask=PAYLOADS["sampling_mask"].of(sets, sample.sample_id)))
 
 
 def random_set(rng: random.Random, token: int) -> tuple[list[int], list[int]]:
@@ -590,7 +590,7 @@ def random_set(rng: random.Random, token: int) -> tuple[list[int], list[int]]:
 
 def with_certain_tokens(sample: Sample) -> Sample:
     """A token that was the only one has log-probability 0 under every policy over its set."""
-    alone = sample.support.counts == 1
+    alone = sample.sampling_mask.counts == 1
     known = {name: values for name in OF_ROLLOUT if (values := getattr(sample, name)) is not None}
     return replace(sample, **{name: torch.where(alone, 0.0, values) for name, values in known.items()})
 

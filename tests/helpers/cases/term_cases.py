@@ -92,7 +92,7 @@ def loss_of(asked: Settings, keeps_entropy: bool = False) -> LossSettings:
         pg_teacher_head=teacher_head() if reads_hidden else None,
         pg_fused_head="recompute" if reads_hidden else None,
         pg_metrics="with_entropy",
-        pg_entropy_support="kept" if keeps_entropy else "full",
+        pg_sampling_mask_entropy="kept" if keeps_entropy else "full",
         pg_kernel="torch",
         padded_vocab_size=VOCABULARY,
     )
@@ -391,10 +391,10 @@ def poisoned_logits(rng: random.Random, asked: Settings, samples: Sequence[Sampl
 WHOLE = ("ce", "opd")  # kinds that are over the whole vocabulary
 
 
-def random_supported_case(rng: random.Random) -> StepCase:
+def random_masked_case(rng: random.Random) -> StepCase:
     """KL and entropy terms on any tokens, together with terms over the whole vocabulary; one of three has no objective."""
     keeps_entropy = rng.random() < 0.5
-    given = {"terms": _supported_terms(rng), "tail_floor": USUAL_FLOOR, "keeps_entropy": keeps_entropy}
+    given = {"terms": _masked_terms(rng), "tail_floor": USUAL_FLOOR, "keeps_entropy": keeps_entropy}
     if rng.random() < 0.3:
         given["has_policy"] = False
     asked = random_settings(rng, **given)
@@ -409,7 +409,7 @@ def random_supported_case(rng: random.Random) -> StepCase:
             return case
 
 
-def _supported_terms(rng: random.Random) -> tuple[Term, ...]:
+def _masked_terms(rng: random.Random) -> tuple[Term, ...]:
     on = rng.choice([None, None, "rl"])
     estimator = rng.choice(["k1", "k2", "k3", "k3_weighted"])
     terms = [Term("ref", "kl", rng.uniform(0.1, 2.0), on=on, estimator=estimator)]
@@ -432,4 +432,6 @@ def _with_sets(asked: Settings, sample: Sample, rng: random.Random, keeps_entrop
         own, others = step_cases.random_set(rng, token)
         is_checked = sample.term == "rl" and bool(sample.loss_mask[k])
         sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
-    return step_cases.with_certain_tokens(replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
+    return step_cases.with_certain_tokens(
+        replace(sample, sampling_mask=PAYLOADS["sampling_mask"].of(sets, sample.sample_id))
+    )

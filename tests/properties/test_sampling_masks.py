@@ -6,7 +6,7 @@ import pytest
 import term_cases
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from simulation import Layout
-from step_cases import random_supported_case, worst_of
+from step_cases import random_masked_case, worst_of
 
 OBJECTIVES = ("grpo", "gspo", "cispo", "dppo_kl", "reinforce", "topr", "gmpo")
 LAYOUTS = [
@@ -24,12 +24,12 @@ BOUND = 2e-12
 
 def worst(layout: Layout, count: int) -> float:
     rng = random.Random(f"{layout}")
-    cases = [random_supported_case(rng, OBJECTIVES[number % len(OBJECTIVES)]) for number in range(count)]
+    cases = [random_masked_case(rng, OBJECTIVES[number % len(OBJECTIVES)]) for number in range(count)]
     return worst_of(cases, layout, rng, BOUND)
 
 
 @pytest.mark.proof(
-    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+    "sampling masks: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(layout, full, evidence):
@@ -38,7 +38,7 @@ def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(l
 
 
 @pytest.mark.proof(
-    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+    "sampling masks: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
 )
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
 @pytest.mark.usefixtures("through_the_fused_head")
@@ -49,24 +49,24 @@ def test_the_fused_head_too(layout, full, evidence):
 
 def worst_of_terms(layout: Layout, count: int) -> float:
     rng = random.Random(f"loss terms {layout}")
-    return worst_of([term_cases.random_supported_case(rng) for _ in range(count)], layout, rng, BOUND)
+    return worst_of([term_cases.random_masked_case(rng) for _ in range(count)], layout, rng, BOUND)
 
 
 @pytest.mark.proof(
-    "supports: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
+    "sampling masks: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
 )
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_terms_read_the_support_at_any_token(layout, full, evidence):
+def test_terms_read_the_sampling_mask_at_any_token(layout, full, evidence):
     count = 100 if full else 10
     evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
 
 
 @pytest.mark.proof(
-    "supports: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
+    "sampling masks: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
 )
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
 @pytest.mark.usefixtures("rank_zero", "through_the_fused_head")
-def test_terms_read_the_support_at_any_token_in_the_fused_head(layout, full, evidence):
+def test_terms_read_the_sampling_mask_at_any_token_in_the_fused_head(layout, full, evidence):
     count = 100 if full else 10
     evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
