@@ -14,12 +14,10 @@ from torch import Tensor
 from megatron_pg.batch import pack
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.errors import NonFiniteLossError
-from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import StepPlan, plan_from_table
-from megatron_pg.step.selection import select
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.planned_step import PlannedStep
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.table import needs_prompt_ids
-from megatron_pg.step.weights import token_weights
 
 COLUMN, SUM = "megatron_pg_", "megatron_pg_sum/"  # what names of columns and of sums begin with
 
@@ -39,20 +37,20 @@ def plan_steps(data: MutableMapping[str, Any], settings: LossSettings, rows_per_
     Raises:
         StepPlanError, ValueError: the rows lack what the loss needs, or a trained token has a value that is not finite.
     """
-    plans, shape = [], data["input_ids"].shape
-    for first in range(0, shape[0], rows_per_step):
-        places = list(_places(data, settings, range(first, min(first + rows_per_step, shape[0]))))
-        whole = pack([place.sample for place in places], qkv_format="thd")
-        table, (factors,) = select([whole], count([whole], settings, None), settings, None)
-        plans.append(plan_from_table(table, settings.plan_rule, error=None, group=None))
-        fields = token_weights(whole, plans[-1], 0, factors=factors, settings=settings)
-        for name, values in fields.items():
-            if values is None:
-                continue
-            column = data.setdefault(COLUMN + name, torch.zeros(shape))
-            for place, part in zip(places, values.split([p.end - p.start for p in places]), strict=True):
-                column[place.row, place.start : place.end] = part
-    return plans
+    size = len(data["input_ids"])
+    steps = [range(first, min(first + rows_per_step, size)) for first in range(0, size, rows_per_step)]
+    return [_plan_step(data, settings, rows) for rows in steps]
+
+
+def _plan_step(data: MutableMapping[str, Any], settings: LossSettings, rows: range) -> StepPlan:
+    places = list(_places(data, settings, rows))
+    whole = pack([place.sample for place in places], qkv_format="thd")
+    step = PlannedStep.of(lambda: [whole], settings, group=None)
+    for name, values in step.fields[0].items():
+        column = data.setdefault(COLUMN + name, torch.zeros(data["input_ids"].shape))
+        for place, part in zip(places, values.split([p.end - p.start for p in places]), strict=True):
+            column[place.row, place.start : place.end] = part
+    return step.plan
 
 
 def _places(data: Mapping[str, Any], settings: LossSettings, rows: range) -> Iterator[_Place]:

@@ -11,19 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import LocalBatch, pack, pack_row, slice_batch
+from megatron_pg.batch import LocalBatch, pack, pack_row
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.errors import lost_peer_named
 from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
-from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import StepPlan, plan_from_table
-from megatron_pg.step.selection import select
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.planned_step import PlannedStep
 from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.support import without_missing
-from megatron_pg.step.weights import token_weights
 
 
 class HostLossError(ValueError):
@@ -35,9 +32,7 @@ class HostStep:
 
     Args:
         settings: the loss settings, the same on every rank.
-        samples: [S] this rank's of the whole step, the same on tensor- and context-parallel peers.
-        plan: the step's plan; None on pipeline stages without the loss, which have no samples.
-        fields: [sum of R] each, what the step adds to the samples' own fields.
+        planned: the step as one micro-batch; None on pipeline stages without the loss, which have no samples.
         context: context-parallel group over which rows are cut; None: this rank has whole samples.
         on_policy: the model being trained has sampled; `old_logprobs` of the samples are not read.
         data_rank: this rank's number in the data-parallel group.
@@ -46,21 +41,15 @@ class HostStep:
     def __init__(
         self,
         settings: LossSettings,
-        samples: Sequence[Sample] = (),
-        plan: StepPlan | None = None,
-        fields: dict[str, Tensor | None] | None = None,
+        planned: PlannedStep | None = None,
         context: ProcessGroup | None = None,
         *,
         on_policy: bool = False,
         data_rank: int = 0,
     ):
-        lengths = [sample.response_length for sample in samples]
-        self._settings, self._samples, self.plan = settings, samples, plan
+        self._settings, self._planned = settings, planned
+        self._samples: Sequence[Sample] = () if planned is None else planned.batches[0].samples
         self._context = context if context is not None and context.size() > 1 else None
-        known = {name: values for name, values in (fields or {}).items() if values is not None}
-        self._fields = {
-            name: [values[:0], *values.split(lengths)] for name, values in known.items()
-        }  # nothing, then by sample
         self._on_policy, self._data_rank = on_policy, data_rank
         self._found: dict[LocalBatch, Diagnostics] = {}
         self._sizes: dict[LocalBatch, int] = {}  # samples of each micro-batch
@@ -79,30 +68,31 @@ class HostStep:
 
         Args:
             settings: the loss settings.
-            samples_of: makes this rank's samples; its error is raised on every rank.
+            samples_of: makes this rank's samples of the whole step, the same on tensor- and context-parallel peers.
             data: the data-parallel group, without context-parallel ranks.
             context: as above.
             on_policy: as above.
 
         Raises:
-            StepPlanError: on every rank.
+            StepPlanError: on every rank, for an error of any kind on any of them.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
-        whole, counted, error = pack([], qkv_format="thd"), None, None
-        try:
-            whole = without_missing(pack(samples_of(), qkv_format="thd"), settings)
-            counted = count([whole], settings, data)
-            if on_policy:
-                _check_anchor(settings)
-        except Exception as failure:  # travels to the other ranks, so that all of them stop
-            error = failure
+        # the trainer has numbered all samples, and may have scored those of a rollout one by one
+        rule = replace(settings.plan_rule, numbers_may_repeat=False, one_per_rollout=("environment",))
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
-            table, factors = select([whole], counted, settings, data, error)
-            # the trainer has numbered all samples, and may have scored those of a rollout one by one
-            rule = replace(settings.plan_rule, numbers_may_repeat=False, one_per_rollout=("environment",))
-            plan = plan_from_table(table, rule, error=error, group=data)
-        fields = token_weights(whole, plan, 0, factors=factors[0], settings=settings)
-        return cls(settings, whole.samples, plan, fields, context, on_policy=on_policy, data_rank=data.rank())
+            planned = PlannedStep.of(
+                lambda: [pack(samples_of(), qkv_format="thd")],
+                settings,
+                group=data,
+                rule=rule,
+                check=lambda _: _check_anchor(settings) if on_policy else None,
+            )
+        return cls(settings, planned, context, on_policy=on_policy, data_rank=data.rank())
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The step's plan; None on pipeline stages without the loss."""
+        return None if self._planned is None else self._planned.plan
 
     def slice(
         self,
@@ -126,15 +116,7 @@ class HostStep:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])
         else:
             batch = pack_row(samples, padded_lengths)
-        local = slice_batch(
-            batch,
-            {name: torch.cat([parts[0], *(parts[1 + i] for i in members)]) for name, parts in self._fields.items()},
-            cp_rank=self._context.rank() if self._context else 0,
-            cp_size=size,
-            device=device,
-            sequences=self._settings.terms.reads_sequences,
-            cp_group=self._context,
-        )
+        local = self._planned.slice(batch, members, self._context, device)
         if self._on_policy:
             local = replace(local, fields=replace(local.fields, old_logprobs=None))
         self._sizes[local] = len(members)

@@ -17,6 +17,7 @@ from megatron_pg.step.collectives import all_gather_rows, broadcast_text
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.errors import ContractError, StepPlanError
 from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.schedule import ScheduleCall
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.support import members
 
@@ -127,7 +128,7 @@ def source_of(data_iterator: Any) -> Iterator:
     return source
 
 
-def take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
+def take_microbatches(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
     """The step's micro-batches."""
     batches: list[PackedBatch] = []
     for _ in range(num_microbatches):
@@ -145,14 +146,15 @@ def take(source: Iterator, num_microbatches: int) -> list[PackedBatch]:
     return batches
 
 
-def check_batches(batches: Sequence[PackedBatch], model: Any, arguments: dict, vocab_size: int | None = None) -> None:
-    """What would otherwise fail, or pass unseen, on one rank in the middle of the step."""
+def check_batches(batches: Sequence[PackedBatch], call: ScheduleCall, vocab_size: int | None = None) -> None:
+    """Refuse what would otherwise fail, or pass unseen, on one rank in the middle of the step."""
+    model = call.chunks[0]
     vocabulary = vocab_size or get_attr_wrapped_model(model, "vocab_size")
     learned = get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute"
     positions = get_attr_wrapped_model(model, "max_sequence_length") if learned else float("inf")
     cp_size = parallel_state.get_context_parallel_world_size()
     static = parallel_state.get_pipeline_model_parallel_world_size() > 1 and not model.config.variable_seq_lengths
-    shape = (arguments["micro_batch_size"], arguments["seq_length"])
+    shape = (call.micro_batch_size, call.seq_length)
     _check_recompute(batches, model.config)
     for k, batch in enumerate(batches):
         size = cp_size if batch.cp_ranks is None else batch.cp_ranks.size
@@ -274,7 +276,7 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
         )
 
 
-def agree(
+def check_agreement(
     batches: Sequence[PackedBatch], plan: StepPlan | None, failure: StepPlanError | None, group: ProcessGroup
 ) -> None:
     """Stop every rank when one could not plan, or when peers of a rank of `group` hold different micro-batches (rule P9)."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.step.checks import (
-    agree,
     always_averages,
+    check_agreement,
     check_batches,
     check_cuts,
     check_dynamic_cp,
@@ -34,7 +34,7 @@ from megatron_pg.step.checks import (
     check_teachers,
     check_vocabulary_of_supports,
     source_of,
-    take,
+    take_microbatches,
 )
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.contract import Contract
@@ -48,14 +48,26 @@ from megatron_pg.step.experts import (
     router_losses_to_scale,
 )
 from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
-from megatron_pg.step.microbatches import Counted, count, slice_step
 from megatron_pg.step.model_loss import ModelLoss
-from megatron_pg.step.plan import StepPlan, check_count, plan_from_table
-from megatron_pg.step.selection import select
+from megatron_pg.step.plan import StepPlan, check_count
+from megatron_pg.step.planned_step import PlannedStep
+from megatron_pg.step.schedule import ScheduleCall
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.shared_documents import SharedDocumentAccumulator
-from megatron_pg.step.support import without_missing
-from megatron_pg.step.table import LocalTable, PlanRule
+
+
+class _Fetched(NamedTuple):
+    """This rank's micro-batches of a step, or its error."""
+
+    batches: Sequence[PackedBatch]
+    documents: StepDocuments | None  # that the micro-batches were packed from
+    error: Exception | None
+
+    def batches_or_error(self) -> Sequence[PackedBatch]:
+        """The micro-batches; raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.batches
 
 
 class PolicyGradientStep:
@@ -154,13 +166,13 @@ class PolicyGradientStep:
     # --- the step ---
 
     def forward_backward(self, forward_backward_func: Callable, **arguments: object) -> list:
-        """Megatron's forward-backward function with the plan before it and the checks behind it.
+        """Plan the step, run Megatron's forward-backward function over it, and check it.
 
         Args:
             forward_backward_func: what `get_forward_backward_func()` returned.
-            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es (documents, where the step takes
-                them: `num_microbatches` is then its own), on every rank, the same on tensor-, context- and
-                pipeline-parallel peers; `forward_step_func` is `self.forward_step`.
+            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es on every rank, the same on tensor-,
+                context- and pipeline-parallel peers. It yields documents where the step takes them, and
+                `num_microbatches` is then not read. `forward_step_func` is `self.forward_step`.
 
         Raises:
             EndOfDocuments: on every rank, before the schedule runs.
@@ -177,39 +189,32 @@ class PolicyGradientStep:
             self.steps += 1
             place = f"in its step {self.steps}, before the optimizer moved"
         with lost_peer_named(lambda: place):
-            return self._run(forward_backward_func, arguments)
+            return self._run(forward_backward_func, ScheduleCall.of(arguments))
 
     @property
     def progress(self) -> str:
         """How far this rank is, in words for an error."""
         return f"after its step {self.steps}" if self.steps else "before its first step"
 
-    def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
-        model = arguments["model"]
-        chunks = model if isinstance(model, list) else [model]
+    def _run(self, forward_backward_func: Callable, call: ScheduleCall) -> list:
         if self._dynamic_cp and self._groups is None:
             self._groups = ContextGroups(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        plan, local, documents = self._plan(chunks, arguments)
-        self._contract = self._contract_of(plan, chunks[0])
-        group = parallel_state.get_tensor_model_parallel_group()
-        self._loss.begin(plan, self._contract, chunks[0].config, group)
-        # every virtual pipeline chunk runs over the same micro-batches
-        iterators = [iter(local) for _ in chunks]
-        arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
-        found: list[Gathered] = []
+        plan, local, documents = self._plan(call)
+        self._contract = self._contract_of(plan, call.chunks[0])
+        self._loss.begin(plan, self._contract, call.config, parallel_state.get_tensor_model_parallel_group())
+        findings: list[Gathered] = []
         # with gradients on, the fused head adds to main_grad in the forward
-        trains = torch.is_grad_enabled() and not arguments.get("forward_only")
+        trains = torch.is_grad_enabled() and not call.forward_only
         with (
-            self._checked_before_finalize(chunks[0].config, found),
-            _router_losses_to_scale(chunks, local),
+            self._checked_before_finalize(call.config, findings),
+            _router_losses_to_scale(call.chunks, local),
             self._replay_ended(),
-            self._groups.in_layers(chunks) if self._groups else nullcontext(),
+            self._groups.in_layers(call.chunks) if self._groups else nullcontext(),
             torch.set_grad_enabled(trains),
         ):
-            losses = forward_backward_func(**arguments)
-        gathered = found[0] if found else self._gather_and_check()
-        forward_only = bool(arguments.get("forward_only"))
-        report = report_of(plan, self.settings.metrics, gathered, forward_only=forward_only, documents=documents)
+            losses = forward_backward_func(**call.over(local))
+        gathered = findings[0] if findings else self._gather_and_check()
+        report = report_of(plan, self.settings.metrics, gathered, forward_only=call.forward_only, documents=documents)
         self._on_report(report)
         return losses
 
@@ -224,76 +229,67 @@ class PolicyGradientStep:
     def _checked_before_finalize(self, config: Any, found: list[Gathered]) -> AbstractContextManager[None]:
         return before_finalize(config, lambda: found.append(self._gather_and_check()))
 
-    def _plan(self, chunks: list[Any], arguments: dict) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
-        """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
+    def _plan(self, call: ScheduleCall) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
+        """The step's plan and this rank's planned micro-batches; an error on any rank is raised on every rank."""
+        group = self._counting_group
         try:
-            batches, documents, error = self._fetch(chunks, arguments)
+            fetched = self._fetch(call)
         except EndOfDocuments:
-            agree([], None, None, self._counting_group)  # unless a peer goes on
+            check_agreement([], None, None, group)  # unless a peer goes on
             raise
-        counted: Counted | None = None
-        if error is None:
-            try:
-                batches = [without_missing(batch, self.settings) for batch in batches]
-                check_cuts(batches, self._groups)
-                check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
-                check_teachers(batches, chunks[0], self.settings)
-                check_vocabulary_of_supports(batches, chunks[0], self.settings)
-                check_packing(batches, chunks)
-                check_rows(batches, chunks[0].config)
-                check_experts(batches, chunks[0].config, self._replay)
-                counted = count(batches, self.settings, self._counting_group)
-            except Exception as failure:  # travels to the other ranks, so that all of them stop
-                error = failure
-        table, factors = select(batches, counted, self.settings, self._counting_group, error)
         # under dynamic_cp every rank takes whole units, and any rank may count their samples
-        undivided = () if documents is None or self._groups else self._units
-        plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)
-        device = next(chunks[0].parameters()).device
-        local = slice_step(batches, plan, factors, self.settings, group_of=self._context_group, device=device)
-        return plan, local, documents
-
-    def _exchange(
-        self, table: LocalTable | None, rule: PlanRule, error: Exception | None, batches: Sequence[PackedBatch]
-    ) -> StepPlan:
-        """The plan from every rank's table, or every rank's error."""
-        plan, failure = None, None
+        undivided = () if fetched.documents is None or self._groups else self._units
+        rule = replace(self.settings.plan_rule, undivided=undivided)
+        planned, failure = None, None
         try:
-            plan = plan_from_table(table, rule, error=error, group=self._counting_group)
-        except StepPlanError as raised:
-            failure = raised
-        agree(batches, plan, failure, self._counting_group)
-        if plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
-            warnings.warn(plan.warning, stacklevel=2)
+            planned = PlannedStep.of(
+                fetched.batches_or_error, self.settings, group=group, rule=rule, check=partial(self._check, call)
+            )
+        except StepPlanError as error:
+            failure = error
+        check_agreement(planned.batches if planned else [], planned.plan if planned else None, failure, group)
+        if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
+            warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
-        return plan
+        device = next(call.chunks[0].parameters()).device
+        return planned.plan, planned.slices(self._context_group, device), fetched.documents
 
-    def _fetch(
-        self, chunks: list[Any], arguments: dict
-    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
-        """This rank's micro-batches, the documents that they were taken from, and this rank's error."""
-        forward_only = bool(arguments.get("forward_only"))
-        takes_documents = self.documents is not None and not forward_only
-        batches, source, error = [], None, None
+    def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
+        model = call.chunks[0]
+        check_cuts(batches, self._groups)
+        check_batches(batches, call, self.settings.vocab_size)
+        check_teachers(batches, model, self.settings)
+        check_vocabulary_of_supports(batches, model, self.settings)
+        check_packing(batches, call.chunks)
+        check_rows(batches, call.config)
+        check_experts(batches, call.config, self._replay)
+
+    def _fetch(self, call: ScheduleCall) -> "_Fetched":
+        """This rank's micro-batches, after the checks of the model and the data iterator."""
+        takes_documents = self.documents is not None and not call.forward_only
+        batches: Sequence[PackedBatch] = []
+        source, error = None, None
         try:
-            check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._loss.is_attached)
-            self._loss.check_layer(next(chunks[0].parameters()).device)
+            check_model(call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached)
+            self._loss.check_layer(next(call.chunks[0].parameters()).device)
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
-                check_dynamic_cp(chunks, self.settings, takes_documents=takes_a_ranks_own)
-            source = source_of(arguments["data_iterator"])
+                check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
+            source = source_of(call.data_iterator)
             if not takes_documents:
-                batches = take(source, arguments["num_microbatches"])
-        except Exception as failure:  # travels to the other ranks, so that all of them stop
+                batches = take_microbatches(source, call.num_microbatches)
+        except Exception as failure:  # the exchange raises it on every rank
             error = failure
-        if not takes_documents:
-            return batches, None, error
-        batches, documents, error = self._take_documents(source, chunks, error)
-        arguments["num_microbatches"] = len(batches)
-        return batches, documents, error
+        if self.documents is None or not takes_documents:
+            return _Fetched(batches, None, error)
+        return _Fetched(*self._take_documents(self.documents, source, call.chunks, error))
 
     def _take_documents(
-        self, source: Iterator | None, chunks: list[Any], error: Exception | None
+        self,
+        documents: DocumentAccumulator | SharedDocumentAccumulator,
+        source: Iterator | None,
+        chunks: list[Any],
+        error: Exception | None,
     ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
         """The step's documents, packed into as many micro-batches as Megatron's schedule can run."""
         schedulable = partial(
@@ -302,7 +298,7 @@ class PolicyGradientStep:
             group_size=chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         )
         group = self._counting_group
-        return self.documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
+        return documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
 
     @property
     def _counting_group(self) -> ProcessGroup:

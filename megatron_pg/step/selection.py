@@ -30,7 +30,7 @@ from megatron_pg.objectives.selections import (
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.exchange import gathered
-from megatron_pg.step.microbatches import Counted
+from megatron_pg.step.microbatches import CountedStep
 from megatron_pg.step.settings import LossSettings
 from megatron_pg.step.table import KEPT, SelectionFacts, is_brought, places_of
 
@@ -46,23 +46,22 @@ class _Line(NamedTuple):
     length: int  # trained tokens
 
 
-def select(
+def select_tokens(
     batches: Sequence[PackedBatch],
-    counted: Counted | None,
+    counted: CountedStep,
     settings: LossSettings,
     group: ProcessGroup | None,
     error: Exception | None = None,
-) -> Counted:
+) -> CountedStep:
     """What was counted, with what the correction chooses; every rank of `group` must call, with the same settings.
 
     Args:
         batches: this rank's micro-batches of the step.
-        counted: what `count` has made of them; None where this rank has failed with `error`.
+        counted: from `count_step`; empty where this rank has failed with `error`.
         settings: the loss settings.
         group: the ranks that bring samples of their own; None: this process alone.
         error: this rank's, which the plan's exchange tells the others.
     """
-    counted = counted or Counted(None, [])
     declared = CORRECTIONS[settings.correction.name].selection
     if declared is None:
         return counted
@@ -146,12 +145,12 @@ def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: P
 
 def _with_choice(
     batches: Sequence[PackedBatch],
-    counted: Counted,
+    counted: CountedStep,
     settings: LossSettings,
     group: ProcessGroup | None,
     masks: Sequence[Tensor],
     facts: SelectionFacts,
-) -> Counted:
+) -> CountedStep:
     """The choice in the factors of the tokens, and in the table what it keeps."""
     if CORRECTIONS[settings.correction.name].selection.penalises:
         factors = [replace(own, penalised=chosen) for own, chosen in zip(counted.factors, masks, strict=True)]
@@ -164,4 +163,4 @@ def _with_choice(
     rows = counted.table.rows.clone()
     mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
     rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
-    return Counted(replace(counted.table, rows=rows, selection=facts), factors)
+    return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)

@@ -163,7 +163,7 @@ def _reducer_weights(samples: Sequence[Sample], settings: LossSettings) -> Tenso
 
 def token_weights(
     batch: PackedBatch, plan: StepPlan, first_sample: int, *, factors: TokenFactors, settings: LossSettings
-) -> dict[str, Tensor | None]:
+) -> dict[str, Tensor]:
     """[sum of R] each: what the step adds to a micro-batch's fields, by its name in `TokenFields.per_token`; weights are 0 where masked.
 
     Args:
@@ -178,7 +178,9 @@ def token_weights(
         weights = policy / _per_token(batch, plan.denominators, first_sample)
     else:
         weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
-    found = {"weights": weights, "corrections": factors.corrections}
+    found = {"weights": weights}
+    if factors.corrections is not None:
+        found["corrections"] = factors.corrections
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
     if any(sample.support is not None for sample in batch.samples):

@@ -18,18 +18,15 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.batch import PackedBatch, pack, slice_batch
+from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections import NONE, Correction
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.contract import Contract
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import plan_from_table
-from megatron_pg.step.selection import select
+from megatron_pg.step.planned_step import PlannedStep
 from megatron_pg.step.settings import LossSettings, metrics_of
-from megatron_pg.step.weights import token_weights
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 
@@ -136,25 +133,16 @@ def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNa
 
 
 def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group, context_group) -> SimpleNamespace:
-    d, c, t = layout.coordinates(rank)
+    d, _, t = layout.coordinates(rank)
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
-    table, factors = select(batches, count(batches, loss, data_group), loss, data_group)
     rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
-    plan = plan_from_table(table, rule, error=None, group=data_group)
-    locals_, leaves, first = [], [], 0
-    for batch, own, cell in zip(batches, factors, cells[d], strict=True):
-        local = slice_batch(
-            batch,
-            token_weights(batch, plan, first, factors=own, settings=loss),
-            cp_rank=c,
-            cp_size=layout.context,
-            sequences=loss.terms.reads_sequences,
-            cp_group=context_group if layout.context > 1 else None,
-        )
-        first += len(cell)
-        locals_.append(local)
-        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor, step.filling))
+    planned = PlannedStep.of(lambda: batches, loss, group=data_group, rule=rule)
+    locals_ = planned.slices(lambda _: context_group)
+    leaves = [
+        _leaf(local, [logits[i] for i in cell], t, layout.tensor, step.filling)
+        for local, cell in zip(locals_, cells[d], strict=True)
+    ]
     contract = Contract(
         per_token=loss.per_token,
         num_microbatches=len(batches),
@@ -171,7 +159,7 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         counted=counted,
         partials=torch.stack([output.partial for output in outputs]),
         num_nonfinite=sum(int(output.nonfinite[0]) for output in outputs),
-        plan=plan,
+        plan=planned.plan,
     )
 
 

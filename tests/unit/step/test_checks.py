@@ -17,6 +17,7 @@ from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.errors import ContractError, StepPlanError
 from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.schedule import ScheduleCall
 
 
 def sample(**changed: object) -> Sample:
@@ -40,6 +41,10 @@ def plan(denominator: float = 2.0) -> StepPlan:
     denominators = torch.tensor([denominator], dtype=torch.float64)
     rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
     return StepPlan(denominators=denominators, **counts, **rest)
+
+
+def schedule_call(model, **sizes: int) -> ScheduleCall:
+    return ScheduleCall.of({"model": model, "data_iterator": None, "num_microbatches": 1, **sizes})
 
 
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a data-parallel group: all other ranks are peers
@@ -74,7 +79,7 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
         own = dict(changed) if rank else {}
         found, qkv_format = plan(own.pop("denominator", 2.0)), own.pop("qkv_format", "thd")
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
-        checks.agree([batch], found, None, ALONE)
+        checks.check_agreement([batch], found, None, ALONE)
 
     if not changed:
         threads.run(2, work)
@@ -90,13 +95,13 @@ def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(monkeyp
     config = types.SimpleNamespace(variable_seq_lengths=False)
     model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
     batch = pack([sample()], qkv_format="bshd", max_seq_len=6, rows=2)
-    arguments = {"micro_batch_size": 2, "seq_length": 6}
-    checks.check_batches([batch], model, arguments)
+    call = schedule_call(model, micro_batch_size=2, seq_length=6)
+    checks.check_batches([batch], call)
     for row, position in [(0, 5), (1, 0)]:
         tokens = batch.tokens.clone()
         tokens[row, position] = 8
         with pytest.raises(ContractError, match="micro-batch 0 holds token id 8, the vocabulary has 8"):
-            checks.check_batches([dataclasses.replace(batch, tokens=tokens)], model, arguments)
+            checks.check_batches([dataclasses.replace(batch, tokens=tokens)], call)
 
 
 @pytest.mark.parametrize("kind", [MambaMixer, GatedDeltaNet])
@@ -123,12 +128,12 @@ def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(m
     config = types.SimpleNamespace(variable_seq_lengths=True)
     model = types.SimpleNamespace(vocab_size=8, position_embedding_type=kind, max_sequence_length=4, config=config)
     batch = pack([sample(), sample(tokens=[1] * length, routed_experts=None)], qkv_format="thd")
-    arguments = {"micro_batch_size": 1, "seq_length": 4}
+    call = schedule_call(model, micro_batch_size=1, seq_length=4)
     if not refused:
-        checks.check_batches([batch], model, arguments)
+        checks.check_batches([batch], call)
         return
     with pytest.raises(ContractError, match="micro-batch 0 holds a document of 5 positions, the model has 4"):
-        checks.check_batches([batch], model, arguments)
+        checks.check_batches([batch], call)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -193,19 +198,19 @@ def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
     config = types.SimpleNamespace(variable_seq_lengths=False, mtp_num_layers=1, recompute_granularity=granularity)
     model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
     batch = pack([sample()], qkv_format=qkv_format, max_seq_len=6)
-    arguments = {"micro_batch_size": 1, "seq_length": 6}
+    call = schedule_call(model, micro_batch_size=1, seq_length=6)
     if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
-        checks.check_batches([batch], model, arguments)
+        checks.check_batches([batch], call)
         return
     with pytest.raises(ContractError, match="ends in a TypeError for packed rows"):
-        checks.check_batches([batch], model, arguments)
+        checks.check_batches([batch], call)
 
 
 def test_a_peer_that_cannot_plan_is_named_on_every_rank():
     def work(rank: int) -> None:
         failure = StepPlanError("the sampler broke") if rank == 1 else None
         with pytest.raises(StepPlanError, match=r"^rank 1: the sampler broke$"):
-            checks.agree([], None if failure else plan(), failure, ALONE)
+            checks.check_agreement([], None if failure else plan(), failure, ALONE)
 
     threads.run(3, work)
 
