@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import Sample
-from megatron_pg.step.collectives import device_of
-from megatron_pg.step.documents import DocumentAccumulator, Packing, Position, StepRule
-from megatron_pg.step.plan import plan_from_table
-from megatron_pg.step.table import PlanRule, local_table_of
+from megatron_pg.plan.collectives import device_of
+from megatron_pg.plan.documents import DocumentAccumulator, Packing, Position, StepRule
+from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.table import PlanRule, local_table_of
 
 POLICIES = ("exact", "at_least")
 

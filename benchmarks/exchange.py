@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.metrics.samples import COLUMNS
-from megatron_pg.step import exchange, plan
-from megatron_pg.step.table import PROMPT, ROLLOUT, LocalTable, PlanRule
+from megatron_pg.plan import exchange, plan
+from megatron_pg.plan.facts import COLUMNS
+from megatron_pg.plan.table import PROMPT, ROLLOUT, LocalTable, PlanRule
 
 MIB = 2**20
 

@@ -27,8 +27,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_pg import Sample, pack
 from megatron_pg.args import add_arguments, validate_args
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.forward_step import PolicyGradientStep
-from megatron_pg.step.settings import LossSettings
 
 HEADS = {
     "bfloat16 logits, stored": {},

@@ -18,8 +18,8 @@ from megatron_pg import Sample, pack
 from megatron_pg.args import add_arguments, validate_args
 from megatron_pg.batch import slice_batch
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.settings import LossSettings
 
 
 def make_batch(tokens: int, vocabulary: int, device: str):

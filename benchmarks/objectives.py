@@ -32,7 +32,7 @@ SHAPES = [
     (1000, 50304, torch.bfloat16),  # whose time is the host's
 ]
 SEQUENCE = 1024
-NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": 3.0, "delta": 2.0, "cispo_cap": 1.5} | {
+NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": 3.0, "cispo_cap": 1.5} | {
     "sapo_tau_pos": 1.0,
     "sapo_tau_neg": 1.05,
     "dppo_delta_low": 0.05,

@@ -33,12 +33,15 @@ import torch
 
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # about CUDA, Apex and their own deprecations
 if not torch.cuda.is_available():
-    import cpu_megatron
+    from cpu import cpu_megatron
 
     cpu_megatron.enable()
 
-import local_layers
-from hybrid_layers import HybridModel, hybrid_model
+from cpu import local_layers
+from cpu.hybrid_layers import HybridModel, hybrid_model
+from evidence.other_trainers import microbatch_means, without_support
+from loop.rollout_documents import SampledDocuments, behind, groups_of
+from loop.run_folder import RunFolder, say
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -46,11 +49,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
-from other_trainers import microbatch_means, without_support
-from rollout_documents import SampledDocuments, behind, groups_of
-from run_folder import RunFolder, say
-from sampling import CachedPolicy, Policy
-from task_samples import (
+from tasks.sampling import CachedPolicy, Policy
+from tasks.task_samples import (
     DEMONSTRATIONS,
     TASKS,
     demonstrations,
@@ -61,7 +61,7 @@ from task_samples import (
     task_of,
     with_values,
 )
-from teacher import load_teacher
+from tasks.teacher import load_teacher
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import (
@@ -74,8 +74,9 @@ from megatron_pg import (
     read_rollouts,
     read_steps,
 )
-from megatron_pg.pretrain import StepLog, pretrain, step_record
-from megatron_pg.step.collectives import all_gather_rows
+from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.pretrain import pretrain
+from megatron_pg.step.log import StepLog, step_record
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:

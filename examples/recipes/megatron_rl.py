@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_pg import plan_step
-from megatron_pg.step.contract import Contract
+from megatron_pg.step.loss_scaling import Contract
 
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 

@@ -9,7 +9,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 if not torch.cuda.is_available():
-    import cpu_megatron
+    from cpu import cpu_megatron
 
     cpu_megatron.enable()
 

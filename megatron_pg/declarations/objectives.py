@@ -17,7 +17,6 @@ class ObjectiveDeclaration:
     bounds: Mapping[str, str] = field(
         default_factory=dict
     )  # what its numbers come to: rows of the banner, to be formatted
-    contradiction: Callable[[Numbers], str | None] = lambda numbers: None  # numbers that do not go together
     advice: Callable[[Numbers], str | None] = lambda numbers: None  # what numbers do that work and can hardly be meant
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence
@@ -76,7 +75,6 @@ DUAL_CLIP = _above(
     "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r whatever the sign of A; "
     "default: none.",
 )
-DELTA = _above("delta", ABOVE_ONE, "δ of --pg-objective two_sided, > 1 + --pg-clip-eps-high.")
 CISPO_CAP = Number(
     name="cispo_cap",
     low=1.0,
@@ -136,16 +134,6 @@ def _clipped(variable: str) -> str:
     return f"{variable} in [{{lower:g}}, {{upper:g}}]  (--pg-clip-eps-low/-high)"
 
 
-def _delta_message(numbers: Numbers) -> str | None:
-    delta, high = numbers["delta"], numbers["clip_eps_high"]
-    if not delta <= 1 + high:  # NaN, in place of a number that another rule refuses, contradicts nothing
-        return None
-    return (
-        f"--pg-delta {delta} must be > 1 + --pg-clip-eps-high = {1 + high:g}, or it would tighten the clip of A > 0 instead of "
-        "capping A < 0"
-    )
-
-
 def _wide_eps_message(numbers: Numbers) -> str | None:
     widest = max(numbers.values())
     if widest <= 0.05:
@@ -165,7 +153,7 @@ def _gspo(name: str, **rest: Any) -> ObjectiveDeclaration:
         reads_sequences=True,
         loss=f"megatron_pg.objectives.{name}:{name}",
         outside="megatron_pg.objectives.gspo:outside",
-        row=f"megatron_pg.kernels.rows:{name}",
+        row=f"megatron_pg.kernels.triton.rows:{name}",
         **rest,
     )
 
@@ -178,7 +166,7 @@ OBJECTIVES = {
         bounds={"clip": _clipped("r")},
         loss="megatron_pg.objectives.grpo:grpo",
         outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.rows:grpo",
+        row="megatron_pg.kernels.triton.rows:grpo",
     ),
     "dual_clip": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
@@ -186,16 +174,7 @@ OBJECTIVES = {
         bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
         loss="megatron_pg.objectives.dual_clip:dual_clip",
         outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.rows:capped",
-    ),
-    "two_sided": ObjectiveDeclaration(
-        formula=f"ℓ = -min(min(r, δ)·A, clip(r)·A), {_R}",
-        numbers={**_CLIP, DELTA: None},
-        bounds={"clip": _clipped("r"), "cap": "δ = {delta:g}  (--pg-delta)"},
-        contradiction=_delta_message,
-        loss="megatron_pg.objectives.two_sided:two_sided",
-        outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.rows:capped",
+        row="megatron_pg.kernels.triton.rows:capped",
     ),
     "gspo": _gspo(
         "gspo",
@@ -214,14 +193,14 @@ OBJECTIVES = {
         bounds={"clip": "weight in [{lower:g}, {cispo_cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"},
         loss="megatron_pg.objectives.cispo:cispo",
         outside="megatron_pg.objectives.cispo:outside",
-        row="megatron_pg.kernels.rows:cispo",
+        row="megatron_pg.kernels.triton.rows:cispo",
     ),
     "sapo": ObjectiveDeclaration(
         formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
         numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
         bounds={"tau": "{sapo_tau_pos:g} where A > 0, else {sapo_tau_neg:g}  (--pg-sapo-tau-pos/-neg)"},
         loss="megatron_pg.objectives.sapo:sapo",
-        row="megatron_pg.kernels.rows:sapo",
+        row="megatron_pg.kernels.triton.rows:sapo",
     ),
     "dppo_tv": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where |π - π_old| is inside the trust region, {_R}",
@@ -229,7 +208,7 @@ OBJECTIVES = {
         bounds=_trust_region("probability"),
         loss="megatron_pg.objectives.dppo:dppo_tv",
         outside="megatron_pg.objectives.dppo:outside_tv",
-        row="megatron_pg.kernels.rows:dppo_tv",
+        row="megatron_pg.kernels.triton.rows:dppo_tv",
     ),
     "dppo_kl": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where KL of the token is inside the trust region, {_R}",
@@ -237,35 +216,35 @@ OBJECTIVES = {
         bounds=_trust_region("nats"),
         loss="megatron_pg.objectives.dppo:dppo_kl",
         outside="megatron_pg.objectives.dppo:outside_kl",
-        row="megatron_pg.kernels.rows:dppo_kl",
+        row="megatron_pg.kernels.triton.rows:dppo_kl",
     ),
     "reinforce": ObjectiveDeclaration(
         formula="ℓ = -A·log π",
         loss="megatron_pg.objectives.reinforce:reinforce",
-        row="megatron_pg.kernels.rows:reinforce",
+        row="megatron_pg.kernels.triton.rows:reinforce",
     ),
     "reinforce_is": ObjectiveDeclaration(
         formula=f"ℓ = -r·A, {_R}",
         loss="megatron_pg.objectives.reinforce:reinforce_is",
-        row="megatron_pg.kernels.rows:reinforce_is",
+        row="megatron_pg.kernels.triton.rows:reinforce_is",
     ),
     "dro": ObjectiveDeclaration(
         formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}",
         numbers={DRO_BETA: None},
         bounds={"pull": "β = {dro_beta:g}  (--pg-dro-beta)"},
         loss="megatron_pg.objectives.dro:dro",
-        row="megatron_pg.kernels.rows:dro",
+        row="megatron_pg.kernels.triton.rows:dro",
     ),
     "topr": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}",
         reads_sequences=True,
         loss="megatron_pg.objectives.topr:topr",
-        row="megatron_pg.kernels.rows:topr",
+        row="megatron_pg.kernels.triton.rows:topr",
     ),
     "topr_token": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}",
         loss="megatron_pg.objectives.topr:topr_token",
-        row="megatron_pg.kernels.rows:topr_token",
+        row="megatron_pg.kernels.triton.rows:topr_token",
     ),
     "ipo": ObjectiveDeclaration(
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
@@ -276,7 +255,7 @@ OBJECTIVES = {
         },
         loss="megatron_pg.objectives.ipo:ipo",
         outside="megatron_pg.objectives.ipo:outside",
-        row="megatron_pg.kernels.rows:ipo",
+        row="megatron_pg.kernels.triton.rows:ipo",
     ),
     "vespo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",
@@ -287,7 +266,7 @@ OBJECTIVES = {
         },
         reads_sequences=True,
         loss="megatron_pg.objectives.vespo:vespo",
-        row="megatron_pg.kernels.rows:vespo",
+        row="megatron_pg.kernels.triton.rows:vespo",
     ),
     "gmpo": ObjectiveDeclaration(
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
@@ -302,11 +281,18 @@ OBJECTIVES = {
         loss="megatron_pg.objectives.gmpo:gmpo",
         outside="megatron_pg.objectives.gmpo:outside",
         averaged="megatron_pg.objectives.gmpo:clipped",
-        row="megatron_pg.kernels.rows:gmpo",
-        averaged_row="megatron_pg.kernels.rows:gmpo_clipped",
+        row="megatron_pg.kernels.triton.rows:gmpo",
+        averaged_row="megatron_pg.kernels.triton.rows:gmpo_clipped",
     ),
 }
-ELSEWHERE = {"ppo": "grpo", "ppo_clip": "grpo", "vanilla": "grpo", "rloo": "reinforce", "dppo": "dppo_tv or dppo_kl"}
+ELSEWHERE = {
+    "ppo": "grpo",
+    "ppo_clip": "grpo",
+    "vanilla": "grpo",
+    "rloo": "reinforce",
+    "dppo": "dppo_tv or dppo_kl",
+    "two_sided": "dual_clip, the same loss with the cap as --pg-dual-clip",  # removed in 0.3.0
+}
 DEFAULT = "grpo"
 
 

@@ -137,9 +137,6 @@ def _objective_rules(facts: Facts) -> Violations:
         return
     reads, chosen = facts.objective.numbers, f"--pg-objective {args.pg_objective}"
     yield from _given_and_read(args, reads, chosen, objectives.numbers())
-    numbers = {name: v if are_numbers(v) else math.nan for name, v in resolved(reads, vars(args)).items()}
-    if message := facts.objective.contradiction(numbers):
-        yield "E42", message
 
 
 def _given_and_read(args: argparse.Namespace, reads: Reads, chosen: str, numbers: Iterable[Number]) -> Violations:

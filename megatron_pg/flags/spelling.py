@@ -13,7 +13,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "--pg-custom-objective-path": ("custom-objective", "custom-loss", "custom-loss-path", "objective-path"),
     "--pg-clip-eps-low": ("clip", "clip-eps", "eps", "eps-clip", "epsilon", "clip-low", "clip-ratio", "epsilon-low"),
     "--pg-clip-eps-high": ("clip", "clip-eps", "eps-clip-high", "clip-high", "clip-ratio-high", "epsilon-high"),
-    "--pg-dual-clip": ("eps-clip-c", "clip-ratio-c", "ratio-clip-c", "dual-clip-c"),
+    "--pg-dual-clip": ("eps-clip-c", "clip-ratio-c", "ratio-clip-c", "dual-clip-c", "delta"),
     "--pg-temperature": ("temp", "tau", "rollout-temperature", "sampling-temperature"),
     "--pg-correction": (
         "tis",

@@ -30,8 +30,8 @@ from megatron_pg.flags.banner import banner
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.objectives.custom.loading import load_custom_objective
+from megatron_pg.plan.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -155,7 +155,12 @@ def test_a_declared_objective_is_in_flags_checks_banner_and_help():
     refused = {
         ("--pg-objective", "root_clip", "--pg-knee", "11"): "--pg-knee must be between 0 and 10, got 11.0",
         ("--pg-knee", "0.5"): "--pg-knee has no effect with --pg-objective grpo; remove it",
-        ("--pg-objective", "root_clip", "--pg-delta", "2"): "--pg-delta has no effect with --pg-objective root_clip",
+        (
+            "--pg-objective",
+            "root_clip",
+            "--pg-dual-clip",
+            "2",
+        ): "--pg-dual-clip has no effect with --pg-objective root_clip",
     }
     for words, message in refused.items():
         with pytest.raises(ArgumentError, match=re.escape(message)):

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import launches
 import processes
 import pytest
-import run_folder
 import torch
-from all_gather_attention import AllGatherAttention, allowed
-from digit_sort import DigitSort
-from list_programs import ListPrograms
+from cpu.all_gather_attention import AllGatherAttention, allowed
+from loop import run_folder
 from samples import make_sample
+from tasks.digit_sort import DigitSort
+from tasks.list_programs import ListPrograms
 
 from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
 
@@ -130,9 +130,9 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
 def sampled_by_ranks(folder, full):
     """Rollouts of a policy that does not look at its prompts, by 1, 2 and 4 ranks, in the order of the step."""
     code = (
-        "import json, sys, types, torch, cpu_megatron\n"
+        "import json, sys, types, torch\nfrom cpu import cpu_megatron\n"
         "cpu_megatron.enable()\n"
-        "import sampling, task_samples\n"
+        "from tasks import sampling, task_samples\n"
         "class Uniform(sampling.Policy):\n"
         "    def _reader(self, prompts, max_tokens):\n"
         "        return lambda responses, rows: torch.full((len(rows), 20), 1 / 20).log()\n"

@@ -121,7 +121,7 @@ def _number(value: object) -> float:
 def _terms(given: Mapping) -> list[str]:
     """Choices and numbers that are wrong by themselves."""
     choices = {
-        "objective": ("grpo", "gspo", "cispo", "two_sided", "reinforce", "dro", "gmpo"),
+        "objective": ("grpo", "gspo", "cispo", "dual_clip", "reinforce", "dro", "gmpo"),
         "correction": ("none", "tis", "icepop", "opsm", "token_k3", "m2po", "clip_cov", "kl_cov", "top_entropy"),
         "denominator": ("scheduled", "live", "kept"),
         "estimator": (None, "k1", "k3_weighted"),
@@ -131,7 +131,7 @@ def _terms(given: Mapping) -> list[str]:
     found = ["E25" for name, allowed in choices.items() if given[name] not in allowed]
     ranges = {  # (smallest, whether it may be left out)
         "cap": (1.0, True),
-        "delta": (1.0 + 1e-15, True),
+        "dual": (1.0 + 1e-15, True),
         "pull": (1e-300, True),
         "bottom": (-1e300, True),
         "top": (-1e300, True),
@@ -156,7 +156,7 @@ def _objective(given: Mapping) -> list[str]:
         "grpo": "low high",
         "gspo": "low high",
         "cispo": "low cap",
-        "two_sided": "low high delta",
+        "dual_clip": "low high dual",
         "reinforce": "",
         "dro": "pull",
         "gmpo": "",
@@ -165,14 +165,11 @@ def _objective(given: Mapping) -> list[str]:
         return []
     found += [
         "E40"
-        for name in ("low", "high", "cap", "delta", "pull")
+        for name in ("low", "high", "cap", "dual", "pull")
         if given[name] is not None and name not in reads.split()
     ]
-    needed = {"cispo": "cap", "two_sided": "delta", "dro": "pull"}.get(given["objective"])
+    needed = {"cispo": "cap", "dual_clip": "dual", "dro": "pull"}.get(given["objective"])
     found += ["E41"] * (needed is not None and given[needed] is None)
-    if given["objective"] == "two_sided" and given["delta"] is not None:
-        high = 0.2 if given["high"] is None else _number(given["high"])
-        found += ["E42"] * (_number(given["delta"]) <= 1 + high)
     return found
 
 

@@ -72,7 +72,6 @@ class Settings:
     eps_low: float = 0.2
     eps_high: float = 0.2
     dual_clip: float | None = None  # c > 1; dppo: of the weight, None: not capped
-    delta: float | None = None  # > 1 + eps_high
     cispo_cap: float | None = None  # an absolute ratio >= 1, not a distance from 1
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
@@ -115,7 +114,6 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not defined; choose one of {', '.join(allowed)}.")
         needs = {
             "dual_clip": ("dual_clip",),
-            "two_sided": ("delta",),
             "cispo": ("cispo_cap",),
             "dppo_tv": ("dppo_delta_low", "dppo_delta_high"),
             "dppo_kl": ("dppo_delta_low", "dppo_delta_high"),
@@ -126,8 +124,6 @@ class Settings:
                 raise ValueError(f"{name}=None leaves {self.objective} undefined; give a number.")
         if self.aggregation == "constant" and self.divisor is None:
             raise ValueError("divisor=None leaves constant without a denominator; give a positive number.")
-        if self.objective == "two_sided" and self.delta <= 1 + self.eps_high:
-            raise ValueError(f"delta={self.delta} is not above 1 + eps_high and would move that bound; raise it.")
         if self.objective == "dual_clip" and self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip} is not above 1 and would clip on-policy tokens; raise it.")
         if self.objective == "cispo" and self.cispo_cap < 1:
@@ -272,15 +268,6 @@ def dual_clip(tokens: Tokens, settings: Settings):
     negative = tokens.advantages < 0
     capped = np.where(negative, np.minimum(loss, -settings.dual_clip * tokens.advantages), loss)
     return capped, np.where(negative & (tokens.ratio > settings.dual_clip), 0.0, g)
-
-
-def two_sided(tokens: Tokens, settings: Settings):
-    """-min(min(r, delta) A, clip(r) A), 2505.07291."""
-    r, a = tokens.ratio, tokens.advantages
-    bounded = np.clip(r, 1 - settings.eps_low, 1 + settings.eps_high)
-    loss = -np.minimum(np.minimum(r, settings.delta) * a, bounded * a)
-    _, g = grpo(tokens, settings)
-    return loss, np.where((a < 0) & (r > settings.delta), 0.0, g)
 
 
 def segment_ratio(tokens: Tokens) -> tuple[float, bool]:
@@ -449,7 +436,6 @@ def gmpo(tokens: Tokens, settings: Settings):
 OBJECTIVES: dict[str, Callable] = {
     "grpo": grpo,
     "dual_clip": dual_clip,
-    "two_sided": two_sided,
     "gspo": gspo,
     "gspo_token": gspo_token,
     "cispo": cispo,

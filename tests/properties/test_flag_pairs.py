@@ -55,10 +55,10 @@ FACTORS = {
     "temperature": ("pg_temperature", [1.0, 1e-3], [0.0, "1.0", None]),
     "metrics": ("pg_metrics", ["basic", "none", "with_entropy"], ["full", False]),
     "kernel": ("pg_kernel", ["torch"], ["triton", "cuda"]),
-    "objective": ("pg_objective", ["grpo", "gspo", "cispo", "two_sided", "reinforce", "dro", "gmpo"], ["dapo", None]),
+    "objective": ("pg_objective", ["grpo", "gspo", "cispo", "dual_clip", "reinforce", "dro", "gmpo"], ["dapo", None]),
     "own": ("pg_custom_objective_path", [None, "user_package.turns:two"], ["a.py", "user_nothing:f", REDUCER]),
     "cap": ("pg_cispo_cap", [None, 2.0], [0.28]),
-    "delta": ("pg_delta", [None, 1.1, 12.0], [1.0, "2"]),
+    "dual": ("pg_dual_clip", [None, 1.1, 12.0], [1.0, "2"]),
     "pull": ("pg_dro_beta", [None, 0.5], [0.0]),
     "correction": (
         "pg_correction",

@@ -29,7 +29,6 @@ EVERY_OBJECTIVE = Settings(
     eps_low=0.2,
     eps_high=0.28,
     dual_clip=1.6,
-    delta=1.5,
     cispo_cap=1.4,
     dppo_delta_low=0.05,
     dppo_delta_high=0.05,
@@ -401,8 +400,7 @@ def test_bounds_are_inclusive():
     assert list(OBJECTIVES["grpo"](tokens, Settings(eps_low=0.5, eps_high=1.0))[1]) == [0.5, -2.0]
     capped = tokens_of([0], [on_high], [-1])
     assert OBJECTIVES["dual_clip"](capped, Settings(objective="dual_clip", dual_clip=2.0))[1] == [2.0]
-    assert OBJECTIVES["two_sided"](capped, Settings(objective="two_sided", delta=2.0))[1] == [2.0]
-    assert OBJECTIVES["two_sided"](capped, Settings(objective="two_sided", delta=1.9))[1] == [0.0]
+    assert OBJECTIVES["dual_clip"](capped, Settings(objective="dual_clip", dual_clip=1.9))[1] == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -411,7 +409,7 @@ def test_bounds_are_inclusive():
         ({"objective": "ppo2"}, "objective='ppo2'"),
         ({"objective": "cispo"}, "cispo_cap=None"),
         ({"objective": "cispo", "cispo_cap": 0.28}, "cap itself"),
-        ({"objective": "two_sided", "delta": 1.1}, "delta=1.1"),
+        ({"objective": "dual_clip", "dual_clip": 1.0}, "dual_clip=1.0"),
         ({"aggregation": "constant"}, "divisor=None"),
         ({"correction": "opsm", "correction_high": 0.1, "denominator": "kept"}, "opsm"),
     ],

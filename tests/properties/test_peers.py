@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron_pg import add_arguments, validate_args
 from megatron_pg.batch import pack
 from megatron_pg.metrics.table import METRICS
+from megatron_pg.plan.planned_step import PlannedStep
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.planned_step import PlannedStep
-from megatron_pg.step.settings import LossSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning", "ignore::megatron_pg.ArgumentNotice")
 
@@ -381,8 +381,7 @@ SAME = [
         lambda b: (lambda hot: of_rows(hot, clip(hot)))(dataclasses.replace(b, temperature=0.7)),
     ),
     ("`dual_clip`", "all", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, dual(b, 1.25))),
-    ("`two_sided`", "TRL", "--pg-objective two_sided --pg-delta 1.25", lambda b: of_rows(b, delta(b, 1.25))),
-    ("`two_sided`", "c = δ", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, delta(b, 1.25))),
+    ("`dual_clip`", "TRL", "--pg-objective dual_clip --pg-dual-clip 1.25", lambda b: of_rows(b, delta(b, 1.25))),
     ("`gspo`", "slime miles TRL NeMo-RL", GSPO, lambda b: of_rollouts(b, gspo(b))),
     ("`gspo_token`", "verl TRL", f"{GSPO}_token", lambda b: of_rows(b, gspo_by_token(b))),
     ("`gspo_token`", "is gspo here", GSPO, lambda b: of_rows(b, gspo_by_token(b))),
@@ -550,7 +549,6 @@ def test_the_rows_are_told_apart():
         losses.setdefault(f"{float(formula(batch).detach()):.12g}", set()).add(flags if "gspo" not in flags else who)
     assert {frozenset(found) for found in losses.values() if len(found) > 1} == {
         frozenset({TOKENS, "--calculate-per-token-loss"}),
-        frozenset(f"--pg-objective {x} 1.25" for x in ("dual_clip --pg-dual-clip", "two_sided --pg-delta")),
         frozenset({"slime miles TRL NeMo-RL", "verl TRL", "is gspo here"}),
         frozenset({"with token_truncate", "verl with rollout_is token"}),
     }

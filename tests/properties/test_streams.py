@@ -22,10 +22,10 @@ from stream_cases import Case, Flags
 from stream_oracle import StreamTerm
 
 from megatron_pg.batch import pack
+from megatron_pg.plan.plan import StepPlan, plan_step
+from megatron_pg.plan.planned_step import PlannedStep
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.plan import StepPlan, plan_step
-from megatron_pg.step.planned_step import PlannedStep
-from megatron_pg.step.settings import LossSettings
 
 LAYOUTS = [
     Layout(),

@@ -462,7 +462,6 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_objective": "grpo",
         "pg_custom_objective_path": None,
         "pg_dual_clip": None,
-        "pg_delta": None,
         "pg_cispo_cap": None,
         "pg_sapo_tau_pos": None,
         "pg_sapo_tau_neg": None,

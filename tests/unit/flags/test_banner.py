@@ -115,7 +115,6 @@ def test_the_banner_shows_the_remaining_settings_with_their_flags():
         ),
         (pg("gspo"), "clip", "R in [0.9997, 1.0004]  (--pg-clip-eps-low/-high)"),
         (pg("dual_clip", dual_clip=3.0), "dual clip", "c = 3  (--pg-dual-clip)"),
-        (pg("two_sided", delta=4.0), "cap", "δ = 4  (--pg-delta)"),
         (pg("sapo"), "tau", "1 where A > 0, else 1.05  (--pg-sapo-tau-pos/-neg)"),
         (pg("dro", dro_beta=0.05), "pull", "β = 0.05  (--pg-dro-beta)"),
         (

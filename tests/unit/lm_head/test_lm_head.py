@@ -639,7 +639,6 @@ NUMBERS = {
     "clip_eps_low": 0.2,
     "clip_eps_high": 0.28,
     "dual_clip": 1.5,
-    "delta": 1.5,
     "cispo_cap": 1.3,
     "sapo_tau_pos": 1.0,
     "sapo_tau_neg": 1.05,

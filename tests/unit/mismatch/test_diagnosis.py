@@ -94,7 +94,7 @@ def test_two_causes_are_both_named(pair, world):
 @pytest.mark.proof("Mismatch: seeded faults of a GPT at three strengths, pairs and clean rollouts")
 def test_the_table_of_faults(full, evidence):
     if not full:
-        pytest.skip("minutes: the full tier, and `python tests/support/mismatch_table.py`")
+        pytest.skip("minutes: the full tier, and `python tests/helpers/cases/mismatch_table.py`")
     all_outcomes = outcomes(*language(), cases(4), seed=1)
     for kind, least in (("strong", 0.9), ("medium", 0.8)):
         hits, seeded = named(all_outcomes, kind)

@@ -9,10 +9,10 @@ from objective_parts import ESTIMATORS, build
 from megatron_pg.args import ArgumentError
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels import rows
+from megatron_pg.kernels.triton import rows
 from megatron_pg.objectives import MAX_LOG_RATIO, Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
-from megatron_pg.objectives.row import MOST_NUMBERS, in_torch
+from megatron_pg.objectives.custom.loading import load_custom_objective
+from megatron_pg.objectives.interface.row import MOST_NUMBERS, in_torch
 
 ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
 COUNT = 200_000
@@ -241,8 +241,8 @@ def test_a_user_needs_no_row(tmp_path, monkeypatch):
         ({"slope": "tl.cumsum(r)"}, "has a row that fails on 4096 tokens: AttributeError"),
         ({"row": "mine"}, "has a row that is a function, which kernels cannot call; give a function of triton.jit"),
         (
-            {"names": "('clip_eps_high', 'delta')"},
-            "has a row that reads delta, which no flag has given; give --pg-delta",
+            {"names": "('clip_eps_high', 'dual_clip')"},
+            "has a row that reads dual_clip, which no flag has given; give --pg-dual-clip",
         ),
         ({"names": "()"}, "has a row that fails on 4096 tokens: IndexError: .*; row_numbers names 0 numbers"),
         ({"names": "('clip_eps_high',) * 5"}, "has a row of 5 numbers, and kernels pass 4"),
