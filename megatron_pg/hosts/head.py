@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, compute_in_float32
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.settings import LossSettings
 
 
@@ -77,7 +77,7 @@ def _agree(error: ValueError | None) -> None:
     """Stop every rank where one has failed: stages without an output layer look at none."""
     failed = all_gather_rows(torch.tensor([float(error is not None)]), error=error)[:, 0].nonzero()[:, 0].tolist()
     if failed:
-        raise ContractError(broadcast_text(str(error or ""), failed[0])) from error
+        raise ScheduleError(broadcast_text(str(error or ""), failed[0])) from error
 
 
 def _unwrapped(chunk: Any) -> Any:

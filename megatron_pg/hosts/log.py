@@ -61,7 +61,9 @@ class HostLog:
         if self._iteration is None:
             self._iteration = self._before(host_round, number)
             advice = (
-                Advice(self._file.before(self._iteration + 1) if self._file else ()) if self._settings.advises else None
+                Advice(self._file.before(self._iteration + 1) if self._file else ())
+                if self._settings.warns_of_mismatch
+                else None
             )
             self._console.begin(report, self._settings.metrics, advice)
         self._iteration += 1

@@ -27,11 +27,11 @@ _OF_THE_LOOP = {
 }
 _CARRIED = ("old_logprobs", "ref_logprobs")  # what the batches of every host can have
 _PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
-_ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host's contract and layout are its own
+_ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own loss scaling and layout
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class Inherited:
     """A flag of the host that says what one of ours says."""
 
     theirs: str  # as the host's user writes it
@@ -78,7 +78,7 @@ def check(
     given: Mapping[str, Any],
     *,
     megatron: Mapping[str, Any],
-    taken_over: Iterable[TakenOver] = (),
+    inherited: Iterable[Inherited] = (),
     refused: Iterable[str] = (),
     carried: Collection[str] = _CARRIED,
     names_streams: bool = False,
@@ -89,7 +89,7 @@ def check(
         host: its name.
         given: our arguments by attribute; one that is missing has its default.
         megatron: Megatron's arguments or configuration, as far as the host has them.
-        taken_over: the host's flags that stand for ours where ours are not given.
+        inherited: the host's flags that stand for ours where ours are not given.
         refused: messages about flags of the host that cannot go with this loss.
         carried: fields of the samples that its batches can have, of those that our flags read.
         names_streams: whether a sample can be of a stream other than the objective's.
@@ -98,7 +98,7 @@ def check(
         ArgumentError: with every violation at once.
     """
     known = defaults()
-    taken = [*taken_over]
+    taken = [*inherited]
     ours, rows, violations = _merged(host, given, known, taken)
     args = argparse.Namespace(**ours)
     violations += [("E70", message) for message in (*refused, *_refused_of_ours(args, carried))]
@@ -127,15 +127,15 @@ def check(
     return Checked(args, rows)
 
 
-def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
+def start(host: str, checked: Checked, *, scaling: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
     """The settings in force, and the rows of the banner, which this process prints if it `says`.
 
-    `contract` is how the host treats what the loss returns.
+    `scaling` says what the host multiplies and divides the returned loss by.
     """
     args = checked.args
     settings = LossSettings.from_args(args)
     rows = [row for row in describe(in_force(args, settings.kernel)) if row[0] not in _ROWS_OF_MEGATRON]
-    rows += [(host, contract), *checked.rows]
+    rows += [(host, scaling), *checked.rows]
     if says:
         sys.stdout.write(banner_of(rows) + "\n")
         sys.stdout.flush()
@@ -143,7 +143,7 @@ def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[Lo
 
 
 def _merged(
-    host: str, given: Mapping[str, Any], known: Mapping[str, Any], taken_over: Iterable[TakenOver]
+    host: str, given: Mapping[str, Any], known: Mapping[str, Any], inherited: Iterable[Inherited]
 ) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
     """Ours before the host's before defaults; the banner's row about the host's; violations."""
     ours, rows = dict(known), []
@@ -151,7 +151,7 @@ def _merged(
         ("E70", f"{name} is no argument of megatron_pg{did_you_mean(name, known, {})}") for name in given.keys() - known
     ]
     ours |= {name: value for name, value in given.items() if name in known}
-    for flag in taken_over:
+    for flag in inherited:
         value = ours[flag.attribute]
         if value != known[flag.attribute] and flag.is_default:
             continue
@@ -160,7 +160,7 @@ def _merged(
             violations.append(("E70", message))
         ours[flag.attribute] = flag.value
         rows.append(f"{flag.theirs} is {flag.ours} {flag.value}")
-    return ours, [("taken over", "; ".join(rows))] if rows else [], violations
+    return ours, [("inherited", "; ".join(rows))] if rows else [], violations
 
 
 def _in_words_of_the_host(message: str, theirs: Mapping[str, str]) -> str:

@@ -138,18 +138,20 @@ class HostStep:
         made without the head that is in the output layer, an error of `finish`.
         """
         tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        total, found = microbatch_loss(logits, local, self._settings, tp_group, grad_scale=grad_scale)
+        total, found = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
         self._found[local] = found._replace(is_bypassed=is_bypassed)
         return total
 
     def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:
         """S from what the output layer was called with, by the fused head."""
-        total, self._found[local] = microbatch_head_loss(call, local, self._settings, grad_scale=grad_scale)
+        total, self._found[local] = microbatch_head_loss(
+            call, local.fields, local.trained, self._settings, grad_scale=grad_scale
+        )
         return total
 
     def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
         """S from log-probabilities [T] that the host has made."""
-        total, self._found[local] = microbatch_logprobs_loss(logprobs, entropy, local, self._settings)
+        total, self._found[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
         return total
 
     def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:

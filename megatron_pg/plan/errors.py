@@ -23,7 +23,7 @@ class NonFiniteLossError(ValueError):
     """A trained token's loss is NaN or inf; raised on every rank, in training before the optimizer moves."""
 
 
-class ContractError(ValueError):
+class ScheduleError(ValueError):
     """Megatron's settings or counts are not what the plan relies on."""
 
 

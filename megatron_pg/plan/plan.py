@@ -349,7 +349,7 @@ def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
 
 
 def check_count(count: int) -> None:
-    """Refuse positions that Megatron's int32 accumulator cannot hold (a mixture of experts under the per-token contract)."""
+    """Refuse positions that Megatron's int32 accumulator cannot hold (a mixture of experts under the per-token loss scaling)."""
     if count > _INT32_MAX:
         raise StepPlanError(
             f"{count} positions in one step exceed Megatron's int32 counter, to which the router's losses bind us. Take fewer per step."

@@ -31,7 +31,7 @@ class LossSettings:
     aggregation: str
     divisor: float | None
     reducer: CustomReducer | None  # replaces the aggregation for pg_loss
-    per_token: bool  # Megatron's calculate_per_token_loss: which contract
+    per_token: bool  # Megatron's calculate_per_token_loss: which loss scaling
     terms: LossTerms
     correction: Correction = NO_CORRECTION
     seed: int = 0  # of a correction's draws
@@ -49,7 +49,7 @@ class LossSettings:
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
-    advises: bool = True  # on trainer and rollout engine that stay apart
+    warns_of_mismatch: bool = True  # when trainer and rollout engine stay apart
 
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
@@ -94,7 +94,7 @@ class LossSettings:
             metrics=metrics_of(
                 args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
             ),
-            advises=not args.pg_no_mismatch_advice,
+            warns_of_mismatch=not args.pg_no_mismatch_advice,
         )
 
     @property
@@ -127,7 +127,7 @@ class LossSettings:
     def plan_rule(self) -> PlanRule:
         """What a step is planned for; for a custom reducer only N_r and T are counted."""
         step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
-        is_policys = self.reducer is None and self.denominator != "kept" and self.has_policy
+        reuses_policy_weights = self.reducer is None and self.denominator != "kept" and self.has_policy
         same = [
             s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
             for s in self.terms.streams
@@ -139,7 +139,7 @@ class LossSettings:
             policy=self.policy,
             over_support=self.over_support,
             streams=tuple(
-                replace(stream, aggregation=AS_POLICY) if is_policys and same else stream
+                replace(stream, aggregation=AS_POLICY) if reuses_policy_weights and same else stream
                 for stream, same in zip(self.terms.streams, same, strict=True)
             ),
             depths=self.mtp_depths,

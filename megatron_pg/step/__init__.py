@@ -1,1 +1,1 @@
-"""One optimizer step: counts, weights, loss, Megatron's contract, and the schedule around them."""
+"""One optimizer step: counts, weights, loss, Megatron's loss scaling, and the schedule around them."""

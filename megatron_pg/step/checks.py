@@ -14,7 +14,7 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.flags.megatron import FUSES_UNDER_FSDP, core_version
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
-from megatron_pg.plan.errors import ContractError, StepPlanError
+from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.support import members
@@ -25,15 +25,15 @@ _WITH_STATE = {"MambaMixer", "GatedDeltaNet"}  # named, because their modules li
 
 
 def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool, is_attached: bool) -> None:
-    """Refuse a model that was not built for the contract, or has no policy-gradient loss in it."""
+    """Refuse a model that was not built for the loss scaling, or has no policy-gradient loss in it."""
     config = chunks[0].config
     if config.calculate_per_token_loss != settings.per_token:
-        raise ContractError(
+        raise ScheduleError(
             f"the model was built with calculate_per_token_loss={config.calculate_per_token_loss}, the arguments say "
             f"{settings.per_token}; call validate_args before the model config is made"
         )
     if config.finalize_model_grads_func is None and not forward_only:
-        raise ContractError(
+        raise ScheduleError(
             "config.finalize_model_grads_func is None, so gradients would be neither reduced over ranks nor divided; set it to "
             "megatron.core.distributed.finalize_model_grads"
         )
@@ -41,18 +41,18 @@ def check_model(chunks: list[Any], settings: LossSettings, *, forward_only: bool
     if not forward_only:
         _check_wrapper(chunks[0], settings)
     if getattr(config, "overlap_moe_expert_parallel_comm", False) and not _has(chunks[0], "build_schedule_plan"):
-        raise ContractError(
+        raise ScheduleError(
             "--overlap-moe-expert-parallel-comm runs a model by its build_schedule_plan, which the model provider's model does not "
             "have; return a GPTModel, or remove the flag"
         )
     vocabulary, columns = settings.vocab_size, get_attr_wrapped_model(chunks[0], "vocab_size")
     if vocabulary is not None and vocabulary > columns:
-        raise ContractError(
+        raise ScheduleError(
             f"--pg-vocab-size {vocabulary} is more than the {columns} columns of the model's logits; give the rollout engine's"
         )
     is_last_stage = any(get_attr_wrapped_model(chunk, "post_process") for chunk in chunks)
     if is_last_stage and not is_attached:
-        raise ContractError(
+        raise ScheduleError(
             "the model has no policy-gradient loss; call PolicyGradientStep.attach before it is wrapped"
         )
 
@@ -61,20 +61,20 @@ def _check_prediction(model: Any, settings: LossSettings) -> None:
     """Refuse multi-token prediction that would escape the step's weights, or that Megatron itself gets wrong."""
     depths, config = getattr(model.config, "mtp_num_layers", None) or 0, model.config
     if depths != settings.mtp_depths:
-        raise ContractError(
+        raise ScheduleError(
             f"the model has mtp_num_layers={depths}, the arguments say {settings.mtp_depths}, so predictions would have no weight; call "
             "validate_args after mtp_num_layers is final"
         )
     if not depths:
         return
     if getattr(config, "mtp_grad_scale_func", None) is not None:
-        raise ContractError(
+        raise ScheduleError(
             "config.mtp_grad_scale_func is set, and the loss of multi-token prediction is part of the policy's own here, so it would "
             "have no effect; set mtp_loss_scaling_factor"
         )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages > 1 and get_attr_wrapped_model(model, "position_embedding_type") == "learned_absolute":
-        raise ContractError(
+        raise ScheduleError(
             "multi-token prediction with learned positions and pipeline parallelism has a second copy of the position embedding, whose "
             "gradient Megatron does not add to the first; use rope or one pipeline stage"
         )
@@ -94,17 +94,17 @@ def _check_wrapper(model: Any, settings: LossSettings) -> None:
     """Refuse under FSDP what would leave wrong gradients without a word (rule E19 for models that no flag has wrapped)."""
     if always_averages(model):
         if settings.per_token and getattr(model.config, "num_moe_experts", None):
-            raise ContractError(
+            raise ScheduleError(
                 "torch FSDP2 averages gradients whatever calculate_per_token_loss says, so the router's losses of a mixture of experts "
                 "would count every position; use Megatron-FSDP, or an aggregation other than token_mean"
             )
         if settings.head_mode:
-            raise ContractError(
+            raise ScheduleError(
                 "torch FSDP2 frees the output layer's weight behind its forward, and the fused head reads it later; use float32_logits "
                 "or Megatron-FSDP"
             )
     elif _is_megatron_fsdp(model) and settings.head_mode and core_version() < FUSES_UNDER_FSDP:
-        raise ContractError(
+        raise ScheduleError(
             "Megatron-FSDP before megatron-core 0.19.2 loses gradients where the output layer returns none of its own, as under the "
             "fused head; use float32_logits or 0.19.2"
         )
@@ -121,7 +121,7 @@ def source_of(data_iterator: Any) -> Iterator:
     """The data iterator that serves every virtual stage."""
     source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     if source is None:
-        raise ContractError(
+        raise ScheduleError(
             "this rank has no data iterator, so it cannot know the step; every rank needs one: set is_distributed = True on "
             "the dataset provider"
         )
@@ -134,12 +134,12 @@ def take_microbatches(source: Iterator, num_microbatches: int) -> list[PackedBat
     for _ in range(num_microbatches):
         batch = next(source, None)
         if batch is None:
-            raise ContractError(
+            raise ScheduleError(
                 f"the data ended after {len(batches)} of the {num_microbatches} micro-batches of this step, so it cannot be run; lower "
                 "--train-iters, or fill up with empty micro-batches"
             )
         if not isinstance(batch, PackedBatch):
-            raise ContractError(
+            raise ScheduleError(
                 f"the data iterator gave a {type(batch).__name__}, not a PackedBatch; use megatron_pg.pack"
             )
         batches.append(batch)
@@ -160,17 +160,17 @@ def check_batches(batches: Sequence[PackedBatch], call: ScheduleCall, vocab_size
         size = cp_size if batch.cp_ranks is None else batch.cp_ranks.size
         zigzag_index(batch.padded_lengths, cp_rank=0, cp_size=size)  # raises when they do not divide
         if int(batch.tokens.max()) >= vocabulary:
-            raise ContractError(
+            raise ScheduleError(
                 f"micro-batch {k} holds token id {int(batch.tokens.max())}, the vocabulary has {vocabulary}, so a token would have no "
                 "logit. Check the tokenizer."
             )
         if int(batch.position_ids.max()) >= positions:
-            raise ContractError(
+            raise ScheduleError(
                 f"micro-batch {k} holds a document of {int(batch.position_ids.max()) + 1} positions, the model has {positions}, so a "
                 "position would have no embedding; raise --max-position-embeddings or drop the sample"
             )
         if static and tuple(batch.tokens.shape) != shape:
-            raise ContractError(
+            raise ScheduleError(
                 f"micro-batch {k} has shape {tuple(batch.tokens.shape)}, pipeline parallelism sends {shape} (--micro-batch-size, "
                 "--seq-length), so the stages would not fit; pack with max_seq_len and rows of that size"
             )
@@ -185,7 +185,7 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
         for mask in (mask for name in streams if (mask := sample.mask_of(name)) is not None):
             ids = None if sample.teacher_topk is None else sample.teacher_topk.ids
             if ids is not None and (bad := mask & (ids >= vocabulary).any(dim=1)).any():
-                raise ContractError(
+                raise ScheduleError(
                     f"teacher_topk of sample {sample.sample_id} holds token id {int(ids[bad].max())} at response token "
                     f"{int(bad.nonzero()[0])}, the vocabulary has {vocabulary}, so the token would have no logit. Has the teacher another "
                     "tokenizer, or padding columns?"
@@ -197,7 +197,7 @@ def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> Non
     for sample in (sample for batch in batches for sample in batch.samples if readers):
         states, is_read = sample.teacher_hidden, any(sample.mask_of(name) is not None for name in readers)
         if is_read and states is not None and states.shape[1] != head.width:
-            raise ContractError(
+            raise ScheduleError(
                 f"teacher_hidden of sample {sample.sample_id} have width {states.shape[1]}, and the rows of --pg-teacher-head have "
                 f"{head.width}, so there would be no logits. Record the last hidden states of the model whose head it is."
             )
@@ -209,7 +209,7 @@ def check_vocabulary_of_supports(batches: Sequence[PackedBatch], model: Any, set
     for sample, support, mask in members((s for batch in batches for s in batch.samples), settings):
         if (bad := mask & support.any_of(support.ids >= vocabulary)).any():
             k = int(bad.nonzero()[0])
-            raise ContractError(
+            raise ScheduleError(
                 f"support of sample {sample.sample_id} holds token id {int(support.ids[support.positions == k].max())} at response token {k}, "
                 f"the vocabulary has {vocabulary}, so the token would have no logit. Does the engine sample padding columns, or was it given "
                 "another tokenizer?"
@@ -220,7 +220,7 @@ def _check_recompute(batches: Sequence[PackedBatch], config: Any) -> None:
     recomputes = getattr(config, "mtp_num_layers", None) and config.recompute_granularity == "full"
     is_packed = any(batch.qkv_format == "thd" for batch in batches)
     if recomputes and is_packed and core_version() < (0, 18):
-        raise ContractError(
+        raise ScheduleError(
             "multi-token prediction under --recompute-granularity full ends in a TypeError for packed rows inside megatron-core before "
             '0.18; pack with qkv_format="bshd", recompute selectively, or use 0.19.2'
         )
@@ -235,7 +235,7 @@ def check_packing(batches: Sequence[PackedBatch], chunks: list[Any]) -> None:
     if with_state := sorted(names & _WITH_STATE):
         pattern = next((m.hybrid_layer_pattern for m in modules if hasattr(m, "hybrid_layer_pattern")), None)
         shown = f" (--hybrid-layer-pattern {pattern})" if pattern else ""
-        raise ContractError(
+        raise ScheduleError(
             f"the rows are packed (thd) and the model has {' and '.join(with_state)} layers{shown}, whose state must begin anew with "
             "every document; that it does was never verified on a GPU, so give padded rows (qkv_format bshd)"
         )
@@ -246,7 +246,7 @@ def check_cuts(batches: Sequence[PackedBatch], groups: ContextGroups | None) -> 
     if groups is not None:
         groups.check(batches)
     elif given := [k for k, batch in enumerate(batches) if batch.cp_ranks is not None]:
-        raise ContractError(
+        raise ScheduleError(
             f"micro-batch {given[0]} has cp_ranks={batches[given[0]].cp_ranks}, and the step goes by Megatron's context-parallel group; "
             "give dynamic_cp=True to PolicyGradientStep or pretrain, or pack with cp_size"
         )
@@ -271,7 +271,7 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
         ),
     }
     if found := [name for name, is_on in refused.items() if is_on]:
-        raise ContractError(
+        raise ScheduleError(
             f"dynamic_cp cuts every micro-batch over ranks of its own and cannot be combined with {found[0]}; leave one out"
         )
 
@@ -295,7 +295,7 @@ def check_agreement(
     for rank, (dp_rank, value, _) in enumerate(ranks):
         first, expected = seen.setdefault(dp_rank, (rank, value))
         if value != expected:
-            raise ContractError(
+            raise ScheduleError(
                 f"step plan differs between ranks {first} and {rank}: they are peers of one data-parallel rank and must be given "
                 "the same micro-batches"
             )

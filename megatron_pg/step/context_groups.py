@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.batch.context_ranks import run_sizes
 from megatron_pg.plan.collectives import all_gather_rows
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 
 
 class ContextGroups:
@@ -44,7 +44,7 @@ class ContextGroups:
         """Refuse micro-batches that are not cut over ranks of their own, this one among them."""
         for k, batch in enumerate(batches):
             if batch.cp_ranks not in self._groups:
-                raise ContractError(
+                raise ScheduleError(
                     f"micro-batch {k} has cp_ranks={batch.cp_ranks} under dynamic_cp, which is no run of {self.plane.size()} data- and "
                     f"context-parallel ranks that rank {self.plane.rank()} of them is in; pack with the rank's own, as cut_over_ranks does"
                 )

@@ -1,6 +1,6 @@
 """What a mixture of experts asks of the step: its own losses at their scale in every release, and the engine's routing.
 
-The router adds its losses to the gradient by itself. Under the per-token contract it multiplies them by the positions that
+The router adds its losses to the gradient by itself. Under the per-token loss scaling it multiplies them by the positions that
 it sees, because Megatron divides by Q, the positions of the step. Up to 0.18 these are the positions of one tensor- and
 context-parallel rank, and of one row in `seq_aux_loss`. Its losses are linear in their coefficients, which it reads at
 every call, also when a layer is recomputed; so the coefficients are multiplied while the step runs, and only then:
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 
 
 class RoutingReplay(Protocol):
@@ -43,7 +43,7 @@ _COEFFICIENTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def needs_router_scale(config: Any) -> bool:
-    """Whether this release leaves the router's losses too small under the contract of the config."""
+    """Whether this release leaves the router's losses too small under the loss scaling of the config."""
     has_router = bool(getattr(config, "num_moe_experts", None))
     return has_router and config.calculate_per_token_loss and core_version() < SCALES_ROUTER_LOSSES
 
@@ -52,11 +52,11 @@ def check_rows(batches: Sequence[PackedBatch], config: Any) -> None:
     """Refuse micro-batches of a step that would need a coefficient each: layers are recomputed when another one has run.
 
     Raises:
-        ContractError: seq_aux_loss, which a release divides once too often by the rows, with unequal numbers of rows.
+        ScheduleError: seq_aux_loss, which a release divides once too often by the rows, with unequal numbers of rows.
     """
     rows = sorted({len(batch.tokens) for batch in batches})
     if len(rows) > 1 and needs_router_scale(config) and "seq_aux_loss" in config.moe_router_load_balancing_type:
-        raise ContractError(
+        raise ScheduleError(
             f"micro-batches of {rows[0]} and of {rows[-1]} rows in one step: this megatron-core (before 0.19) divides seq_aux_loss by the "
             "rows once too often, which one coefficient cannot undo for both. Pack all with the same rows, or into packed rows (thd); or "
             "take aux_loss, or megatron-core 0.19"
@@ -114,31 +114,31 @@ def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingRe
     """Refuse what cannot be replayed as it stands.
 
     Raises:
-        ContractError: a sample without experts, with experts that the model does not have, or that nobody would replay.
+        ScheduleError: a sample without experts, with experts that the model does not have, or that nobody would replay.
     """
     samples = [sample for batch in batches for sample in batch.samples]
     if replay is None:
         if given := [sample for sample in samples if sample.routed_experts is not None]:
-            raise ContractError(
+            raise ScheduleError(
                 f"sample {given[0].sample_id} has routed_experts and nothing replays them, so the router would choose anew; give "
                 "routing_replay (docs/megatron.md), or leave the field out"
             )
         return
     if not config.num_moe_experts or getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ContractError(
+        raise ScheduleError(
             "routing_replay needs a model with experts whose forwards run one at a time: num_moe_experts is "
             f"{config.num_moe_experts}, overlap_moe_expert_parallel_comm {getattr(config, 'overlap_moe_expert_parallel_comm', False)}; "
             "change it, or leave the replay out"
         )
     for sample in samples:
         if sample.routed_experts is None:
-            raise ContractError(
+            raise ScheduleError(
                 f"sample {sample.sample_id} has no routed_experts, which routing_replay needs of every sample; have the rollout engine "
                 "return them"
             )
         shape, most = tuple(sample.routed_experts.shape[1:]), int(sample.routed_experts.max())
         if shape != (config.num_layers, config.moe_router_topk) or most >= config.num_moe_experts:
-            raise ContractError(
+            raise ScheduleError(
                 f"routed_experts of sample {sample.sample_id} are of {shape[0]} layers with {shape[1]} experts up to number {most}, and the "
                 f"model has {config.num_layers} layers with {config.moe_router_topk} of {config.num_moe_experts} experts, so they are "
                 "another model's; sample with the one that is trained"

@@ -12,7 +12,7 @@ from megatron_pg.batch import LocalBatch
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, device_of
 from megatron_pg.plan.documents import StepDocuments
-from megatron_pg.plan.errors import ContractError, NonFiniteLossError
+from megatron_pg.plan.errors import NonFiniteLossError, ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.loss import Diagnostics
 
@@ -74,7 +74,7 @@ def gather_found(found: Found, metrics: Reduction, *, reports: bool, data_rank: 
 
     Raises:
         NonFiniteLossError: on every rank, for a loss of any of them.
-        ContractError: on every rank; a model changed what the output layer returned for the fused head, or made logits without the head.
+        ScheduleError: on every rank; a model changed what the output layer returned for the fused head, or made logits without the head.
     """
     device = device_of(None)
     counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
@@ -126,7 +126,7 @@ def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.devi
 
 def _raise_changed(checks: list[list[float]]) -> None:
     if bad := [rank for rank, row in enumerate(checks) if row[3] > 0]:
-        raise ContractError(
+        raise ScheduleError(
             f"--pg-fused-head takes the hidden states of the output layer, and the model changes what the layer returns before the loss "
             f"(rank {bad[0]}, {len(bad)} ranks): a softcap, a scale or a forward hook, which the fused head would leave out. Remove "
             "--pg-fused-head; --fp32-lm-head keeps it."
@@ -135,7 +135,7 @@ def _raise_changed(checks: list[list[float]]) -> None:
 
 def _raise_bypassed(checks: list[list[float]]) -> None:
     if bad := [rank for rank, row in enumerate(checks) if row[4] > 0]:
-        raise ContractError(
+        raise ScheduleError(
             f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model made its logits without that product "
             f"(rank {bad[0]}, {len(bad)} ranks), for example in a layer whose forward does not call _forward_impl. Remove the flag, or build "
             "the model with Megatron's ColumnParallelLinear."

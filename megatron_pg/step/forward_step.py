@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
-from megatron_pg.plan.errors import ContractError, StepPlanError, lost_peer_named
+from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_named
 from megatron_pg.plan.plan import StepPlan, check_count
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
@@ -51,7 +51,7 @@ from megatron_pg.step.experts import (
     router_losses_to_scale,
 )
 from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.schedule import ScheduleCall
 
@@ -97,7 +97,7 @@ class PolicyGradientStep:
         self._groups: ContextGroups | None = None  # under dynamic_cp, from the first step on
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
-        self._contract: Contract | None = None  # of the step in progress
+        self._scaling: LossScaling | None = None  # of the step in progress
         self.steps = 0  # that have begun, without evaluations; for messages
         self._has_warned = False  # of ids that may not be unique
 
@@ -107,7 +107,7 @@ class PolicyGradientStep:
         """Compute the loss inside `model` (a GPTModel or HybridModel, not yet wrapped), where logits are not gathered over TP.
 
         Raises:
-            ContractError: the model does not compute its loss in `compute_language_model_loss`.
+            ScheduleError: the model does not compute its loss in `compute_language_model_loss`.
         """
         self._loss.attach(model)
         return model
@@ -121,7 +121,7 @@ class PolicyGradientStep:
         """
         local = next(data_iterator)
         if not isinstance(local, LocalBatch):
-            raise ContractError(
+            raise ScheduleError(
                 f"the data iterator gave a {type(local).__name__} that no plan has seen, so its denominators are unknown; "
                 "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
             )
@@ -152,16 +152,16 @@ class PolicyGradientStep:
 
     def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
         if local not in self._loss.found:
-            raise ContractError(
+            raise ScheduleError(
                 f"the model returned a {type(total).__name__} without the policy-gradient loss; call PolicyGradientStep.attach on "
                 "the GPTModel or HybridModel before it is wrapped"
             )
         if torch.is_grad_enabled() and not total.requires_grad:
-            raise ContractError(
+            raise ScheduleError(
                 "loss does not require grad, so Megatron would skip this rank's backward and the others would wait; unfreeze a "
                 "parameter of the model"
             )
-        return self._contract.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
+        return self._scaling.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
 
     # --- the step ---
 
@@ -176,11 +176,11 @@ class PolicyGradientStep:
 
         Raises:
             EndOfDocuments: on every rank, before the schedule runs.
-            StepPlanError, ContractError, NonFiniteLossError: on every rank.
+            StepPlanError, ScheduleError, NonFiniteLossError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
         if arguments.get("collect_non_loss_data"):  # on this rank alone, so before any collective
-            raise ContractError(
+            raise ScheduleError(
                 "collect_non_loss_data asks for outputs instead of losses, on the last rank alone; run such a forward without "
                 "PolicyGradientStep"
             )
@@ -200,8 +200,8 @@ class PolicyGradientStep:
         if self._dynamic_cp and self._groups is None:
             self._groups = ContextGroups(parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, local, documents = self._plan(call)
-        self._contract = self._contract_of(plan, call.chunks[0])
-        self._loss.begin(plan, self._contract, call.config, parallel_state.get_tensor_model_parallel_group())
+        self._scaling = self._scaling_of(plan, call.chunks[0])
+        self._loss.begin(plan, self._scaling, call.config, parallel_state.get_tensor_model_parallel_group())
         findings: list[Gathered] = []
         # with gradients on, the fused head adds to main_grad in the forward
         trains = torch.is_grad_enabled() and not call.forward_only
@@ -310,11 +310,11 @@ class PolicyGradientStep:
         """What a step of documents must hold whole, because a denominator counts it."""
         return ("rollout_id", "prompt_id") if self.settings.plan_rule.needs_prompt_ids else ("rollout_id",)
 
-    def _contract_of(self, plan: StepPlan, model: Any) -> Contract:
+    def _scaling_of(self, plan: StepPlan, model: Any) -> LossScaling:
         has_router = bool(getattr(model.config, "num_moe_experts", None))
         if has_router and self.settings.per_token:
             check_count(plan.num_positions)
-        return Contract(
+        return LossScaling(
             per_token=self.settings.per_token,
             num_microbatches=plan.num_microbatches,
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -329,12 +329,12 @@ class PolicyGradientStep:
     def _gather_and_check(self) -> Gathered:
         """What every rank found, after the checks."""
         found, reports = self._loss.found, _reports()
-        counted = sum(self._contract.local_count(local.num_positions) for local in found) if reports else 0
+        counted = sum(self._scaling.local_count(local.num_positions) for local in found) if reports else 0
         data_rank = self._counting_group.rank()
         gathered = gather_found(found, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted)
-        if self.settings.per_token and gathered.returned != self._contract.count:
-            raise ContractError(
-                f"returned counts sum to {gathered.returned}, not to {self._contract.count}, so Megatron would divide by the "
+        if self.settings.per_token and gathered.returned != self._scaling.count:
+            raise ScheduleError(
+                f"returned counts sum to {gathered.returned}, not to {self._scaling.count}, so Megatron would divide by the "
                 "wrong number; do not wrap or replace the forward step's loss function"
             )
         return gathered

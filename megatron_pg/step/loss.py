@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import LocalBatch
+from megatron_pg.batch import TokenFields
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, may_be_overwritten, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import HeadCall
@@ -32,39 +32,42 @@ class Diagnostics(NamedTuple):
 
 def microbatch_loss(
     logits: Tensor,
-    local: LocalBatch,
+    fields: TokenFields,
     settings: LossSettings,
     tp_group: ProcessGroup | None,
     *,
     grad_scale: float = 1.0,
     totals: Totals = NONE,
 ) -> tuple[Tensor, Diagnostics]:
-    """S (0-d, differentiable) and diagnostics from logits; with terms of whole sequences every context-parallel rank must call.
+    """S (0-d, differentiable) and diagnostics from logits.
+
+    With sequence-level terms every context-parallel rank must call.
 
     Args:
         logits: [T, V / tp]. The Triton kernels write the gradient over them.
-        local: this rank's slice of the micro-batch.
+        fields: of this rank's slice of the micro-batch.
         settings: the loss settings.
         tp_group: tensor-parallel group.
-        grad_scale: the contract's, so that the gradient is made in its final scale.
+        grad_scale: `LossScaling.grad_scale`, so that the gradient is made in its final scale.
         totals: [] each, of the losses that S has further, by metric.
     """
     vocabulary = _vocabulary(logits.shape[1], settings, tp_group)
     found = policy_gradient_loss(
         logits,
-        PolicyLoss(settings.terms, local.fields),
+        PolicyLoss(settings.terms, fields),
         vocabulary,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
         inplace=settings.impl == "triton" and may_be_overwritten(logits),
         impl=settings.impl,
     )
-    return _with_diagnostics(found, local, settings, totals, vocabulary.size)
+    return _with_diagnostics(found, fields, settings, totals, vocabulary.size)
 
 
 def microbatch_head_loss(
     call: HeadCall,
-    local: LocalBatch,
+    fields: TokenFields,
+    rows: Tensor,
     settings: LossSettings,
     *,
     grad_scale: float = 1.0,
@@ -75,9 +78,10 @@ def microbatch_head_loss(
 
     Args:
         call: hidden states and weight.
-        local: this rank's slice of the micro-batch.
+        fields: of this rank's slice of the micro-batch.
+        rows: [n] int64, the trained rows of the fields (`LocalBatch.trained`).
         settings: the loss settings.
-        grad_scale: the contract's; the modes "forward" and "odds" make the weight gradient for it.
+        grad_scale: `LossScaling.grad_scale`; the modes "forward" and "odds" make the weight gradient for it.
         totals: as in `microbatch_loss`.
         teacher_weight: as in `policy_gradient_head_loss`.
     """
@@ -85,30 +89,30 @@ def microbatch_head_loss(
     found = policy_gradient_head_loss(
         call.hidden,
         call.weight,
-        PolicyLoss(settings.terms, local.fields),
+        PolicyLoss(settings.terms, fields),
         vocabulary,
         head_of(call, settings),
-        rows=local.trained,
+        rows=rows,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
         teacher_weight=teacher_weight,
     )
-    total, diagnostics = _with_diagnostics(found, local, settings, totals, vocabulary.size)
+    total, diagnostics = _with_diagnostics(found, fields, settings, totals, vocabulary.size)
     return total, diagnostics._replace(is_changed=call.is_changed)
 
 
 def microbatch_logprobs_loss(
-    logprobs: Tensor, entropy: Tensor | None, local: LocalBatch, settings: LossSettings
+    logprobs: Tensor, entropy: Tensor | None, fields: TokenFields, settings: LossSettings
 ) -> tuple[Tensor, Diagnostics]:
     """The same from log-probabilities that the caller has made.
 
     Args:
         logprobs: [T] nats, differentiable, at the settings' temperature.
         entropy: [T] nats; differentiable where it is in the loss, None where nothing reads it.
-        local: this rank's slice of the micro-batch.
+        fields: of this rank's slice of the micro-batch.
         settings: the loss settings.
     """
-    return _with_diagnostics(PolicyLoss(settings.terms, local.fields)(logprobs, entropy), local, settings, NONE)
+    return _with_diagnostics(PolicyLoss(settings.terms, fields)(logprobs, entropy), fields, settings, NONE)
 
 
 def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:
@@ -126,10 +130,14 @@ def head_of(call: HeadCall, settings: LossSettings) -> Head:
 
 
 def _with_diagnostics(
-    found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings, totals: Totals, vocab_size: int | None = None
+    found: PolicyGradientLoss,
+    fields: TokenFields,
+    settings: LossSettings,
+    totals: Totals,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
-        fields, policy = local.fields, found.loss.detach()
+        policy = found.loss.detach()
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
         values = TokenValues(fields, found, settings.terms, totals, vocab_size)
         if settings.terms.streams:

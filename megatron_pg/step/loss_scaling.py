@@ -1,7 +1,7 @@
 """The one scalar that survives Megatron's divisions. Imports nothing of ours.
 
 S is the sum of w·ℓ over this rank's tokens of one micro-batch, with every further loss folded in; the gradient of the
-step must be the sum of all ∇S. Megatron divides on the way, and the two contracts below undo exactly that:
+step must be the sum of all ∇S. Megatron divides on the way, and the two forms below undo exactly that:
 
     flag off:  return (K·D·S, report);     Megatron: × C (schedule), ÷ K, ÷ D·C (DDP)
     flag on:   return (Q·S, n, report);    Megatron: ÷ Q, where Q is the sum of all n
@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contract:
+class LossScaling:
     """The factors that Megatron will apply to this step, as host integers."""
 
     per_token: bool
@@ -50,7 +50,7 @@ class Contract:
 
     @property
     def count(self) -> int:
-        """Q, the sum of the counts that the per-token contract returns."""
+        """Q, the sum of the counts that the per-token form returns."""
         return self.num_forwards if self.num_positions is None else self.num_positions
 
     @property

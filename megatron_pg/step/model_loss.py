@@ -15,11 +15,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.mtp import DepthLoss, depth_head_loss, depth_loss, totals_of
 
 
@@ -44,7 +44,7 @@ class ModelLoss:
         self._take_run: Callable[[], bool] = lambda: True  # whether the head in it made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
         self._plan: StepPlan | None = None  # of the step in progress
-        self._contract: Contract | None = None
+        self._scaling: LossScaling | None = None
         self._tp_group: ProcessGroup | None = None  # None: one rank
         self._mtp_factor = 0.0  # λ
         self._forward: _Forward | None = None
@@ -55,7 +55,7 @@ class ModelLoss:
     def attach(self, model: Any) -> None:
         """See `PolicyGradientStep.attach`."""
         if not callable(getattr(model, "compute_language_model_loss", None)):
-            raise ContractError(
+            raise ScheduleError(
                 f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss, so the loss has no place in "
                 "it; return a megatron.core GPTModel or HybridModel, not yet wrapped"
             )
@@ -95,10 +95,10 @@ class ModelLoss:
         if self._settings.teacher_head is not None and self._teacher_weight is None:
             self._teacher_weight = _teacher_weight(self._float32_layer, self._settings, device)
 
-    def begin(self, plan: StepPlan, contract: Contract, config: Any, tp_group: ProcessGroup) -> None:
+    def begin(self, plan: StepPlan, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
         """A step begins."""
         self._tp_group = tp_group if tp_group.size() > 1 else None
-        self._plan, self._contract, self.found, self._expected = plan, contract, {}, {}
+        self._plan, self._scaling, self.found, self._expected = plan, scaling, {}, {}
         self._mtp_factor = config.mtp_loss_scaling_factor if self._settings.mtp_depths else 0.0
 
     @contextmanager
@@ -117,20 +117,26 @@ class ModelLoss:
     def _of_policy(self, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
         local, depths = self._forward.local, self._forward.depths
         if len(depths) != len(local.depths):
-            raise ContractError(
+            raise ScheduleError(
                 f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, so their losses "
                 "would be lost; this megatron-core orders them otherwise than the releases of docs/megatron.md"
             )
-        scale, totals = self._contract.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
+        scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         call = deferred.take(logits) if deferred else None
         if call is not None:
             weight = self._teacher_weight
             total, found = microbatch_head_loss(
-                call, local, self._settings, grad_scale=scale, totals=totals, teacher_weight=weight
+                call,
+                local.fields,
+                local.trained,
+                self._settings,
+                grad_scale=scale,
+                totals=totals,
+                teacher_weight=weight,
             )
         else:
             rows, group = _rows(logits), self._tp_group
-            total, found = microbatch_loss(rows, local, self._settings, group, grad_scale=scale, totals=totals)
+            total, found = microbatch_loss(rows, local.fields, self._settings, group, grad_scale=scale, totals=totals)
             found = found._replace(is_bypassed=not self._take_run())
         self.found[local] = found
         return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total
@@ -139,7 +145,7 @@ class ModelLoss:
         """[b, s] cross-entropies for Megatron's own log; detached, so that Megatron trains nothing by them."""
         known, done = self._forward.local.depths, self._forward.depths
         if len(done) == len(known):
-            raise ContractError(
+            raise ScheduleError(
                 f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one would have no weight; call "
                 "validate_args after mtp_num_layers is final"
             )

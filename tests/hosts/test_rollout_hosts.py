@@ -88,7 +88,7 @@ def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_opti
     said = stand_in[host]["refused"]["bypassed head"]
     assert len(set(said)) == 1
     assert re.match(
-        r"ContractError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$",
+        r"ScheduleError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$",
         said[0],
     )
 

@@ -1,4 +1,4 @@
-"""verl: its worker with our engine on two real ranks, from its wheel; and without it, what is taken over and what is refused."""
+"""verl: its worker with our engine on two real ranks, from its wheel; and without it, what is inherited and what is refused."""
 
 import json
 import math
@@ -228,7 +228,7 @@ def test_a_clip_bound_that_is_null_is_clip_ratio():
 def test_a_kl_term_without_a_coefficient_is_measured_by_nobody_and_refused_by_nobody():
     args, rows = arguments(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="k3+")
     assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_aux_aggregation) == (0.0, None, "default")
-    assert "actor.kl_loss_coef is --pg-kl-coef 0.0" in dict(rows)["taken over"]
+    assert "actor.kl_loss_coef is --pg-kl-coef 0.0" in dict(rows)["inherited"]
 
 
 def test_a_scale_factor_that_is_null_is_the_rollouts_response_length():

@@ -25,7 +25,7 @@ from megatron_pg.metrics import Reduction
 from megatron_pg.objectives.grpo import clipped_surrogate
 from megatron_pg.objectives.interface.tokens import Parameters, ratio
 from megatron_pg.plan import planned_step
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 LAYOUT = Layout(data=2, context=2, tensor=2, microbatches=2)
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
@@ -106,14 +106,14 @@ def a_sample_without_trained_tokens_counts_as_one_token():
 
 @mutant
 def a_context_rank_counts_once_for_every_context_rank():
-    with mock.patch.object(Contract, "local_count", lambda self, _: self.context_parallel_size):
+    with mock.patch.object(LossScaling, "local_count", lambda self, _: self.context_parallel_size):
         yield
 
 
 @contextlib.contextmanager
 def loss_scaled_by(factor: float) -> Iterator[None]:
-    original = Contract.outputs
-    with mock.patch.object(Contract, "outputs", lambda self, total, **rest: original(self, total * factor, **rest)):
+    original = LossScaling.outputs
+    with mock.patch.object(LossScaling, "outputs", lambda self, total, **rest: original(self, total * factor, **rest)):
         yield
 
 

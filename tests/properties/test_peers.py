@@ -143,7 +143,7 @@ def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
     (local,) = PlannedStep.of(lambda: [packed], settings, group=None).slices(lambda _: None)
     last = batch.logits.shape[1] - 1
     rows = batch.logits[packed.sample_index[0].clamp(min=0), packed.position_ids[0].clamp(max=last)]
-    return _with_gradient(microbatch_loss(rows, local, settings, None)[0], batch)
+    return _with_gradient(microbatch_loss(rows, local.fields, settings, None)[0], batch)
 
 
 def theirs(batch: Batch, formula) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
-from megatron_pg.hosts.startup import TakenOver
+from megatron_pg.hosts.startup import Inherited
 
 OURS = "megatron_pg"  # the key below `loss_fn` that holds our options
 _NOT_TRUNCATED = 1e9  # above e^20, at which log-ratios are clamped
@@ -61,26 +61,26 @@ def given(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(theirs.get(OURS) or {})
 
 
-def taken_over(theirs: Mapping[str, Any]) -> Iterator[TakenOver]:
+def inherited(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
     """Options of theirs that say what ours say, with their values."""
     ours = given(theirs)
     if "loss_aggregation" not in ours and "custom_pg_loss_reducer_function_path" not in ours:
         mode = "token_mean" if theirs["token_level_loss"] else "sample_mean"
-        yield TakenOver("loss_fn.token_level_loss", "loss_aggregation", mode)
+        yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
     yield from _objective(theirs, ours)
     coefficient = 0.0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
-    yield TakenOver("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
+    yield Inherited("loss_fn.reference_policy_kl_penalty", "pg_kl_coef", coefficient)
     if coefficient and "pg_kl_estimator" not in ours and not _has_no_estimator(theirs):
         # NeMo-RL weighs k3 by π/sg(π): value k3 and gradient x, which is k2's
-        yield TakenOver("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
+        yield Inherited("loss_fn.reference_policy_kl_type k3, by its gradient,", "pg_kl_estimator", "k2")
     if theirs["use_importance_sampling_correction"]:
         yield from _correction(theirs)
 
 
-def _objective(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[TakenOver]:
+def _objective(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Inherited]:
     chosen = next((option for option in _OBJECTIVES if theirs[option]), None)
     if chosen:
-        yield TakenOver(f"loss_fn.{chosen}", "pg_objective", _OBJECTIVES[chosen])
+        yield Inherited(f"loss_fn.{chosen}", "pg_objective", _OBJECTIVES[chosen])
     reads = _reads(_OBJECTIVES.get(chosen), ours)
     for option, name, value in (
         ("ratio_clip_min", "pg_clip_eps_low", theirs["ratio_clip_min"]),
@@ -89,7 +89,7 @@ def _objective(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[T
         ("ratio_clip_c", "pg_dual_clip", theirs["ratio_clip_c"]),
     ):
         if name in reads and value is not None:
-            yield TakenOver(f"loss_fn.{option}", name, value)
+            yield Inherited(f"loss_fn.{option}", name, value)
 
 
 def _reads(chosen: str | None, ours: Mapping[str, Any]) -> set[str]:
@@ -100,17 +100,17 @@ def _reads(chosen: str | None, ours: Mapping[str, Any]) -> set[str]:
     return {number.attribute for number in declared.numbers} if declared else set()
 
 
-def _correction(theirs: Mapping[str, Any]) -> Iterator[TakenOver]:
+def _correction(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
     kind = theirs["truncated_importance_sampling_type"]
     name = _CORRECTIONS.get((kind, theirs["sequence_level_importance_ratios"]))
     if name is None:
         return
     low, high = (theirs[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
     option = "loss_fn.use_importance_sampling_correction"
-    yield TakenOver(option if kind is None else f"{option} with {kind}", "pg_correction", name)
+    yield Inherited(option if kind is None else f"{option} with {kind}", "pg_correction", name)
     bound = "loss_fn.truncated_importance_sampling_ratio"
-    yield TakenOver(f"{bound}_min", "pg_correction_low", 0.0 if low is None else low)
-    yield TakenOver(bound, "pg_correction_high", _NOT_TRUNCATED if kind is None else high)
+    yield Inherited(f"{bound}_min", "pg_correction_low", 0.0 if low is None else low)
+    yield Inherited(bound, "pg_correction_high", _NOT_TRUNCATED if kind is None else high)
 
 
 def _has_no_estimator(theirs: Mapping[str, Any]) -> bool:
@@ -123,7 +123,7 @@ def not_read(theirs: Mapping[str, Any]) -> str:
     found = ["kl_input_clamp_value, kl_output_clamp_value: the penalty is not clamped"]
     if "pg_kl_estimator" in ours:
         found.append("reference_policy_kl_type")
-    if not {"pg_clip_eps_low", "pg_clip_eps_high"} & {flag.attribute for flag in taken_over(theirs)}:
+    if not {"pg_clip_eps_low", "pg_clip_eps_high"} & {flag.attribute for flag in inherited(theirs)}:
         found.append("ratio_clip_min, ratio_clip_max: the objective has no such bounds")
     if "loss_aggregation" in ours or "custom_pg_loss_reducer_function_path" in ours:
         found.append("token_level_loss: the aggregation is given")

@@ -3,14 +3,14 @@
 import functools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.batch import LocalBatch, Sequences, TokenFields
+from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
 from megatron_pg.hosts.nemo_rl.rows import COLUMN, SUM
@@ -19,7 +19,7 @@ from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_loss
 
 VERSION = "NeMo-RL 7ea279ab"  # with which this was run
-_CONTRACT = "takes C·Σwℓ of this rank's tokens, of one micro-batch or packed sequence, divides by C and adds up over micro-batches and ranks"
+_SCALING = "takes C·Σwℓ of this rank's tokens, of one micro-batch or packed sequence, divides by C and adds up over micro-batches and ranks"
 _IN_THE_WORKER = {
     "nemo_rl.models.megatron.train:LossPostProcessor": ("loss_fn", "cfg", "num_microbatches", "cp_normalize")
 }
@@ -43,10 +43,10 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> Checked:
         "NeMo-RL",
         nemo_flags.given(theirs),
         megatron={},
-        taken_over=[*nemo_flags.taken_over(theirs)],
+        inherited=[*nemo_flags.inherited(theirs)],
         refused=[*nemo_flags.refused(theirs, _defaults(cfg)), *refused],
     )
-    return Checked(found.args, [("NeMo-RL", _CONTRACT), *found.rows, ("without effect", nemo_flags.not_read(theirs))])
+    return Checked(found.args, [("NeMo-RL", _SCALING), *found.rows, ("without effect", nemo_flags.not_read(theirs))])
 
 
 def _defaults(cfg: Any) -> dict[str, Any]:
@@ -102,12 +102,7 @@ class PolicyGradientLossFn:
         context = parallel_state.get_context_parallel_group()
         tensor = parallel_state.get_tensor_model_parallel_group()
         fields = self._fields(logits, data, context)
-        total, found = microbatch_loss(
-            _rows(logits),
-            cast(LocalBatch, Namespace(fields=fields)),  # which is all that is read
-            self.settings,
-            tensor if tensor.size() > 1 else None,
-        )
+        total, found = microbatch_loss(_rows(logits), fields, self.settings, tensor if tensor.size() > 1 else None)
         sums = torch.cat([total.detach().double().view(1), found.nonfinite[:1], found.partial])
         if context.size() > 1:
             torch.distributed.all_reduce(sums, group=context)

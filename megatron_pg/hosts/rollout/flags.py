@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pg.declarations.objectives import CLIP_EPS_HIGH, CLIP_EPS_LOW, OBJECTIVES
-from megatron_pg.hosts.startup import TakenOver, defaults
+from megatron_pg.hosts.startup import Inherited, defaults
 
 _CLIPPED = [name for name, each in OBJECTIVES.items() if {CLIP_EPS_LOW, CLIP_EPS_HIGH} <= each.numbers.keys()]
 _EPS_CLIP = 0.2  # their default, which a user has not given
@@ -31,28 +31,28 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name in known or name.startswith(OURS)}
 
 
-def taken_over(args: argparse.Namespace) -> list[TakenOver]:
+def inherited(args: argparse.Namespace) -> list[Inherited]:
     """Flags of the host that say what ours say, with their values."""
     objective = vars(args).get("pg_objective", "grpo")
-    found = [TakenOver("--rollout-temperature", "pg_temperature", args.rollout_temperature)]
+    found = [Inherited("--rollout-temperature", "pg_temperature", args.rollout_temperature)]
     if objective in _CLIPPED:
         bounds = {"eps_clip": CLIP_EPS_LOW, "eps_clip_high": CLIP_EPS_HIGH}
         for name, number in bounds.items():
             value = getattr(args, name)
-            found.append(TakenOver(f"--{name.replace('_', '-')}", number.attribute, value, value == _EPS_CLIP))
+            found.append(Inherited(f"--{name.replace('_', '-')}", number.attribute, value, value == _EPS_CLIP))
     if args.use_tis:  # weights of the tokens: exp(old - rollout), clamped
-        found.append(TakenOver("--use-tis", "pg_correction", "tis"))
+        found.append(Inherited("--use-tis", "pg_correction", "tis"))
         for name, (ours, default) in _TIS.items():
             value = getattr(args, name)
-            found.append(TakenOver(f"--{name.replace('_', '-')}", ours, value, value == default))
+            found.append(Inherited(f"--{name.replace('_', '-')}", ours, value, value == default))
     if args.use_kl_loss and args.kl_loss_coef:
-        found.append(TakenOver("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef))
+        found.append(Inherited("--kl-loss-coef", "pg_kl_coef", args.kl_loss_coef))
         estimator = _ESTIMATORS[args.kl_loss_type]
         if vars(args).get("use_unbiased_kl"):
             estimator += "_weighted"
-        found.append(TakenOver(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator))
+        found.append(Inherited(f"--kl-loss-type {args.kl_loss_type}", "pg_kl_estimator", estimator))
     if args.entropy_coef:
-        found.append(TakenOver("--entropy-coef", "pg_entropy_coef", args.entropy_coef))
+        found.append(Inherited("--entropy-coef", "pg_entropy_coef", args.entropy_coef))
     return found
 
 

@@ -74,7 +74,7 @@ class RolloutHost:
             self.declaration.name,
             rollout_flags.given(args),
             megatron=vars(args),
-            taken_over=rollout_flags.taken_over(args),
+            inherited=rollout_flags.inherited(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
             carried=self.declaration.carried,
             names_streams=self.declaration.names_streams,
@@ -96,9 +96,9 @@ class RolloutHost:
             check_signature(declared.version, path, parameters)
         self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
-        from megatron_pg.hosts.rollout.trainer import CONTRACT, RolloutTrainer, is_writer
+        from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
-        settings, rows = start(declared.name, found, contract=CONTRACT, says=is_writer())
+        settings, rows = start(declared.name, found, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
         self.streams = own_tokens(found.args)
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)

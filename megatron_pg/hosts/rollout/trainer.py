@@ -24,7 +24,7 @@ from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport
 
-CONTRACT = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
+SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
 
 
 class _Work(NamedTuple):

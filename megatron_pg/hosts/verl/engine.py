@@ -33,7 +33,7 @@ from megatron_pg.lm_head.output_layer import check_layer
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.step.findings import StepReport, before_finalize
 
-CONTRACT = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) bring it back to Σwℓ"
+SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) bring it back to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
 ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
 _ROW = "megatron_pg_row"  # column that carries a row's place through verl's cut into micro-batches
@@ -46,7 +46,7 @@ class PolicyGradientEngine(_Theirs):
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self._actor = None if engine_config.forward_only else vars(engine_config).get(ACTOR)
         found = checked(engine_config, model_config, self._actor)
-        self._settings, self._rows = start("verl", found, contract=CONTRACT, says=False)
+        self._settings, self._rows = start("verl", found, scaling=SCALING, says=False)
         self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
         self._metrics_file = found.args.pg_metrics_file
         self._step: HostStep | None = None

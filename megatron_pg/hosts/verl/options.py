@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.hosts.startup import Checked, TakenOver, check
+from megatron_pg.hosts.startup import Checked, Inherited, check
 
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
@@ -68,20 +68,20 @@ def checked(engine: Any, model: Any, actor: Any | None) -> Checked:
         refused += _refused_of_the_loss(actor, given)
     facts = {name: value for name, value in vars(engine).items() if name not in _REFUSED}
     return check(
-        "verl", given, megatron=facts | dict(engine.override_transformer_config), taken_over=taken, refused=refused
+        "verl", given, megatron=facts | dict(engine.override_transformer_config), inherited=taken, refused=refused
     )
 
 
-def _of_the_head(engine: Any) -> Iterator[TakenOver]:
+def _of_the_head(engine: Any) -> Iterator[Inherited]:
     if engine.use_fused_kernels:
-        yield TakenOver("model.use_fused_kernels", "pg_fused_head", "recompute")
+        yield Inherited("model.use_fused_kernels", "pg_fused_head", "recompute")
 
 
-def _of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
+def _of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[Inherited]:
     """The actor's flags that were set, and of the others those that no option replaces."""
     is_theirs, mode = _has_their_objective(actor, given), actor.policy_loss.loss_mode
     if is_theirs and mode in MODES:
-        yield TakenOver(f"actor.policy_loss.loss_mode {mode}", "pg_objective", MODES[mode].objective)
+        yield Inherited(f"actor.policy_loss.loss_mode {mode}", "pg_objective", MODES[mode].objective)
     for theirs, ours in _numbers_of(actor, given).items():
         value, usual = _number(actor, theirs), _USUAL.get(theirs)
         if (
@@ -89,36 +89,36 @@ def _of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
             and (value != usual or (is_theirs and ours not in given))
             and ours in _read_by(actor, given)
         ):
-            yield TakenOver(f"actor.{theirs}", ours, _MADE.get(ours, float)(value))
+            yield Inherited(f"actor.{theirs}", ours, _MADE.get(ours, float)(value))
     yield from _of_the_mean(actor, given)
     if actor.use_kl_loss:
-        yield TakenOver("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
+        yield Inherited("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
         if actor.kl_loss_coef and actor.kl_loss_type in _ESTIMATORS:
             estimator = _ESTIMATORS[actor.kl_loss_type]
-            yield TakenOver(f"actor.kl_loss_type {actor.kl_loss_type}", "pg_kl_estimator", estimator)
+            yield Inherited(f"actor.kl_loss_type {actor.kl_loss_type}", "pg_kl_estimator", estimator)
     if actor.entropy_coeff:
-        yield TakenOver("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
+        yield Inherited("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
     if actor.calculate_entropy and "pg_metrics" not in given:
-        yield TakenOver("actor.calculate_entropy", "pg_metrics", "with_entropy")
+        yield Inherited("actor.calculate_entropy", "pg_metrics", "with_entropy")
     if _has_further_terms(actor) and "pg_aux_aggregation" not in given:
-        yield TakenOver("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
+        yield Inherited("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
 
 
-def _of_the_mean(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
+def _of_the_mean(actor: Any, given: Mapping[str, Any]) -> Iterator[Inherited]:
     """How the policy loss is averaged."""
     name, source = actor.loss_agg_mode, f"actor.loss_agg_mode {actor.loss_agg_mode}"
     mode = _AGGREGATIONS.get(name)
     own = "loss_aggregation" in given or "custom_pg_loss_reducer_function_path" in given
     if mode is None or (own and name == "token-mean") or _divisor_is_unknown(actor, given):
         return
-    yield TakenOver(source, "loss_aggregation", mode)
+    yield Inherited(source, "loss_aggregation", mode)
     if name == "seq-mean-token-sum":
-        yield TakenOver(source, "loss_aggregation_divisor", 1.0)
+        yield Inherited(source, "loss_aggregation_divisor", 1.0)
     elif mode == "constant" and actor.loss_scale_factor is not None:
-        yield TakenOver("actor.loss_scale_factor", "loss_aggregation_divisor", float(actor.loss_scale_factor))
+        yield Inherited("actor.loss_scale_factor", "loss_aggregation_divisor", float(actor.loss_scale_factor))
     elif mode == "constant" and RESPONSE_LENGTH in vars(actor) and "loss_aggregation_divisor" not in given:
         length = vars(actor)[RESPONSE_LENGTH]
-        yield TakenOver(
+        yield Inherited(
             "rollout.response_length (actor.loss_scale_factor is null)", "loss_aggregation_divisor", float(length)
         )
 

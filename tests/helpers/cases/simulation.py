@@ -26,7 +26,7 @@ from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings, metrics_of
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 
@@ -143,14 +143,14 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         _leaf(local, [logits[i] for i in cell], t, layout.tensor, step.filling)
         for local, cell in zip(locals_, cells[d], strict=True)
     ]
-    contract = Contract(
+    scaling = LossScaling(
         per_token=loss.per_token,
         num_microbatches=len(batches),
         data_parallel_size=layout.data,
         context_parallel_size=layout.context,
     )
     group = tensor_group if layout.tensor > 1 else None
-    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, group)
+    outputs, reports, counted = _schedule(locals_, leaves, scaling, loss, layout, group)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
     return SimpleNamespace(
         rank=rank,
@@ -163,19 +163,19 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
     )
 
 
-def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
+def _schedule(locals_, leaves, scaling: LossScaling, loss: LossSettings, layout: Layout, tp_group):
     """Megatron's schedule over this rank's micro-batches."""
     outputs, finalized = [], []
 
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
         with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
-            total, found = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+            total, found = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local.fields, loss, tp_group)
         outputs.append(found)
-        return total, lambda out: contract.outputs(out, policy=found.policy)
+        return total, lambda out: scaling.outputs(out, policy=found.policy)
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token
+        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=scaling.per_token
     )
     config.finalize_model_grads_func = lambda model, count, **rest: finalized.append(count)
     model = torch.nn.Module()
@@ -199,7 +199,7 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
             micro_batch_size=0,
             pg_collection=groups,
         )
-    return outputs, reports, int(finalized[0]) if contract.per_token else 0
+    return outputs, reports, int(finalized[0]) if scaling.per_token else 0
 
 
 def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:

@@ -15,7 +15,7 @@ from megatron_pg import Sample, StepPlanError, pack, validate_args
 from megatron_pg.batch import slice_batch
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.support import without_missing
@@ -268,12 +268,12 @@ def test_ids_beyond_the_vocabulary_are_refused_where_a_token_is_trained():
     model = SimpleNamespace(vocab_size=16)
     batches = [pack([sample([[5, 15], [], [16], [8]])], qkv_format="thd")]
     check_vocabulary_of_supports(batches, model, SETTINGS)
-    with pytest.raises(ContractError, match="holds token id 15 at response token 0, the vocabulary has 12"):
+    with pytest.raises(ScheduleError, match="holds token id 15 at response token 0, the vocabulary has 12"):
         check_vocabulary_of_supports(batches, model, dataclasses.replace(SETTINGS, vocab_size=12))
     tool = [pack([sample([[5], [], [16], [8]], **OF_TOOL)], qkv_format="thd")]
-    with pytest.raises(ContractError, match="holds token id 16 at response token 2, the vocabulary has 16"):
+    with pytest.raises(ScheduleError, match="holds token id 16 at response token 2, the vocabulary has 16"):
         check_vocabulary_of_supports(tool, model, with_reference(has_policy=False))
-    with pytest.raises(ContractError, match="holds token id 21 at response token 3"):
+    with pytest.raises(ScheduleError, match="holds token id 21 at response token 3"):
         check_vocabulary_of_supports([pack([sample([[5], [], [1], [8, 21]])], qkv_format="thd")], model, SETTINGS)
 
 

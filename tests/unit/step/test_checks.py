@@ -13,7 +13,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_pg import ContextRanks, Sample, StepPlan, pack
-from megatron_pg.plan.errors import ContractError, StepPlanError
+from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.forward_step import PolicyGradientStep
@@ -84,7 +84,7 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
     if not changed:
         threads.run(2, work)
         return
-    with pytest.raises(ContractError, match="step plan differs between ranks 0 and 1"):
+    with pytest.raises(ScheduleError, match="step plan differs between ranks 0 and 1"):
         threads.run(2, work)
 
 
@@ -100,7 +100,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(monkeyp
     for row, position in [(0, 5), (1, 0)]:
         tokens = batch.tokens.clone()
         tokens[row, position] = 8
-        with pytest.raises(ContractError, match="micro-batch 0 holds token id 8, the vocabulary has 8"):
+        with pytest.raises(ScheduleError, match="micro-batch 0 holds token id 8, the vocabulary has 8"):
             checks.check_batches([dataclasses.replace(batch, tokens=tokens)], call)
 
 
@@ -112,10 +112,10 @@ def test_layers_with_a_state_get_no_packed_rows(kind):
     padded, packed = pack([sample()], qkv_format="bshd", max_seq_len=4), pack([sample()], qkv_format="thd")
     checks.check_packing([padded, padded], chunks)
     checks.check_packing([packed], chunks[:1])
-    with pytest.raises(ContractError, match=rf"has {kind.__name__} layers, whose state .* give padded rows"):
+    with pytest.raises(ScheduleError, match=rf"has {kind.__name__} layers, whose state .* give padded rows"):
         checks.check_packing([padded, packed], chunks)
     chunks[1].hybrid_layer_pattern = "*-|M-"
-    with pytest.raises(ContractError, match=r"layers \(--hybrid-layer-pattern \*-\|M-\), whose"):
+    with pytest.raises(ScheduleError, match=r"layers \(--hybrid-layer-pattern \*-\|M-\), whose"):
         checks.check_packing([packed], chunks)
 
 
@@ -132,7 +132,7 @@ def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(m
     if not refused:
         checks.check_batches([batch], call)
         return
-    with pytest.raises(ContractError, match="micro-batch 0 holds a document of 5 positions, the model has 4"):
+    with pytest.raises(ScheduleError, match="micro-batch 0 holds a document of 5 positions, the model has 4"):
         checks.check_batches([batch], call)
 
 
@@ -148,11 +148,11 @@ def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
         with step._checked_before_finalize(config, []):
             config.finalize_model_grads_func([])
             if fails:
-                raise ContractError("a mistake")
+                raise ScheduleError("a mistake")
 
     for number in range(1, 3):
         if fails:
-            with pytest.raises(ContractError):
+            with pytest.raises(ScheduleError):
                 run()
         else:
             run()
@@ -183,7 +183,7 @@ def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeyp
     if message is None:
         checks.check_model([model], loss, forward_only=False, is_attached=True)
         return
-    with pytest.raises(ContractError, match=message):
+    with pytest.raises(ScheduleError, match=message):
         checks.check_model([model], loss, forward_only=False, is_attached=True)
 
 
@@ -202,7 +202,7 @@ def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
     if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
         checks.check_batches([batch], call)
         return
-    with pytest.raises(ContractError, match="ends in a TypeError for packed rows"):
+    with pytest.raises(ScheduleError, match="ends in a TypeError for packed rows"):
         checks.check_batches([batch], call)
 
 
@@ -249,7 +249,7 @@ def test_what_would_not_go_by_a_micro_batchs_own_ranks_is_refused(monkeypatch, c
     if named is None:
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
         return
-    with pytest.raises(ContractError, match=f"cannot be combined with {named}"):
+    with pytest.raises(ScheduleError, match=f"cannot be combined with {named}"):
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
 
 
@@ -258,7 +258,7 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
     own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
     checks.check_cuts([plain, plain], None)
     with pytest.raises(
-        ContractError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step goes by"
+        ScheduleError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step goes by"
     ):
         checks.check_cuts([plain, own[0, 2]], None)
 
@@ -267,7 +267,7 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
         checks.check_cuts([own[0, 2], own[rank, 1]], groups)
         assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
         for wrong in (plain, own[1 - rank, 1]):
-            with pytest.raises(ContractError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is no run"):
+            with pytest.raises(ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is no run"):
                 checks.check_cuts([own[0, 2], wrong], groups)
 
     threads.run(2, work)
@@ -328,5 +328,5 @@ def test_what_a_sharding_wrapper_would_get_wrong_is_refused(monkeypatch, kind, r
     if message is None:
         checks._check_wrapper(model, given)
     else:
-        with pytest.raises(ContractError, match=message):
+        with pytest.raises(ScheduleError, match=message):
             checks._check_wrapper(model, given)

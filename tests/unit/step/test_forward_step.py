@@ -14,7 +14,7 @@ from samples import make_sample, random_step
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics import Reduction
-from megatron_pg.plan.errors import ContractError, LostPeerError, NonFiniteLossError
+from megatron_pg.plan.errors import LostPeerError, NonFiniteLossError, ScheduleError
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step import forward_step
 from megatron_pg.step.findings import Gathered, gather_found
@@ -41,14 +41,14 @@ def test_logits_without_a_loss_have_the_precision_of_the_loss(words):
 
 def test_a_model_without_a_loss_of_its_own_is_refused_by_name():
     args = add_arguments(argparse.ArgumentParser()).parse_args([])
-    with pytest.raises(ContractError, match="gave a Linear, which has no compute_language_model_loss"):
+    with pytest.raises(ScheduleError, match="gave a Linear, which has no compute_language_model_loss"):
         PolicyGradientStep(LossSettings.from_args(args)).attach(torch.nn.Linear(1, 1))
 
 
 def test_a_forward_on_one_rank_alone_is_refused_before_any_collective():
     """Megatron's process_non_loss_data_func asks the last rank for one."""
     step = PolicyGradientStep(types.SimpleNamespace(metrics=None))
-    with pytest.raises(ContractError, match=r"^collect_non_loss_data asks for outputs"):
+    with pytest.raises(ScheduleError, match=r"^collect_non_loss_data asks for outputs"):
         step.forward_backward(print, collect_non_loss_data=True, forward_only=True)
 
 

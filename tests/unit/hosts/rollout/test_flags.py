@@ -63,7 +63,7 @@ def test_their_numbers_are_ours_and_are_said():
     found = checked.args
     assert (found.pg_temperature, found.pg_clip_eps_low, found.pg_clip_eps_high) == (0.7, 0.1, 0.3)
     assert (found.pg_kl_coef, found.pg_kl_estimator, found.pg_entropy_coef) == (0.1, "k3", 0.01)
-    said = dict(checked.rows)["taken over"].split("; ")
+    said = dict(checked.rows)["inherited"].split("; ")
     assert "--kl-loss-coef is --pg-kl-coef 0.1" in said
     assert "--kl-loss-type low_var_kl is --pg-kl-estimator k3" in said
     assert len(said) == 6
@@ -126,7 +126,7 @@ def test_their_truncated_importance_sampling_is_ours(host):
     found = host.checked(arguments(use_tis=True, tis_clip=1.5, tis_clip_low=0.5))
     args = found.args
     assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.5, 1.5)
-    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["taken over"]
+    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["inherited"]
     args = host.checked(arguments(use_tis=True)).args
     assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.0, 2.0)
     assert host.checked(arguments(use_tis=True, pg_correction_high=3.0)).args.pg_correction_high == 3.0
