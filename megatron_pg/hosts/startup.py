@@ -42,12 +42,17 @@ class Inherited:
     @property
     def ours(self) -> str:
         """Our flag."""
-        return "--" + self.attribute.replace("_", "-")
+        return flag_of(self.attribute)
 
     @property
     def name(self) -> str:
         """The name of the flag alone."""
         return self.theirs.partition(" ")[0].rstrip(",")
+
+
+def flag_of(name: str) -> str:
+    """The flag of an argument."""
+    return "--" + name.replace("_", "-")
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -254,7 +254,7 @@ def test_the_reference_model_needs_no_actor():
 
 
 REFUSED = [
-    ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is no mean over the step"),
+    ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is not a mean over the step"),
     ({}, {"loss_scale_factor": 100}, "actor.loss_scale_factor=100 has no effect with loss_agg_mode=token-mean"),
     (
         {},
@@ -294,7 +294,7 @@ REFUSED = [
     ({"pg_objective": "reinforce"}, {"clip_ratio_high": 0.28}, "actor.clip_ratio_high=0.28 has no effect"),
     ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"}, {"use_kl_loss": True, "kl_loss_type": "k2"}, "say different things"),
     ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "say different things of one loss"),
-    ({"pg_temperature": 0.7}, {}, "a second temperature beside rollout.temperature"),
+    ({"pg_temperature": 0.7}, {}, "a second temperature in addition to verl's rollout.temperature"),
     ({"fp32_lm_head": True}, {}, "fp32_lm_head needs model.use_fused_kernels=True"),
     ({"pg_fused_head": "forward"}, {"engine": {"use_fused_kernels": True}}, "use recompute"),
     ({"loss_aggregation": "prompt_mean"}, {"ppo_epochs": 2}, "actor.ppo_epochs=2 cannot tell"),

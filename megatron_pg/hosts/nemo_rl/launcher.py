@@ -66,7 +66,7 @@ def _checked_before(setup: Callable) -> Callable:
 
     @functools.wraps(setup)
     def checked_setup(master_config: Any, *rest: Any, **named: Any) -> Any:
-        args, rows = checked(nemo_flags.options_of(master_config), [*nemo_flags.refused_of_policy(master_config)])
+        args, rows = checked(master_config.loss_fn, [*nemo_flags.refused_of_policy(master_config)])
         known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
         sys.stdout.write(banner_of([*known, *rows]) + "\n")
         found = setup(master_config, *rest, **named)

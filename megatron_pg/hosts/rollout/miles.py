@@ -6,26 +6,29 @@ from typing import Any
 
 from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
 from megatron_pg.hosts.rollout.samples import Rollout
-from megatron_pg.hosts.startup import attribute
+from megatron_pg.hosts.startup import attribute, flag_of
 
 _ITERATORS = "miles.backends.megatron_utils.actor:get_data_iterator"
 _REFUSED = {
     "true_on_policy_mode": "rounds log-probabilities to bfloat16",
-    "use_dynamic_global_batch_size": "changes the number of rollouts of a step behind the loss's back",
-    "delay_split_train_data_by_dp": "cuts the data on the trainer's side, without a schedule of micro-batches",
+    "use_dynamic_global_batch_size": "changes the number of rollouts per step after the step is planned",
+    "delay_split_train_data_by_dp": "cuts the data in the trainer, without a schedule of micro-batches",
     "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks",
-    "multi_lora_n_adapters": "gives every adapter a batch of its own",
+    "multi_lora_n_adapters": "gives every adapter its own batch",
     "observe_training_entropy": "is a metric of the loss that ours replaces; --pg-metrics with_entropy has it",
-    "debug_disable_optimizer": "steps no optimizer, before which metrics are combined",
+    "debug_disable_optimizer": "never calls optimizer.step(), where metrics are reduced",
 }
 
 
 def _refused(args: argparse.Namespace) -> Iterator[str]:
     if args.rollout_top_p != 1.0:
-        yield f"--rollout-top-p {args.rollout_top_p}: the batches do not say which tokens were kept, and the loss reads all logits; use 1.0"
+        yield (
+            f"--rollout-top-p {args.rollout_top_p}: the batches do not contain the kept tokens, and the loss reads all "
+            "logits; use 1.0"
+        )
     for name, reason in _REFUSED.items():
         if vars(args).get(name):
-            yield f"--{name.replace('_', '-')} {reason}, so it cannot go with this loss; remove it"
+            yield f"{flag_of(name)} {reason}, so this loss does not support it; remove it"
 
 
 HOST = RolloutHost(

@@ -37,7 +37,7 @@ def test_what_the_loss_does_not_do_is_refused_by_name(host, name):
 
 def test_a_top_p_needs_a_host_that_says_what_was_kept():
     assert slime.HOST.checked(arguments(rollout_top_p=0.9)).args.pg_temperature == 1.0
-    with pytest.raises(ArgumentError, match=r"--rollout-top-p 0\.9: the batches do not say which tokens were kept"):
+    with pytest.raises(ArgumentError, match=r"--rollout-top-p 0\.9: the batches do not contain the kept tokens"):
         miles.HOST.checked(arguments(rollout_top_p=0.9))
 
 
@@ -139,7 +139,7 @@ def test_their_truncated_importance_sampling_is_ours(host):
         ({"pg_correction": "icepop"}, "--use-tis of slime, tis, and --pg-correction icepop"),
         ({"tis_clip": 1.5, "pg_correction_high": 3.0}, "--tis-clip of slime, 1.5, and --pg-correction-high 3.0"),
         ({"tis_clip": 1.0, "tis_clip_low": 1.5}, "--tis-clip"),
-        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not done by this loss"),
+        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not supported by this loss"),
     ],
 )
 def test_truncated_importance_sampling_that_contradicts_is_refused(more, message):
