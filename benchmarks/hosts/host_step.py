@@ -1,7 +1,9 @@
-"""What the benchmarks of hosts share: a model, documents, an optimizer that steps nothing, and what is measured of a step.
+"""What the benchmarks of hosts share: a model, documents, an optimizer that steps nothing, and what is measured of a
+step.
 
-One process, no Transformer Engine. A step's micro-batches hold one document each; beside the peak memory stands what
-docs/kernels.md (Memory) expects of it: what was allocated when the hidden states left the layers, and what the head may add.
+One process, no Transformer Engine. A step's micro-batches hold one document each; next to the peak memory is what
+docs/kernels.md (Memory) expects of it: what was allocated when the hidden states left the layers, and what the head may
+add.
 """
 
 import argparse
@@ -75,7 +77,7 @@ def kernel(given: argparse.Namespace) -> dict[str, str]:
 
 
 class CausalAttention(nn.Module):
-    """The core of a row that holds one document and padding behind it, by torch."""
+    """Attention of a row that contains one document followed by padding, by torch."""
 
     def __init__(self, *positional: object, **keywords: object):
         super().__init__()
@@ -172,11 +174,13 @@ def documents(given: argparse.Namespace) -> list:
 
 
 def head_bytes(kind: str, weight: Tensor, tokens: int, rows: int) -> int:
-    """Memory beyond weights, gradients' buffers and the layers' activations at the peak, by docs/kernels.md (Memory), in bytes.
+    """Memory beyond weights, gradients' buffers and the layers' activations at the peak, by docs/kernels.md (Memory),
+    in bytes.
 
     Args:
-        kind: "fused", a fused head, or "split", one with that backward; "float32", stored float32 logits; "cast", stored bfloat16
-            logits, of which Float16Module makes float32 ones; "twice", stored float32 logits and once more their softmax or gradient.
+        kind: "fused", a fused head, or "split", one with that backward; "float32", stored float32 logits; "cast",
+            stored bfloat16 logits, of which Float16Module makes float32 ones; "twice", stored float32 logits and once
+            more their softmax or gradient.
         weight: [V, H], bfloat16.
         tokens: N, of the micro-batch.
         rows: N_t of them, for which the fused head makes logits.
@@ -238,7 +242,8 @@ class Meter:
         return run
 
     def report(self, added: int | None) -> dict[str, Any]:
-        """Of the steps behind the first one; `added` by the head, expected, in bytes; None: not known."""
+        """Median over the steps after the first one; `added`: bytes that the head is expected to add, None if not
+        known."""
         times = self.milliseconds[1:]
         found: dict[str, Any] = {"loss": self.name, "ms": statistics.median(times), "ms, largest": max(times)}
         if self.peaks:
@@ -259,7 +264,7 @@ class Loss:
 
 
 def compare(losses: Sequence[Loss], given: argparse.Namespace, device: torch.device) -> None:
-    """Every loss in turn on a model of its own, beside the first one's time and memory."""
+    """Every loss in turn on its own model, compared with the first one's time and memory."""
     host: dict[str, Any] = {}
     for loss in losses:
         meter = Meter(loss.name, device)

@@ -1,10 +1,12 @@
-"""Step time and peak memory of verl's own Megatron engine with its own loss, with ours, and with ours and the float32 head.
+"""Step time and peak memory of verl's own Megatron engine with its own loss, with ours, and with ours and the float32
+head.
 
     python benchmarks/hosts/verl_step.py                      # one GPU, a model of 0.5 billion parameters
     python benchmarks/hosts/verl_step.py --cpu --layers 1 --hidden 64 --heads 1 --columns 64 --tokens 32  # does it run
 
-verl's `TrainingWorker.train_mini_batch` from its wheel (constraints/verl.txt, on PYTHONPATH): one mini-batch, one document in a
-micro-batch, random tokens, the optimizer does nothing (`host_step`). verl has a float32 head where it has fused kernels.
+verl's `TrainingWorker.train_mini_batch` from its wheel (constraints/verl.txt, on PYTHONPATH): one mini-batch, one
+document in a micro-batch, random tokens, the optimizer does nothing (`host_step`). verl has a float32 head where it has
+fused kernels.
 """
 
 import argparse
@@ -17,16 +19,12 @@ from host_step import Idle, Loss, Meter
 from torch import nn
 
 LOSSES = {  # what the head keeps at its peak (`host_step.head_bytes`), options of ours, verl's use_fused_kernels
-    "verl's own loss": (
-        "twice",
-        None,
-        False,
-    ),  # the logits' gradient, before and behind the division by the temperature
+    "verl's own loss": ("twice", None, False),  # the logits' gradient, before and after the division by the temperature
     "ours": ("cast", {}, False),
     "ours, use_fused_kernels": ("fused", {}, True),
     "ours, use_fused_kernels, split backward": ("split", {"fp32_lm_head_backward": "split"}, True),
 }
-THEIRS = {"verl's own loss, use_fused_kernels": (None, None, True)}  # Triton kernels of its own, which no CPU runs
+THEIRS = {"verl's own loss, use_fused_kernels": (None, None, True)}  # its own Triton kernels, which no CPU runs
 
 
 def run(

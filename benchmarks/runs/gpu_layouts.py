@@ -3,10 +3,10 @@
     python benchmarks/runs/gpu_layouts.py --out runs/layouts            # writes layouts.md and layouts.json there
     python benchmarks/runs/gpu_layouts.py --out runs/layouts --only CP  # those whose name holds the expression
 
-One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights, through
-examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of the same model, steps of
-documents over two data-parallel ranks with each other: how many documents a rank gives to a step depends on the number of ranks.
-Several runs share a GPU, so their times mean nothing: for those, throughput.py.
+One GPU samples rollouts and trains on them; every layout then trains on the same rollouts from the same weights,
+through examples/launch_gpu.sh and Megatron's pretrain(). A layout of a mixture of experts is compared with one GPU of
+the same model, steps of documents over two data-parallel ranks with each other: how many documents a rank gives to a
+step depends on the number of ranks. Several runs share a GPU, so their times mean nothing: for those, throughput.py.
 """
 
 import argparse
@@ -113,10 +113,10 @@ STEPS = 4
 SECONDS = 120  # of one run
 SHARE = 4  # runs on a GPU at a time
 FLAGS = shlex.split(
-    f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 "
-    "--lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32 --group-size 8 "
-    "--task digit_sort --vocab-size 12 --hidden-size 256 --num-attention-heads 8 --seq-length 12 --max-position-embeddings 12 "
-    "--micro-batch-size 32 --global-batch-size 256"
+    f"--loss-aggregation constant --loss-aggregation-divisor 6 --warm-up-iters 0 --train-iters {STEPS} --log-interval "
+    "1 --lr-warmup-iters 0 --lr 1e-4 --exact-match-interval 1000 --exact-match-prompts 64 --prompts-per-rollout 32 "
+    "--group-size 8 --task digit_sort --vocab-size 12 --hidden-size 256 --num-attention-heads 8 --seq-length 12 "
+    "--max-position-embeddings 12 --micro-batch-size 32 --global-batch-size 256"
 )
 
 
@@ -136,7 +136,7 @@ def launch(name: str, out: Path, rollouts: Path | None, gpus: str | None = None)
 
 def run(folder: Path, script: str, flags: list[str], environment: dict[str, str], gpus: str | None = None) -> None:
     """One run of examples/launch_gpu.sh with a script of this folder; what it prints goes to output.txt in its own."""
-    shutil.rmtree(folder, ignore_errors=True)  # nothing of an earlier run is taken for this one's
+    shutil.rmtree(folder, ignore_errors=True)  # no output of an earlier run is mistaken for this one's
     environment = os.environ | environment
     environment |= {
         "CACHED": "",
@@ -150,7 +150,7 @@ def run(folder: Path, script: str, flags: list[str], environment: dict[str, str]
     folder.mkdir(parents=True, exist_ok=True)
     command = ["timeout", str(SECONDS), "bash", str(ROOT / "examples" / "launch_gpu.sh"), *flags]
     output = folder / "output.txt"
-    with output.open("w") as file:  # no pipe: a process that stays behind would hold it open
+    with output.open("w") as file:  # no pipe: a process that survives would keep it open
         code = subprocess.run(command, env=environment, stdout=file, stderr=file).returncode
     if code:
         lines = re.findall(r"^.*\w+Error: .*$", output.read_text(), re.MULTILINE)
@@ -189,7 +189,7 @@ def read(folder: Path) -> dict | None:
 
 
 def table(results: dict[str, dict | None]) -> str:
-    """Markdown: every layout beside the one that it is compared with."""
+    """Markdown: every layout and the layout that it is compared with."""
     lines = [
         "| layout | pg_loss of step 1 | differs, 4 steps | grad_norm of step 1 | differs, 4 steps | GiB |",
         "|---|---:|---:|---:|---:|---:|",

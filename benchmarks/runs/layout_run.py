@@ -1,7 +1,7 @@
 """examples/train_grpo.py from weights that are the same under every layout; benchmarks/runs/gpu_layouts.py launches it.
 
-A parameter's values follow from its global name alone, so that runs on other numbers of GPUs start from the same model. At the
-end every rank's peak memory is written to the run's folder.
+A parameter's values follow from its global name alone, so that runs on other numbers of GPUs start from the same model.
+At the end every rank's peak memory is written to the run's folder.
 """
 
 import hashlib

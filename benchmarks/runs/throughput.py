@@ -3,10 +3,10 @@
     python benchmarks/runs/throughput.py --out runs/throughput         # writes throughput.md there
     python benchmarks/runs/throughput.py --model experts               # 64 experts and multi-token prediction
 
-The example with a GPT of 1.5 billion parameters (28 layers of 1536, a vocabulary of 151,936) on random rows of 4096 tokens, half of
-them response; beside it, the same model on the same rows by Megatron's own cross-entropy. A step is 131,072 tokens. With
-`--model experts` a mixture of 64 experts of 2.2 billion parameters with one depth of multi-token prediction, rows of 2048, from weights
-that their names determine, so that losses and gradient norms of the layouts can be compared.
+The example with a GPT of 1.5 billion parameters (28 layers of 1536, a vocabulary of 151,936) on random rows of 4096
+tokens, half of them response; and the same model on the same rows with Megatron's own cross-entropy. A step is 131,072
+tokens. `--model experts` is a mixture of 64 experts of 2.2 billion parameters with one depth of multi-token prediction
+and rows of 2048. Its weights follow from their names, so that losses and gradient norms of the layouts can be compared.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from gpu_layouts import ENGINE, ROOT, folder_of, run
 
 STEPS = 10
 COMMON = shlex.split(
-    f"--rollouts random --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 --lr-warmup-iters 0 --exact-match-interval 1000 "
-    "--micro-batch-size 2 --prompts-per-rollout 4 --task digit_sort --group-size 8 --swiglu --normalization RMSNorm "
-    "--disable-bias-linear --group-query-attention --num-query-groups 4 --position-embedding-type rope "
-    "--loss-aggregation constant --loss-aggregation-divisor 4096 --pg-metrics basic"
+    f"--rollouts random --warm-up-iters 0 --train-iters {STEPS} --log-interval 1 --lr-warmup-iters 0 "
+    "--exact-match-interval 1000 --micro-batch-size 2 --prompts-per-rollout 4 --task digit_sort --group-size 8 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 4 "
+    "--position-embedding-type rope --loss-aggregation constant --loss-aggregation-divisor 4096 --pg-metrics basic"
 )
 MODELS = {  # tokens of a row, rows of a step, flags
     "dense": (4096, 32, "--num-layers 28 --hidden-size 1536 --ffn-hidden-size 8960 --num-attention-heads 12"),
@@ -34,7 +34,7 @@ MODELS = {  # tokens of a row, rows of a step, flags
         8,  # of Megatron's own experts, which run one after the other
         "--num-layers 18 --hidden-size 1024 --ffn-hidden-size 512 --num-attention-heads 16 --num-experts 64 "
         "--moe-ffn-hidden-size 512 --moe-router-topk 4 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.001 "
-        "--mtp-num-layers 1 --pg-clip-eps-low 1 --pg-clip-eps-high 1e6",  # no bound, on whose sides noise would put tokens
+        "--mtp-num-layers 1 --pg-clip-eps-low 1 --pg-clip-eps-high 1e6",  # no bound that noise could cross
     ),
 }
 HEADS = {"": (), ", --fp32-lm-head": ("--fp32-lm-head",), ", --pg-fused-head": ("--pg-fused-head",)}
@@ -95,9 +95,13 @@ def read(folder: Path, gpus: int) -> Result | None:
 
 
 def table(results: dict[str, Result | None], tokens: int) -> str:
-    """Markdown: beside the same layout with Megatron's own loss, and beside our first run in loss and gradient norm."""
+    """Markdown: speed relative to the same layout with Megatron's own loss; loss and gradient norm against our first
+    run."""
     lines = [
-        "| layout and head | ms a step | tokens/s | tokens/s per GPU | GiB | times the speed of cross-entropy | loss differs | norm differs |",
+        (
+            "| layout and head | ms a step | tokens/s | tokens/s per GPU | GiB | times the speed of cross-entropy | "
+            "loss differs | norm differs |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     first = next((result for result in results.values() if result and result.losses), None)
@@ -109,8 +113,8 @@ def table(results: dict[str, Result | None], tokens: int) -> str:
         share = f"{baseline.milliseconds / result.milliseconds:.3f}" if baseline else ""
         speed = tokens / (result.milliseconds / 1e3)
         lines.append(
-            f"| {name} | {result.milliseconds:.0f} | {speed:,.0f} | {speed / result.gpus:,.0f} | {result.gib:.1f} | {share} | "
-            f"{differences(result, first)} |"
+            f"| {name} | {result.milliseconds:.0f} | {speed:,.0f} | {speed / result.gpus:,.0f} | {result.gib:.1f} | "
+            f"{share} | {differences(result, first)} |"
         )
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """Attention that lets context parallelism run without Transformer Engine. For demonstrations and tests only.
 
-Megatron's own local attention refuses context parallelism. This core gathers keys and values over the group, puts
-them into natural order, and attends causally within each document from the positions that this rank holds. It keeps
-a mask, and where torch has no better kernel a score, of every pair of positions: fine for tests, not for long sequences.
+Megatron's own local attention refuses context parallelism. This core gathers keys and values over the group, puts them
+into natural order, and attends causally within each document from the positions that this rank holds. It keeps a mask,
+and where torch has no better kernel a score, of every pair of positions: fine for tests, not for long sequences.
 """
 
 import torch
@@ -64,7 +64,8 @@ def _documents(packed_seq_params, length: int) -> list[int]:
 
 
 def allowed(documents: list[int], reach: int | None, device: torch.device) -> Tensor:
-    """[s, s] bool: a position sees itself and earlier positions of its document, `reach` of them in a sliding window."""
+    """[s, s] bool: a position sees itself and earlier positions of its document, `reach` of them in a sliding
+    window."""
     lengths = torch.tensor(documents, device=device)
     document = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)
     causal = torch.ones(len(document), len(document), device=device).tril()

@@ -6,7 +6,8 @@ tensor parallelism are plain torch. `enable()` answers those names with the CPU 
 * a device named "cuda" in any torch call means the CPU; `.cuda()` returns the tensor, memory is never pinned;
 * `Tensor.type()` says `torch.cuda.FloatTensor`, because Megatron's optimizer and gradient clipping compare that name;
 * `torch.cuda.*` reports one device, no memory use, and streams and events that do nothing;
-* `torch.accelerator` reports that there is none: a CUDA build of torch would name CUDA, and optimizers would ask it for a stream;
+* `torch.accelerator` reports no accelerator: a CUDA build of torch would name CUDA, and optimizers would ask it for a
+stream;
 * the CUDA random states are the CPU's.
 
 On a GPU nothing here is imported.

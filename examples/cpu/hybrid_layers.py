@@ -1,7 +1,7 @@
 """Megatron's HybridModel of a layer pattern, of Transformer Engine's layers or of Megatron's own.
 
-Megatron brings layers of Transformer Engine for it. Of its own layers, attention (`*`) and MLP (`-`) or experts (`E`) are
-the two halves of a GPTModel's.
+Megatron brings layers of Transformer Engine for it. Of Megatron's own layers, attention (`*`) and MLP (`-`) or experts
+(`E`) are the two halves of a GPTModel's.
 """
 
 import inspect
@@ -43,13 +43,13 @@ def hybrid_model(config, pattern: str, *, local: bool, packed: bool = False, **a
         arguments: all others of the model.
 
     Raises:
-        ValueError: the release has no such model, Megatron's own layers lack a symbol of the pattern, or it has experts and
-            their number is not given.
+        ValueError: the release has no such model, Megatron's own layers lack a symbol of the pattern, or it has experts
+            and their number is not given.
     """
     if "hybrid_layer_pattern" not in inspect.signature(HybridModel).parameters:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern} needs megatron-core 0.17 or later, this is {megatron.core.__version__}, whose hybrid model "
-            "takes no such pattern. Leave it out: a GPTModel has the same attention and MLP layers."
+            f"--hybrid-layer-pattern {pattern} needs megatron-core 0.17 or later, this is {megatron.core.__version__}, "
+            "whose hybrid model takes no such pattern. Leave it out: a GPTModel has the same attention and MLP layers."
         )
     spec = _local_stack(config, pattern, packed) if local else _transformer_engine_stack()
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments)
@@ -58,8 +58,8 @@ def hybrid_model(config, pattern: str, *, local: bool, packed: bool = False, **a
 def _local_stack(config, pattern: str, packed: bool) -> ModuleSpec:
     if unknown := sorted(set(pattern) - set(LOCAL)):
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern} has {' '.join(unknown)}, which --transformer-impl local cannot build. Write it with "
-            f"{' '.join(LOCAL)} only, or use Transformer Engine."
+            f"--hybrid-layer-pattern {pattern} has {' '.join(unknown)}, which --transformer-impl local cannot build. "
+            f"Write it with {' '.join(LOCAL)} only, or use Transformer Engine."
         )
     if "E" in pattern and not config.num_moe_experts:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Megatron's local layers with what they lack without Transformer Engine: packed rows, context and sequence parallelism."""
+"""Megatron's local layers with what they lack without Transformer Engine: packed rows, context and sequence
+parallelism."""
 
 import torch
 from cpu import all_gather_attention
@@ -7,7 +8,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class _MarkedForSequenceParallelism:
-    """Megatron's torch norms refuse sequence parallelism; these mark their parameters for the extra reduction it needs."""
+    """Megatron's torch norms refuse sequence parallelism; these mark their parameters for the extra reduction it
+    needs."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **rest):
         super().__init__(hidden_size, eps=eps)
@@ -52,7 +54,7 @@ def layer_spec(config, *, packed: bool, vp_stage: int | None = None):
 
 
 def prediction_spec(config, layers, *, local: bool = True, vp_stage: int | None = None):
-    """The layers of multi-token prediction beside those of a GPT model; None on a stage that has none of them.
+    """The layers of multi-token prediction for a GPT model; None on a stage without them.
 
     Args:
         config: the model's TransformerConfig.

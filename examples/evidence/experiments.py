@@ -1,10 +1,11 @@
 """Does the choice of a loss change a run? The experiments of docs/evidence.md, on one GPU or on a CPU.
 
-    python examples/evidence/experiments.py run aggregation microbatches     # trains what is missing of these experiments
-    python examples/evidence/experiments.py show --json docs/evidence        # tables, and a picture and a JSON file of each
+    python examples/evidence/experiments.py run aggregation microbatches     # trains the missing runs
+    python examples/evidence/experiments.py show --json docs/evidence        # a table, picture and JSON file of each
 
-A run is examples/train_grpo.py from its seed's warm start, whose weights it takes, with the flags of its arm. `run` can be stopped and started again: a run that
-has ended is kept, one that was cut goes on from its last checkpoint. An arm that stands in two experiments is trained once.
+A run is examples/train_grpo.py from its seed's warm start, whose weights it takes, with the flags of its arm. `run` can
+be stopped and started again: a run that has ended is kept, one that was cut goes on from its last checkpoint. An arm
+that stands in two experiments is trained once.
 """
 
 import argparse
@@ -29,7 +30,7 @@ TOP_P = f"{TOKEN_MEAN} --top-p 0.9"
 
 @dataclass(frozen=True)
 class Arm:
-    """What a run is given beside the flags of all, and what it starts from."""
+    """The flags that a run has in addition to the common ones, and what it starts from."""
 
     flags: str
     start: str = "start"
@@ -96,7 +97,10 @@ SCALES = {
         cached="",
         flags="--exact-match-interval 25 --exact-match-prompts 256",
         start="--warm-up-iters 600 --train-iters 600 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 30",
-        arms="--warm-up-iters 600 --train-iters 800 --lr 5e-5 --min-lr 5e-5 --lr-decay-style constant --lr-warmup-iters 0",
+        arms=(
+            "--warm-up-iters 600 --train-iters 800 --lr 5e-5 --min-lr 5e-5 --lr-decay-style constant "
+            "--lr-warmup-iters 0"
+        ),
         student="--num-layers 2 --hidden-size 160 --num-attention-heads 2",
         teacher="--teacher-num-layers 4 --teacher-hidden-size 800",
     ),
@@ -107,7 +111,10 @@ SCALES = {
         flags="--task list_programs --seq-length 48 --max-position-embeddings 48 --vocab-size 20 "
         "--prompts-per-rollout 16 --global-batch-size 128 --exact-match-interval 50 --exact-match-prompts 512",
         start="--warm-up-iters 700 --train-iters 700 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20",
-        arms="--warm-up-iters 700 --train-iters 950 --lr 2e-4 --min-lr 2e-4 --lr-decay-style constant --lr-warmup-iters 0",
+        arms=(
+            "--warm-up-iters 700 --train-iters 950 --lr 2e-4 --min-lr 2e-4 --lr-decay-style constant "
+            "--lr-warmup-iters 0"
+        ),
         student="--num-layers 2 --hidden-size 48 --num-attention-heads 2",
         teacher="--teacher-num-layers 3 --teacher-hidden-size 96",
     ),
@@ -256,7 +263,7 @@ Curves = dict[str, dict[str, dict[str, list[float | None]]]]  # arm, seed, metri
 
 
 def records_of(folder: Path) -> list[dict[str, object]]:
-    """The steps of a run behind its warm start."""
+    """The steps of a run after its warm start."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["phase"] != "warm-up"]
 
@@ -307,10 +314,11 @@ def _mean(values: list[float | None]) -> float:
 
 
 def agreement_of(runs: Runs, experiment: str, seeds: list[int]) -> str:
-    """Beside the first arm, from the same weights: how far the first step's gradient norm is from its, and for how long rewards are equal."""
+    """Compared with the first arm, from the same weights: difference of the first gradient norm, and steps of equal
+    reward."""
     first, *others = EXPERIMENTS[experiment]
     lines = [
-        f"| beside `{first}` | seed | gradient's norm, first step | equal rewards, steps |",
+        f"| compared with `{first}` | seed | gradient's norm, first step | equal rewards, steps |",
         "|---|---:|---:|---:|",
     ]
     for name in others:
@@ -345,7 +353,7 @@ def draw(curves: Curves, experiment: str, path: Path) -> None:
         axis.set_title(COLUMNS.get(name, ("tokens of a response",))[0], fontsize=10)
         axis.grid(alpha=0.3)
     for axis in axes[1]:
-        axis.set_xlabel("optimizer steps behind the warm start")
+        axis.set_xlabel("optimizer steps after the warm start")
     axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=85)
@@ -376,7 +384,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time, on one GPU or the cores")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop what is not ready then")
     parser.add_argument("--start-flags", default="", help='further flags of the warm starts: --start-flags="…"')
-    parser.add_argument("--arm-flags", default="", help="further flags of the arms, likewise")
+    parser.add_argument("--arm-flags", default="", help="further flags of the arms, as one string")
     parser.add_argument("--json", type=Path, default=Path("runs/evidence/shown"), help="folder of files and pictures")
     args = parser.parse_args()
     if unknown := [name for name in args.experiments if name not in EXPERIMENTS]:

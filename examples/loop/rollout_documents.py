@@ -23,7 +23,8 @@ class SampledDocuments:
         path: the rank's rollout file; its model-parallel peers read it and one of them writes it.
         sample_batch: batch number -> samples, with `step` set to the optimizer steps that the run has done; called on
             every model-parallel peer.
-        iteration: optimizer steps that the run has done; batches that were sampled later are dropped, and sampled again.
+        iteration: optimizer steps that the run has done; batches that were sampled later are dropped, and sampled
+            again.
         is_writer: whether this process writes the file.
         group_by: the field whose equal values make a group.
         version: of the rollout file.
@@ -44,12 +45,12 @@ class SampledDocuments:
         self.batch: list[Sample] = []  # the last one
 
     def begin(self, position: int) -> Iterator[list[Sample]]:
-        """Groups behind the first `position` documents; the file must have been continued by then."""
+        """Groups after the first `position` documents; the file must have been continued by then."""
         recorded = _samples_of(self._path)
         if len(recorded) < position:
             raise ValueError(
-                f"{self._path} holds {len(recorded)} documents and the checkpoint has trained {position}, so what it had sampled "
-                "further is not known. Resume with the --run-dir of that run."
+                f"{self._path} holds {len(recorded)} documents and the checkpoint has trained {position}, so what it "
+                "had sampled further is not known. Resume with the --run-dir of that run."
             )
         next_batch = recorded[-1].extra[BATCH] + 1 if recorded else 0
         self.batch = [sample for sample in recorded if sample.extra[BATCH] == next_batch - 1]
@@ -77,7 +78,7 @@ def groups_of(samples: list[Sample], field: str) -> list[list[Sample]]:
 
 
 def behind(groups: list[list[Sample]], position: int) -> Iterator[list[Sample]]:
-    """The groups behind the first `position` documents, which end with a group."""
+    """The groups after the first `position` documents, which end with a group."""
     for group in groups:
         if position <= 0:
             yield group

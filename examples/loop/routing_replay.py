@@ -2,7 +2,7 @@
 
     pretrain(..., routing_replay=MegatronReplay())
 
-The model is built with `--moe-enable-routing-replay`, and every sample has `routed_experts`. Gates are computed anew, and
+The model is built with `--moe-enable-routing-replay`, and every sample has `routed_experts`. Gates are recomputed, and
 have gradients; only the choice is the engine's.
 """
 
@@ -20,7 +20,8 @@ class MegatronReplay:
 
     @contextmanager
     def forward(self, model: nn.Module, experts: Tensor) -> Iterator[None]:
-        """The routers of this chunk take `experts`; where their layers are recomputed, each takes the same once more."""
+        """The routers of this chunk take `experts`; where their layers are recomputed, each takes the same once
+        more."""
         replays = _replays_of(model)
         for layer, replay in replays.items():
             replay.set_target_indices(experts[layer].long())  # which also queues them for a recomputation
@@ -62,8 +63,9 @@ def _replays_of(model: nn.Module) -> dict[int, RouterReplay]:
     config, found = get_attr_wrapped_model(model, "config"), {}
     if not config.moe_enable_routing_replay or config.moe_router_fusion:
         raise ValueError(
-            f"moe_enable_routing_replay is {config.moe_enable_routing_replay} and moe_router_fusion {config.moe_router_fusion}, so the "
-            "router would not read the experts; build the model with --moe-enable-routing-replay and without --moe-router-fusion"
+            f"moe_enable_routing_replay is {config.moe_enable_routing_replay} and moe_router_fusion "
+            f"{config.moe_router_fusion}, so the router would not read the experts; build the model with "
+            "--moe-enable-routing-replay and without --moe-router-fusion"
         )
     for layer in get_attr_wrapped_model(model, "decoder").layers:
         router = getattr(layer.mlp, "router", None)

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics.jsonl, rollouts.jsonl, arguments.json, curves.png, a progress line."""
+"""What a run writes and shows: metrics.jsonl, rollouts.jsonl, arguments.json, curves.png, a progress line."""
 
 import json
 import math
@@ -75,9 +75,9 @@ class RunFolder:
 
 
 def continue_rollouts(path: Path, sampled: int, version: int = 1) -> RolloutWriter:
-    """A writer of `path` behind the samples of the first `sampled` steps.
+    """A writer that continues `path` after the samples of the first `sampled` steps.
 
-    Later ones will be sampled again; an earlier run's, too, stay in a copy beside it (rollouts.jsonl.1 and so on).
+    Later ones will be sampled again; an earlier run's, too, stay in a copy next to it (rollouts.jsonl.1 and so on).
     """
     scratch, found = path.with_suffix(".part"), []
     if path.exists():
@@ -115,7 +115,8 @@ def _clock(seconds: float) -> str:
 
 
 def draw(path: Path) -> None:
-    """curves.png from metrics.jsonl: reward, exact match, response length, and pg_loss or the distance from the teacher."""
+    """curves.png from metrics.jsonl: reward, exact match, response length, and pg_loss or the distance from the
+    teacher."""
     import matplotlib
 
     matplotlib.use("Agg")

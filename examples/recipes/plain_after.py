@@ -1,4 +1,5 @@
-"""A Megatron-LM pretrain script on recorded documents. plain_before.py trains by cross-entropy, plain_after.py by RL."""
+"""A Megatron-LM pretrain script on recorded documents. plain_before.py trains by cross-entropy, plain_after.py by
+RL."""
 
 import sys
 from pathlib import Path

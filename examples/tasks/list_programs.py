@@ -2,8 +2,9 @@
 
     prompt    5 0 3 9  . sort double =        response    0 3 5 9 ; 0 6 0 8 ; # 0 6 0 8 !
 
-Tokens 0-9 are digits, then come the operations. A response may write lists, each ended by THEN, as many as it likes; what counts is
-the list between ANSWER and STOP. Right answers without steps are hard for a small model, and those with steps are longer.
+Tokens 0-9 are digits, then come the operations. A response may write lists, each ended by THEN, as many as it likes;
+what counts is the list between ANSWER and STOP. Right answers without steps are hard for a small model, and those with
+steps are longer.
 """
 
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class ListPrograms:
         return found
 
     def steps(self, prompt: list[int]) -> list[list[int]]:
-        """The list behind every operation of the program."""
+        """The list after every operation of the program."""
         digits, found = prompt[: self.digits], []
         for operation in prompt[self.digits : -1]:
             digits = OPERATIONS[operation](digits)

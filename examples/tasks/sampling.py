@@ -1,7 +1,7 @@
 """Sampling from a Megatron model under any tensor-, sequence-, context- and pipeline-parallel layout.
 
-Every model-parallel peer ends with the same samples: logits are brought to all of them, and they draw with the same random
-numbers. The whole row is computed again for every token, which a task of 16 tokens can afford.
+Every model-parallel peer ends with the same samples: logits are brought to all of them, and they draw with the same
+random numbers. The whole row is computed again for every token, which a task of 16 tokens can afford.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ class Completions:
 class Policy:
     """The model under training, as a sampler. `chunks` are its (virtual) pipeline stages on this rank.
 
-    Where ranks with other prompts share its experts, all ranks must sample at the same time, and the same number of prompts.
+    Where ranks with other prompts share its experts, all ranks must sample at the same time, and the same number of
+    prompts.
     """
 
     def __init__(self, chunks: list, *, width: int, temperature: float):
@@ -64,9 +65,10 @@ class Policy:
         ]
 
     def sample(self, prompts: list[list[int]], uniforms: torch.Tensor, *, stop: int, top_p: float = 1.0) -> Completions:
-        """One response per prompt, drawn token by token until `stop`, of the likeliest tokens that have the probability `top_p`.
+        """One response per prompt, drawn token by token until `stop`, with top-p sampling.
 
-        `uniforms`: [prompts, most tokens], the number of [0, 1) behind every draw, so that who draws a row does not matter.
+        `uniforms`: [prompts, most tokens], the number in [0, 1) that decides every draw, so a row does not depend on
+        the rank that draws it.
         """
         done = Completions(*([[] for _ in prompts] for _ in range(3)))
         reader = self._reader(prompts, uniforms.shape[1])
@@ -140,8 +142,8 @@ class Policy:
 
 
 class CachedPolicy(Policy):
-    """The same on one pipeline stage without context or sequence parallelism, for prompts of one length: keys and values of what was
-    read are kept, so that a token costs one position of every row."""
+    """The same on one pipeline stage without context or sequence parallelism, for prompts of one length: keys and
+    values of what was read are kept, so that a token costs one position of every row."""
 
     def _reader(self, prompts: list[list[int]], max_tokens: int) -> Reader:
         (model,) = self._chunks

@@ -1,6 +1,7 @@
 """The example's samples: imitated, sampled and shown right answers of its task, and those of all ranks together.
 
-Prompts and draws are those of the whole step, of which a rank takes its part: they do not depend on the number of ranks.
+Prompts and draws are those of the whole step, of which a rank takes its part: they do not depend on the number of
+ranks.
 """
 
 import math
@@ -25,7 +26,7 @@ TASKS = {
     "long_programs": ListPrograms(digits=5, most_operations=5),
 }
 OPTIONAL = ("teacher_logprobs", "old_entropies")  # fields that samples of a run may have
-DEMONSTRATIONS = "sft"  # the stream that right answers are of beside the rollouts
+DEMONSTRATIONS = "sft"  # the term of right answers, in addition to the rollouts
 
 
 def task_of(args) -> DigitSort | ListPrograms:
@@ -98,7 +99,7 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
 def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
     """This rank's right answers of a step, which the stream of demonstrations trains."""
     count = args.demonstrations_per_step // mpu.get_data_parallel_world_size()
-    first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # behind the rollouts
+    first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # after the rollouts
     prompts, answers = _shown(count, args, generator)
     return [
         _sample(
@@ -135,7 +136,8 @@ def with_values(samples: list[Sample], name: str, values_of: Callable[..., list[
 
 
 def gather_samples(samples: list[Sample], args) -> list[Sample]:
-    """All data-parallel ranks' samples of a step, as one table of numbers per rank, NaN for what a sample does not have."""
+    """All data-parallel ranks' samples of a step, as one table of numbers per rank, NaN for what a sample does not
+    have."""
     width = args.seq_length
     table = torch.full((len(samples), 7 + (3 + len(OPTIONAL)) * width), math.nan, dtype=torch.float64)
     for row, sample in zip(table, samples, strict=True):

@@ -16,8 +16,8 @@ from torch import nn
 def load_teacher(path: str, build: Callable[..., nn.Module], args) -> Policy:
     """The policy that a run of the example saved with `--save path`.
 
-    Its flags of the model are this run's, but for `--teacher-num-layers` and `--teacher-hidden-size`, with as many more heads and
-    feed-forward channels.
+    Its flags of the model are this run's, but for `--teacher-num-layers` and `--teacher-hidden-size`, with as many more
+    heads and feed-forward channels.
 
     Args:
         path: the run's `--save`; its latest checkpoint is read.
@@ -25,13 +25,13 @@ def load_teacher(path: str, build: Callable[..., nn.Module], args) -> Policy:
         args: the arguments of this run.
 
     Raises:
-        ValueError: there is no such checkpoint, or this run has several virtual stages.
+        ValueError: the checkpoint does not exist, or this run has several virtual stages.
     """
     tracker = Path(path) / "latest_checkpointed_iteration.txt"
     if not tracker.exists():
         raise ValueError(f"--teacher {path} holds no checkpoint. Give the --save of a run that has saved one.")
     if args.virtual_pipeline_model_parallel_size:
-        raise ValueError("--teacher does not go with virtual pipeline stages here. Leave them out.")
+        raise ValueError("--teacher does not support virtual pipeline stages here. Leave them out.")
     config = core_transformer_config_from_args(_with_sizes(args))
     model = build(config=config, pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage())
     saved = {"model": model.sharded_state_dict()}

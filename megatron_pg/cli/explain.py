@@ -10,7 +10,7 @@ from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
-from megatron_pg.flags.streams import has_policy
+from megatron_pg.flags.facts import Facts
 
 Rows = list[tuple[str, str]]  # what is named, and how it stands
 
@@ -77,7 +77,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
     Without the number of rollouts the weights are in units of 1/N_r.
     """
-    if args.custom_pg_loss_reducer_function_path is not None or not has_policy(args):
+    if args.custom_pg_loss_reducer_function_path is not None or not Facts(args).has_policy:
         return []
     mean = sum(lengths) / len(lengths)
     declared, rollouts = AGGREGATIONS[args.loss_aggregation], _fixed_rollouts(args, layout) or 1
@@ -140,7 +140,7 @@ def _say_rows(title: str, rows: Rows) -> None:
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
-    if not has_policy(args):
+    if not Facts(args).has_policy:
         say("  nothing by the objective, which is dropped; by a stream what its denominators above say")
         return
     if not weights:

@@ -132,7 +132,7 @@ def test_a_minority_of_doubtful_values_leaves_other_causes_untold():
     bad = np.arange(len(engine)) % 20 == 0
     trainer[bad] = trainer[np.roll(np.flatnonzero(bad), 1)]
     gap = gap_from(engine, trainer, ids=tokens)
-    assert alignment.doubt(gap, LEVEL).startswith("some values may be of different tokens")
+    assert alignment.doubt(gap, LEVEL).startswith("some values may belong to different tokens")
     assert not alignment.doubt(gap.where(~bad), LEVEL)
 
 
@@ -330,7 +330,7 @@ def test_a_shift_is_measured_and_undone(lag):
 
 
 def test_holes_in_the_loss_mask_are_no_neighbours():
-    """Tokens that stand beside each other in the columns and not in the document are not compared."""
+    """Tokens adjacent in the columns but not in the document are not compared."""
     logits, tokens, rng = contexts(14)
     engine = logprobs(logits, tokens)
     gap = gap_from(engine, np.minimum(engine + rng.normal(0, 0.01, len(engine)), 0), ids=tokens)
