@@ -111,6 +111,8 @@ class HostStep:
             side_by_side: each sample has a row of its own, all of one length, and the loss takes positions [s, b] as Megatron's
                 layers have them: the first of every row, then the second of every row.
         """
+        if self._planned is None:
+            raise HostLossError("this pipeline stage has no loss, so it has no micro-batch; call on the last stage")
         samples, size = [self._samples[i] for i in members], self._context.size() if self._context else 1
         if side_by_side:
             batch = pack(samples, qkv_format="bshd", cp_size=size, max_seq_len=padded_lengths[0])

@@ -1,6 +1,7 @@
 """The few collectives of the plugin, on whatever device a group needs: tables and texts, never a pickle."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,9 @@ def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error:
     else:
         options = AllgatherOptions()
         options.timeout = LAST_WORDS  # the operation's, which would keep the process from its end
+        target: Any = group or dist.group.WORLD
         try:
-            (group or dist.group.WORLD).allgather([gathered], [values], options).wait(LAST_WORDS)
+            target.allgather([gathered], [values], options).wait(LAST_WORDS)
         except RuntimeError as lost:
             raise error from lost
     return torch.stack(gathered).cpu()

@@ -142,7 +142,8 @@ def plan_from_table(
         _check_copies(heads)
     whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
     _check_shares(whole.is_balanced, local.shares, group)
-    name_of = partial(_name_of, local.ids, group)
+    known = {column: ids for column, ids in local.ids.items() if ids is not None}
+    name_of = partial(_name_of, known, group)
     _check_undivided(whole.divided, rule.undivided, name_of)
     _check_groups(whole.mixed, name_of)
     _check_conflicts(whole.conflicting, local, name_of, group)
@@ -183,7 +184,7 @@ def _plan_streams(
     for stream in rule.streams:
         column, denominators = columns[stream.tokens], None
         own = count(column, live_only=rule.live_only and stream.tokens in rule.policy)
-        if stream.aggregation != AS_POLICY:
+        if stream.aggregation and stream.aggregation != AS_POLICY:
             denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
         found[stream.name] = StreamPlan(
             denominators=denominators,
@@ -193,7 +194,7 @@ def _plan_streams(
     return found
 
 
-def _name_of(ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, place: int, column: int) -> str:
+def _name_of(ids: Mapping[int, Sequence[Id | None]], group: ProcessGroup | None, place: int, column: int) -> str:
     """The id of a sample."""
     return _told(lambda index: shorten(ids[column][index]), group, place)
 
@@ -279,7 +280,7 @@ def _check_unique(
     whole: WholeStep, heads: Sequence[Head], rule: PlanRule, local: LocalTable, group: ProcessGroup | None
 ) -> str | None:
     """Refuse ids that every rank numbers anew; a warning where that cannot be told."""
-    if len(heads) == 1 or not rule.numbers_may_repeat:
+    if group is None or len(heads) == 1 or not rule.numbers_may_repeat:
         return None
     sizes, warning = [head.num_samples for head in heads], None
     if any(head.has_rollout_ids == 1 for head in heads):

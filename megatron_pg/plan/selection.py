@@ -31,6 +31,7 @@ from megatron_pg.plan.exchange import gathered
 from megatron_pg.plan.microbatches import CountedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import KEPT, SelectionFacts, is_brought, places_of
+from megatron_pg.plan.weights import TokenFactors
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
@@ -69,18 +70,23 @@ def select_tokens(
     brought = [place for place in held if is_brought(place, group)]
     samples = [held[place] for place in brought]
     heads = gathered(_head(samples, declared, error), group, error)
-    if heads[:, _HAS_FAILED].any():
+    if counted.table is None or heads[:, _HAS_FAILED].any():
         return counted
     means = _means(heads, declared)
     keys = [declared.load_key()(sample, *means) for sample in samples]
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
     everyones, lines = _gathered_tokens(lines, keys, heads, group)
     step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
-    nothing = Chosen(everyones.bool(), None)
+    nothing = Chosen(everyones.bool(), None)  # type: ignore[arg-type]  # objectives are not checked for None yet
     chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
-    return _with_choice(batches, counted, settings, group, _masks(batches, of_place, group), facts)
+    factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
+    rows = counted.table.rows.clone()
+    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
+    mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
+    rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
+    return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)
 
 
 def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:
@@ -145,22 +151,14 @@ def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: P
 
 def _with_choice(
     batches: Sequence[PackedBatch],
-    counted: CountedStep,
-    settings: LossSettings,
-    group: ProcessGroup | None,
+    factors: Sequence[TokenFactors],
     masks: Sequence[Tensor],
-    facts: SelectionFacts,
-) -> CountedStep:
-    """The choice in the factors of the tokens, and in the table what it keeps."""
-    if CORRECTIONS[settings.correction.name].selection.penalises:
-        factors = [replace(own, penalised=chosen) for own, chosen in zip(counted.factors, masks, strict=True)]
-    else:
-        factors = [
-            replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
-            for batch, own, chosen in zip(batches, counted.factors, masks, strict=True)
-        ]
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
-    rows = counted.table.rows.clone()
-    mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
-    rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
-    return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)
+    declared: SelectionDeclaration,
+) -> list[TokenFactors]:
+    """The choice in the factors of the tokens."""
+    if declared.penalises:
+        return [replace(own, penalised=chosen) for own, chosen in zip(factors, masks, strict=True)]
+    return [
+        replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
+        for batch, own, chosen in zip(batches, factors, masks, strict=True)
+    ]

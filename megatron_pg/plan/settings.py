@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -60,12 +61,12 @@ class LossSettings:
             name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in facts.correction_numbers.items()}
         )
         anchor = CORRECTIONS[correction.name].anchor
+        opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
         own = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
-            opsm_anchor=anchor,
-            opsm_threshold=correction.high if anchor else None,
+            **opsm,
             streams=facts.streams,
             grad_divisor=args.pg_grad_divisor,
             entropy_support=args.pg_entropy_support,

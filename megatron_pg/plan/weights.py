@@ -30,7 +30,7 @@ class TokenFactors:
     reducer: Tensor | None  # float64, what a custom reducer weighs, before 1/N_r or 1/T
     corrections: Tensor | None  # float64, factor on the policy term; None: data do not decide, or there is none
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
-    penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
+    penalised: Tensor  # bool, trained and with the correction's further loss
 
     def kept_per_sample(self, batch: PackedBatch, streams: Sequence[str] = (POLICY,)) -> list[int]:
         """Tokens of each sample that one of the streams trains and no correction rejects; -1 where it is of none of them."""
@@ -62,6 +62,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
         reducer=reducer,
         corrections=corrections,
         kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
+        penalised=torch.zeros_like(batch.loss_mask),
     )
 
 
@@ -117,6 +118,8 @@ def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> Non
 
 def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
     for sample in samples:
+        if sample.advantages is None:
+            continue
         trained = sample.advantages[sample.loss_mask]
         if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
             raise ValueError(

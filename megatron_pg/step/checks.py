@@ -194,7 +194,9 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
 
 def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> None:
     head, readers = settings.teacher_head, [s.tokens for s in settings.terms.streams if s.reads_hidden]
-    for sample in (sample for batch in batches for sample in batch.samples if readers):
+    if head is None:
+        return
+    for sample in (sample for batch in batches for sample in batch.samples):
         states, is_read = sample.teacher_hidden, any(sample.mask_of(name) is not None for name in readers)
         if is_read and states is not None and states.shape[1] != head.width:
             raise ScheduleError(

@@ -29,7 +29,7 @@ class ContextGroups:
 
     def __init__(self, plane: ProcessGroup):
         self.plane = plane
-        self._groups: dict[ContextRanks, ProcessGroup] = {}
+        self._groups: dict[ContextRanks | None, ProcessGroup] = {}
         self._collections: list[Any] = []  # of the layers, while a step runs
         mine, ranks = plane.rank(), torch.distributed.get_process_group_ranks(plane)
         planes = (

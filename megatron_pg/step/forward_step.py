@@ -97,7 +97,7 @@ class PolicyGradientStep:
         self._groups: ContextGroups | None = None  # under dynamic_cp, from the first step on
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
-        self._scaling: LossScaling | None = None  # of the step in progress
+        self._scaling: LossScaling  # of the step in progress
         self.steps = 0  # that have begun, without evaluations; for messages
         self._has_warned = False  # of ids that may not be unique
 
@@ -126,7 +126,7 @@ class PolicyGradientStep:
                 "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
             )
         inputs = (local.inputs.tokens, local.inputs.position_ids, None)
-        rest = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
+        rest: dict[str, Any] = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
         rest["packed_seq_params"] = _packed_seq_params(local, self._groups.use(local.whole) if self._groups else None)
         if return_schedule_plan:
             self._loss.expect(local)
@@ -240,14 +240,14 @@ class PolicyGradientStep:
         # under dynamic_cp every rank takes whole units, and any rank may count their samples
         undivided = () if fetched.documents is None or self._groups else self._units
         rule = replace(self.settings.plan_rule, undivided=undivided)
-        planned, failure = None, None
         try:
             planned = PlannedStep.of(
                 fetched.batches_or_error, self.settings, group=group, rule=rule, check=partial(self._check, call)
             )
-        except StepPlanError as error:
-            failure = error
-        check_agreement(planned.batches if planned else [], planned.plan if planned else None, failure, group)
+        except StepPlanError as failure:
+            check_agreement([], None, failure, group)
+            raise
+        check_agreement(planned.batches, planned.plan, None, group)
         if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
             warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
@@ -268,7 +268,8 @@ class PolicyGradientStep:
         """This rank's micro-batches, after the checks of the model and the data iterator."""
         takes_documents = self.documents is not None and not call.forward_only
         batches: Sequence[PackedBatch] = []
-        source, error = None, None
+        source: Iterator = iter(())
+        error: Exception | None = None
         try:
             check_model(call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached)
             self._loss.check_layer(next(call.chunks[0].parameters()).device)
@@ -287,7 +288,7 @@ class PolicyGradientStep:
     def _take_documents(
         self,
         documents: DocumentAccumulator | SharedDocumentAccumulator,
-        source: Iterator | None,
+        source: Iterator,
         chunks: list[Any],
         error: Exception | None,
     ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:

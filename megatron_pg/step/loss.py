@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | N
 def head_of(call: HeadCall, settings: LossSettings) -> Head:
     """How the fused head takes a call of the output layer."""
     return Head(
-        mode=settings.head_mode,
+        mode=settings.head_mode or "forward",
         backward=settings.head_backward,
         impl=settings.impl,
         sequence_parallel=call.sequence_parallel,
@@ -139,7 +139,8 @@ def _with_diagnostics(
     with torch.no_grad():
         policy = found.loss.detach()
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
-        values = TokenValues(fields, found, settings.terms, totals, vocab_size)
+        sizes: dict[str, Any] = {"vocab_size": vocab_size}
+        values = TokenValues(fields, found, settings.terms, totals, **sizes)
         if settings.terms.streams:
             policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
+from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
@@ -43,8 +44,8 @@ class ModelLoss:
         self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
         self._take_run: Callable[[], bool] = lambda: True  # whether the head in it made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
-        self._plan: StepPlan | None = None  # of the step in progress
-        self._scaling: LossScaling | None = None
+        self._plan: StepPlan  # of the step in progress, from `begin` on
+        self._scaling: LossScaling
         self._tp_group: ProcessGroup | None = None  # None: one rank
         self._mtp_factor = 0.0  # λ
         self._forward: _Forward | None = None
@@ -73,9 +74,9 @@ class ModelLoss:
         def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
             if self._forward is None:
                 return language_model_loss(labels, logits)
-            if labels is not self._forward.local.inputs.labels:  # multi-token prediction brings its own
-                return self._of_depth(labels, logits, deferred)
-            return self._of_policy(logits, deferred)
+            if labels is not self._forward.local.inputs.labels:  # multi-token prediction has its own
+                return self._of_depth(self._forward, labels, logits, deferred)
+            return self._of_policy(self._forward, logits, deferred)
 
         model.compute_language_model_loss = compute_language_model_loss
         if postprocess := getattr(model, "_postprocess", None):
@@ -92,8 +93,8 @@ class ModelLoss:
         if self._float32_layer is None:
             return
         check_layer(self._float32_layer, is_fused=self._settings.head_mode is not None)
-        if self._settings.teacher_head is not None and self._teacher_weight is None:
-            self._teacher_weight = _teacher_weight(self._float32_layer, self._settings, device)
+        if (head := self._settings.teacher_head) is not None and self._teacher_weight is None:
+            self._teacher_weight = _teacher_weight(self._float32_layer, head, self._settings.vocab_size, device)
 
     def begin(self, plan: StepPlan, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
         """A step begins."""
@@ -114,8 +115,8 @@ class ModelLoss:
         """A schedule will end the model's forward over this micro-batch, in `_postprocess`, when it comes to it."""
         self._expected[id(local.inputs.labels)] = local
 
-    def _of_policy(self, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
-        local, depths = self._forward.local, self._forward.depths
+    def _of_policy(self, forward: _Forward, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
+        local, depths = forward.local, forward.depths
         if len(depths) != len(local.depths):
             raise ScheduleError(
                 f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, so their losses "
@@ -141,17 +142,17 @@ class ModelLoss:
         self.found[local] = found
         return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total
 
-    def _of_depth(self, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
+    def _of_depth(self, forward: _Forward, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
         """[b, s] cross-entropies for Megatron's own log; detached, so that Megatron trains nothing by them."""
-        known, done = self._forward.local.depths, self._forward.depths
+        known, done = forward.local.depths, forward.depths
         if len(done) == len(known):
             raise ScheduleError(
                 f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one would have no weight; call "
                 "validate_args after mtp_num_layers is final"
             )
         depth = known[len(done)]
-        if deferred:
-            done.append(depth_head_loss(deferred.take(logits), depth, self._settings))
+        if deferred and (call := deferred.take(logits)):
+            done.append(depth_head_loss(call, depth, self._settings))
         else:
             done.append(depth_loss(_rows(logits), depth, self._settings, self._tp_group))
         return done[-1].losses.view(labels.t().shape).t()
@@ -166,13 +167,13 @@ def _keep_the_embeddings_gradient(model: Any) -> None:
         model.shared_embedding_or_output_weight().zero_out_wgrad = True
 
 
-def _teacher_weight(layer: Any, settings: LossSettings, device: torch.device) -> Tensor:
+def _teacher_weight(layer: Any, head: TeacherHead, vocab_size: int | None, device: torch.device) -> Tensor:
     """This rank's rows of the teacher's head, beside those of the student's output layer."""
     columns, group = layer.output_size_per_partition, layer.tp_group
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    if settings.vocab_size is None:
-        settings.teacher_head.check_vocabulary(columns * ranks)
-    return settings.teacher_head.read(rank * columns, columns, dtype=layer.config.params_dtype, device=device)
+    if vocab_size is None:
+        head.check_vocabulary(columns * ranks)
+    return head.read(rank * columns, columns, dtype=layer.config.params_dtype, device=device)
 
 
 def _rows(logits: Tensor) -> Tensor:

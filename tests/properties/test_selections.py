@@ -148,7 +148,7 @@ def chosen_in(
     planned = PlannedStep.of(lambda: batches, step.loss, group=group, rule=rule)
     plan = planned.plan
     numbers = [i for cell in cut.cells[rank] for i in cell]
-    whole = [own.corrections if own.penalised is None else own.penalised for own in planned.factors]
+    whole = [own.penalised if step.loss.correction.name == PENALTY else own.corrections for own in planned.factors]
     lengths = [step.samples[i].response_length for i in numbers]
     # a rank's plan has the denominators of what it holds
     return plan.selection, list(zip(numbers, torch.cat(whole).split(lengths), plan.denominators.tolist(), strict=True))

@@ -71,9 +71,10 @@ def inherited(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
         mode = "token_mean" if theirs["token_level_loss"] else "sample_mean"
         yield Inherited("loss_fn.token_level_loss", "loss_aggregation", mode)
     selected = next((option for option in _OBJECTIVES if theirs[option]), None)
-    if selected:
-        yield Inherited(f"loss_fn.{selected}", "pg_objective", _OBJECTIVES[selected])
-    reads = _reads(_OBJECTIVES.get(selected), ours)
+    objective = _OBJECTIVES[selected] if selected else None
+    if objective:
+        yield Inherited(f"loss_fn.{selected}", "pg_objective", objective)
+    reads = _reads(objective, ours)
     for option, name, plus in (
         ("ratio_clip_min", CLIP_EPS_LOW.attribute, 0),
         ("ratio_clip_max", CLIP_EPS_HIGH.attribute, 0),
@@ -91,11 +92,11 @@ def inherited(theirs: Mapping[str, Any]) -> Iterator[Inherited]:
         yield from _correction(theirs)
 
 
-def _reads(selected: str | None, ours: Mapping[str, Any]) -> set[str]:
+def _reads(objective: str | None, ours: Mapping[str, Any]) -> set[str]:
     """Arguments that the objective in force reads; a custom objective reads none of theirs."""
     if ours.get("pg_custom_objective_path"):
         return set()
-    declared = OBJECTIVES.get(selected or ours.get("pg_objective", DEFAULT))
+    declared = OBJECTIVES.get(objective or ours.get("pg_objective", DEFAULT))
     return {number.attribute for number in declared.numbers} if declared else set()
 
 

@@ -51,7 +51,7 @@ class RolloutTrainer:
         self._steps: list[HostStep] = []
         self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host hands on
         self._numbers, self._current = (0, 0), HostStep(settings)  # the host's rollout, and its number of the step
-        self._report: StepReport | None = None
+        self._report: StepReport  # of the latest step
         self._rollout: Rollout | None = None  # whose tokens must live as long as their ids are used
 
     @property
@@ -128,15 +128,17 @@ class RolloutTrainer:
         config = get_model_config(model[0])
         if not isinstance(config.finalize_model_grads_func, _Around):
             config.finalize_model_grads_func = _Around(config.finalize_model_grads_func, before=self._check)
-        if self._log is not None and not isinstance(optimizer.step, _Around):
-            optimizer.step = _Around(optimizer.step, behind=lambda result: self._write(optimizer, result))
+        if (log := self._log) is not None and not isinstance(optimizer.step, _Around):
+            optimizer.step = _Around(optimizer.step, after=lambda result: self._write(log, optimizer, result))
 
     def _check(self) -> None:
-        self._report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+        report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+        if report is not None:
+            self._report = report
         if self._current is self._steps[-1]:  # the host frees the rollout's data before its rollout engine wakes up
             self._rollout, self._work = None, {}
 
-    def _write(self, optimizer: Any, result: Any) -> None:
+    def _write(self, log: HostLog, optimizer: Any, result: Any) -> None:
         if not (isinstance(result, tuple) and len(result) == 3):
             raise HostLossError(
                 f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros). Use a release of the trainer "
@@ -144,7 +146,7 @@ class RolloutTrainer:
             )
         is_done, grad_norm, _ = result
         groups = optimizer.param_groups
-        self._log.write(
+        log.write(
             *self._numbers,
             self._report,
             grad_norm=None if grad_norm is None else float(grad_norm),
@@ -154,21 +156,21 @@ class RolloutTrainer:
 
 
 class _Around:
-    """A function with something before or behind it; one that it is already around is known by its type."""
+    """A function with a call before or after it; its type marks functions that already have one."""
 
     def __init__(
         self,
         function: Callable,
         *,
         before: Callable[[], None] = lambda: None,
-        behind: Callable[[Any], None] = lambda result: None,
+        after: Callable[[Any], None] = lambda result: None,
     ):
-        self._function, self._before, self._behind = function, before, behind
+        self._function, self._before, self._after = function, before, after
 
     def __call__(self, *positional: object, **keywords: object) -> Any:
         self._before()
         result = self._function(*positional, **keywords)
-        self._behind(result)
+        self._after(result)
         return result
 
 

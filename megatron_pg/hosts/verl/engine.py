@@ -51,7 +51,7 @@ class PolicyGradientEngine(_Theirs):
         self._metrics_file = found.args.pg_metrics_file
         self._step: HostStep | None = None
         self._places: list[int | None] = []  # of the mini-batch's rows among the step's samples
-        self._report: StepReport | None = None
+        self._report: StepReport  # of the latest step
         self._log: HostLog | None = None
         self._batch, self._ends_batch = (
             1,
@@ -99,7 +99,7 @@ class PolicyGradientEngine(_Theirs):
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
         try:
-            with before_finalize(get_model_config(self.module[0]), self._check):
+            with before_finalize(get_model_config(self.module[0]), partial(self._check, self._step)):
                 output = super().forward_backward_batch(data, None, forward_only)
         finally:
             self._step = None
@@ -108,9 +108,11 @@ class PolicyGradientEngine(_Theirs):
             output["metrics"] |= {"actor/pg_loss": named["pg/pg_loss"], **named}
         return output
 
-    def _check(self) -> None:
+    def _check(self, step: HostStep) -> None:
         has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
+        report = step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
+        if report is not None:
+            self._report = report
 
     def optimizer_step(self) -> Any:
         """verl's, and the step's line."""
@@ -157,11 +159,11 @@ class PolicyGradientEngine(_Theirs):
             fused: Any = import_module(FUSED)
             fused.linear_cross_entropy = self._logprobs.linear_cross_entropy
         if self._step is not None:
-            loss = partial(self._loss, self._step, *self._slice(batch, next(model.parameters()).device))
+            loss = partial(self._loss, self._step, *self._slice(self._step, batch, next(model.parameters()).device))
             postprocess_micro_batch_func = partial(postprocess_micro_batch_func, loss_function=loss)
         return super().forward_step(iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
 
-    def _slice(self, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
+    def _slice(self, step: HostStep, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
         """The micro-batch as the step knows it, and how many positions of filling rows are before it."""
         members: list[int] = []
         widths: list[int] = []
@@ -174,7 +176,7 @@ class PolicyGradientEngine(_Theirs):
                 widths[-1] += width
             else:
                 skipped += width
-        return self._step.slice(members, widths, device), skipped
+        return step.slice(members, widths, device), skipped
 
     def _loss(
         self, step: HostStep, local: LocalBatch, skipped: int, model_output: dict, data: Any, dp_group: ProcessGroup
