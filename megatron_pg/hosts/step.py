@@ -1,7 +1,7 @@
-"""One optimizer step in a host's loop: planned before its forwards, checked and measured before its optimizer moves.
+"""One optimizer step in a host's loop: planned before the forwards, checked and measured before the optimizer moves.
 
-The host decides which samples make a micro-batch, and lays them out; it multiplies what the loss function returns. What
-comes from here is S, the sum of w·ℓ over this rank's tokens of a micro-batch, whose denominators count the whole step.
+The host decides which samples form a micro-batch and how they are laid out, and scales the returned loss. This module
+returns S, the sum of w·ℓ over this rank's tokens of a micro-batch, with denominators of the whole step.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_
 
 
 class HostLossError(ValueError):
-    """A host has trained a step without this loss, or with only a part of it."""
+    """A host has trained a step without this loss or with a part of it, or its data have an unsupported form."""
 
 
 class HostStep:
@@ -33,7 +33,7 @@ class HostStep:
     Args:
         settings: the loss settings, the same on every rank.
         planned: the step as one micro-batch; None on pipeline stages without the loss, which have no samples.
-        context: context-parallel group over which rows are cut; None: this rank has whole samples.
+        context: context-parallel group that splits the rows; None: this rank has whole samples.
         on_policy: the model being trained has sampled; `old_logprobs` of the samples are not read.
         data_rank: this rank's number in the data-parallel group.
     """
@@ -77,7 +77,7 @@ class HostStep:
             StepPlanError: on every rank, for an error of any kind on any of them.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
-        # the trainer has numbered all samples, and may have scored those of a rollout one by one
+        # the trainer has numbered all samples, and may have scored each sample of a rollout
         rule = replace(settings.plan_rule, numbers_may_repeat=False, one_per_rollout=("environment",))
         with lost_peer_named(lambda: "while its step was planned, before the optimizer moved"):
             planned = PlannedStep.of(
@@ -105,11 +105,11 @@ class HostStep:
         """This rank's part of a micro-batch.
 
         Args:
-            members: its samples, by their places among the step's.
-            padded_lengths: positions of the whole row that each takes, and what further padding there is.
+            members: the index of each of its samples among the step's.
+            padded_lengths: positions of the whole row for each sample, and for further padding.
             device: where the loss is computed.
-            side_by_side: each sample has a row of its own, all of one length, and the loss takes positions [s, b] as Megatron's
-                layers have them: the first of every row, then the second of every row.
+            side_by_side: each sample has its own row, all of one length, and the loss takes positions [s, b] in the
+                order of Megatron's layers: the first of every row, then the second of every row.
         """
         if self._planned is None:
             raise HostLossError("this pipeline stage has no loss, so it has no micro-batch; call on the last stage")
@@ -133,11 +133,14 @@ class HostStep:
         *,
         is_bypassed: bool = False,
     ) -> Tensor:
-        """S from logits [T, V / tp], which the Triton kernels may overwrite; with terms of whole sequences every
-        context-parallel rank must call.
+        """S from logits; with sequence-level terms every context-parallel rank must call.
 
-        `grad_scale`: the gradient that the host's backward will bring to S, but for a loss scale. `is_bypassed`: whether the logits were
-        made without the head that is in the output layer, an error of `finish`.
+        Args:
+            local: from `slice`.
+            logits: [T, V / tp]; the Triton kernels may overwrite them.
+            tp_group: tensor-parallel group; None: one rank.
+            grad_scale: the gradient of S in the host's backward, without a loss scale.
+            is_bypassed: whether the logits were made without the head in the output layer, which `finish` refuses.
         """
         tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         total, found = microbatch_loss(logits, local.fields, self._settings, tp_group, grad_scale=grad_scale)
@@ -145,50 +148,52 @@ class HostStep:
         return total
 
     def head_loss(self, local: LocalBatch, call: HeadCall, grad_scale: float) -> Tensor:
-        """S from what the output layer was called with, by the fused head."""
+        """S by the fused head, from a call of the output layer."""
         total, self._found[local] = microbatch_head_loss(
             call, local.fields, local.trained, self._settings, grad_scale=grad_scale
         )
         return total
 
     def logprobs_loss(self, local: LocalBatch, logprobs: Tensor, entropy: Tensor | None = None) -> Tensor:
-        """S from log-probabilities [T] that the host has made."""
+        """S from log-probabilities [T] of the host."""
         total, self._found[local] = microbatch_logprobs_loss(logprobs, entropy, local.fields, self._settings)
         return total
 
     def finish(self, *, reports: bool, has_loss: bool = True) -> StepReport | None:
-        """Check the losses and combine the metrics, by one all-gather over all ranks, every one of which must call before the
-        optimizer moves; None on stages without the loss.
+        """Check the losses and combine the metrics, by one all-gather; every rank must call before the optimizer moves.
 
-        `reports`: whether this rank's sums count, because no other rank holds copies that do. `has_loss`: whether the loss is computed
-        on this rank's pipeline stage.
+        Returns None on stages without the loss.
+
+        Args:
+            reports: whether this rank's sums count; the sums of a rank that holds copies of another's do not.
+            has_loss: whether the loss is computed on this rank's pipeline stage.
 
         Raises:
             NonFiniteLossError: on every rank.
-            HostLossError: on every rank; the loss was not computed once for every sample of every rank.
+            HostLossError: on every rank; the loss was not computed exactly once for every sample.
         """
         expected = len(self._samples) if has_loss else 0
         astray = abs(expected - sum(self._sizes[local] for local in self._found))
-        with lost_peer_named(lambda: "behind its forwards, before the optimizer moved"):
-            found = gather_found(
+        with lost_peer_named(lambda: "after its forwards, before the optimizer moved"):
+            gathered = gather_found(
                 self._found, self._settings.metrics, reports=reports, data_rank=self._data_rank, returned=astray
             )
-        if found.returned:
+        if gathered.returned:
             raise HostLossError(
-                f"megatron_pg's loss was not computed once for every sample of the step ({found.returned} samples too few or too many over "
-                "all ranks), so the trainer computes another loss. The optimizer has not moved. Use a release of the trainer that "
-                "docs/hosts lists, without plugins that replace its loss."
+                f"megatron_pg's loss was not computed exactly once for every sample of the step ({gathered.returned} "
+                "samples too few or too many over all ranks), so the trainer computes another loss. The optimizer has "
+                "not moved. Use a release of the trainer that docs/hosts lists, without plugins that replace its loss."
             )
         self._found, self._sizes = {}, {}
-        return None if self.plan is None else report_of(self.plan, self._settings.metrics, found)
+        return None if self.plan is None else report_of(self.plan, self._settings.metrics, gathered)
 
 
 def _check_anchor(settings: LossSettings) -> None:
-    """Refuse a correction that is made from log-probabilities that are known only after the forward."""
+    """Refuse a correction that reads log-probabilities which are known only after the forward."""
     declared = CORRECTIONS[settings.correction.name]
     chooses = declared.selection is not None and "old_logprobs" in declared.selection.reads
     if chooses or declared.factors is not None:
         raise ValueError(
-            f"--pg-correction {settings.correction.name} reads old_logprobs before the forward, and the trainer has left out "
-            "the pass that makes them. Let it make them, or remove the flag."
+            f"--pg-correction {settings.correction.name} reads old_logprobs before the forward, and the trainer has "
+            "skipped the pass that computes them. Enable that pass, or remove the flag."
         )

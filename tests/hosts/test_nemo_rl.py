@@ -207,9 +207,9 @@ REFUSED = {
     "float32 head": ({"megatron_pg": {"fp32_lm_head": True}}, "--fp32-lm-head True: it computes the logits itself"),
     "temperature": ({"megatron_pg": {"pg_temperature": 0.7}}, "policy.generation.temperature"),
     "file": ({"megatron_pg": {"pg_metrics_file": "m.jsonl"}}, "go to NeMo-RL's logger"),
-    "clip": ({"megatron_pg": {"pg_clip_eps_low": 0.1}}, "say different things of one loss"),
-    "KL": ({"megatron_pg": {"pg_kl_coef": 0.5}}, "say different things of one loss"),
-    "two corrections": ({**TIS, "megatron_pg": {"pg_correction": "icepop"}}, "say different things of one loss"),
+    "clip": ({"megatron_pg": {"pg_clip_eps_low": 0.1}}, "contradict each other"),
+    "KL": ({"megatron_pg": {"pg_kl_coef": 0.5}}, "contradict each other"),
+    "two corrections": ({**TIS, "megatron_pg": {"pg_correction": "icepop"}}, "contradict each other"),
 }
 
 

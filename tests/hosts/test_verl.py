@@ -289,16 +289,20 @@ REFUSED = [
     ({}, {"engine": {"dynamic_context_parallel": True}}, "megatron.dynamic_context_parallel was not run"),
     ({}, {"engine": {"vanilla_mbridge": True}}, "megatron.vanilla_mbridge was not run"),
     ({}, {"engine": {"use_remove_padding": False}}, "model.use_remove_padding=False was not run"),
-    ({"loss_aggregation": "sample_mean"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "say different things"),
-    ({"pg_clip_eps_high": 0.3}, {"clip_ratio_high": 0.28}, "say different things of one loss"),
+    ({"loss_aggregation": "sample_mean"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "contradict each other"),
+    ({"pg_clip_eps_high": 0.3}, {"clip_ratio_high": 0.28}, "contradict each other"),
     ({"pg_objective": "reinforce"}, {"clip_ratio_high": 0.28}, "actor.clip_ratio_high=0.28 has no effect"),
-    ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"}, {"use_kl_loss": True, "kl_loss_type": "k2"}, "say different things"),
-    ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "say different things of one loss"),
+    (
+        {"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"},
+        {"use_kl_loss": True, "kl_loss_type": "k2"},
+        "contradict each other",
+    ),
+    ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "contradict each other"),
     ({"pg_temperature": 0.7}, {}, "a second temperature in addition to verl's rollout.temperature"),
     ({"fp32_lm_head": True}, {}, "fp32_lm_head needs model.use_fused_kernels=True"),
     ({"pg_fused_head": "forward"}, {"engine": {"use_fused_kernels": True}}, "use recompute"),
     ({"loss_aggregation": "prompt_mean"}, {"ppo_epochs": 2}, "actor.ppo_epochs=2 cannot tell"),
-    ({"los_aggregation": "constant"}, {}, "los_aggregation is no argument of megatron_pg"),
+    ({"los_aggregation": "constant"}, {}, "los_aggregation is not an argument of megatron_pg"),
 ]
 
 

@@ -188,8 +188,8 @@ def refused_of_policy(config: Any) -> Iterator[str]:
     top_k, top_p = generation.get("top_k"), generation.get("top_p", 1.0)
     if top_k not in (None, -1) or top_p != 1.0:
         yield (
-            f"policy.generation.top_k={top_k}, top_p={top_p} cut off logits before log-probabilities are taken, and this "
-            "loss reads all logits; use null and 1.0"
+            f"policy.generation.top_k={top_k}, top_p={top_p} cut off logits before log-probabilities are taken, and "
+            "this loss reads all logits; use null and 1.0"
         )
     size, group = policy["train_global_batch_size"], config.grpo.num_generations_per_prompt
     if given(config.loss_fn.model_dump()).get("loss_aggregation") == "prompt_mean" and size % group:

@@ -74,8 +74,8 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
         yield "--use-unbiased-kl with --kl-loss-type k2 has no estimator here; use k1 or k3"
     if ours.get("pg_kl_coef") and not args.use_kl_loss:
         yield (
-            f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host computes under "
-            "--use-kl-loss only; add that flag"
+            f"--pg-kl-coef {ours['pg_kl_coef']:g} needs the reference's log-probabilities, which the host computes "
+            "under --use-kl-loss only; add that flag"
         )
     if found.get("use_opd") and args.opd_kl_coef and _distills(ours):
         yield (
@@ -90,8 +90,8 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
     group, size = args.n_samples_per_prompt, args.global_batch_size
     if ours.get("loss_aggregation") == "prompt_mean" and size % group:
         yield (
-            f"--loss-aggregation prompt_mean with --global-batch-size {size} and --n-samples-per-prompt {group}: a step "
-            "would hold part of a prompt's samples; use a multiple"
+            f"--loss-aggregation prompt_mean with --global-batch-size {size} and --n-samples-per-prompt {group}: a "
+            "step would hold part of a prompt's samples; use a multiple"
         )
 
 

@@ -1,4 +1,4 @@
-"""miles: slime's hooks, but for one that hands over the data; a rollout is taken where the trainer makes its iterators."""
+"""miles: the hooks of slime, except that the data are read where the trainer makes its iterators."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,14 +49,14 @@ HOST = RolloutHost(
         },
     )
 )
-_taken: dict[str, Any] = {}  # the next rollout, filled further until its first step
+_taken: dict[str, Any] = {}  # the next rollout; miles adds fields until its first step
 
 
 def init(args: argparse.Namespace) -> None:
     """miles' `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
 
     Raises:
-        ArgumentError: flags contradict each other, or miles' functions are others than the adapter was written for.
+        ArgumentError: flags contradict each other, or the adapter does not support miles' release.
     """
     HOST.init(args)
     import miles.backends.megatron_utils.actor as actor
@@ -82,14 +82,15 @@ def before_train_step(args: argparse.Namespace, rollout_id: int, step_id: int, *
 def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
     if "micro_batch_indices" not in data:
         raise ValueError(
-            "the rollout data have no micro_batch_indices: miles has cut this batch on the trainer's side (multimodal data, fewer rollouts "
-            "than --global-batch-size, several replicas), where the samples of a micro-batch are not known before it. Use none of these."
+            "the rollout data have no micro_batch_indices: miles has split this batch in the trainer (multimodal data, "
+            "fewer rollouts than --global-batch-size, several replicas), where the samples of a micro-batch are not "
+            "known in advance. Use none of these."
         )
     return Rollout(
         data=data,
         rollouts_per_step="num_rollouts",
         old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
-        rewards=None,  # of the whole rollout only, without the order of the ranks' parts
+        rewards=None,  # known for the whole rollout only, not by rank
         samples_per_prompt=args.n_samples_per_prompt,
         row_width=data["max_seq_lens"][0] if args.qkv_format == "bshd" else None,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.hosts.startup import Checked, Inherited, check
+from megatron_pg.hosts.startup import CheckedArguments, Inherited, check
 
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
@@ -50,7 +50,7 @@ _REFUSED = ("dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp") 
 _NOT_RUN = "was not run with megatron_pg; switch it off"
 
 
-def checked(engine: Any, model: Any, actor: Any | None) -> Checked:
+def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
     """Our arguments of an engine, with what they inherit from verl's.
 
     Args:
@@ -161,8 +161,8 @@ class _Loss:
                 yield f"actor.{name} {_NOT_RUN}"
         if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
             yield (
-                f"loss_aggregation prompt_mean with actor.ppo_epochs={actor.ppo_epochs} cannot tell whether prompt groups "
-                "are whole; use 1"
+                f"loss_aggregation prompt_mean with actor.ppo_epochs={actor.ppo_epochs} cannot tell whether prompt "
+                "groups are whole; use 1"
             )
 
     def _refused_mean(self) -> Iterator[str]:
@@ -200,8 +200,8 @@ def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]
     heads = [name for name in ("pg_fused_head", "fp32_lm_head") if given.get(name)]
     if heads and not engine.use_fused_kernels:
         yield (
-            f"{heads[0]} needs model.use_fused_kernels=True, because verl computes the logits itself without it; set that, "
-            f"and remove {heads[0]}"
+            f"{heads[0]} needs model.use_fused_kernels=True, because verl computes the logits itself without it; set "
+            f"that, and remove {heads[0]}"
         )
     if (mode := given.get("pg_fused_head")) in AT_ONCE:
         yield f"pg_fused_head {mode} needs the loss inside the head, and verl computes its loss later; use recompute"

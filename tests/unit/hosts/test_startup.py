@@ -65,7 +65,7 @@ def test_a_flag_of_the_host_stands_for_ours(given, flag, value):
 
 def test_two_flags_of_one_loss_that_differ_are_refused():
     flag = Inherited("--clip", "pg_clip_eps_low", 0.2)
-    with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 say different things"):
+    with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 contradict each other"):
         check("host", {"pg_clip_eps_low": 0.1}, megatron={}, inherited=[flag])
 
 
@@ -76,10 +76,10 @@ def test_every_violation_is_in_one_error():
         check("host", given, megatron={}, refused=["their flag cannot go with this loss; remove it"])
     text = str(refused.value)
     for part in (
-        "pg_objektive is no argument of megatron_pg; did you mean pg_objective?",
+        "pg_objektive is not an argument of megatron_pg; did you mean pg_objective?",
         "their flag cannot",
         "--pg-dry-run ends",
-        "--docs-per-step 3 cuts steps",
+        "--docs-per-step 3 sets the size of steps",
         "--pg-correction top_entropy reads old_entropies, which the host",
         "--pg-temperature",
     ):
@@ -100,7 +100,7 @@ def test_a_launcher_without_its_host_says_so_in_a_message(name, tmp_path):
     command = [sys.executable, "-m", f"megatron_pg.{name}", "train.py"]
     found = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert f"is not there (No module named '{name}" in found.stderr
+    assert f"does not exist (No module named '{name}" in found.stderr
     assert "Traceback" not in found.stderr
 
 
@@ -119,8 +119,8 @@ def test_a_host_with_the_known_parameters_passes(host):
     ("path", "message"),
     [
         ("some_host:hook", r"some_host:hook takes \(args, batch, more\), not \(batch, args\) as in host 1"),
-        ("some_host:other", r"some_host:other is not there .* as in host 1"),
-        ("no_such_host:hook", r"no_such_host:hook is not there .* as in host 1"),
+        ("some_host:other", r"some_host:other does not exist .* as in host 1"),
+        ("no_such_host:hook", r"no_such_host:hook does not exist .* as in host 1"),
     ],
 )
 def test_a_host_that_has_changed_is_named(host, path, message):

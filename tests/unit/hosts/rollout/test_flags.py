@@ -94,14 +94,14 @@ def test_an_unbiased_kl_is_the_weighted_estimator():
         ),
         (
             {"pg_stream": ["teacher:topk_jsd,on=rl"]},
-            "--pg-stream teacher:topk_jsd reads teacher_topk, which the batches of slime do not carry",
+            "--pg-stream teacher:topk_jsd reads teacher_topk, which the batches of slime do not contain",
         ),
         (
             {"pg_stream": ["teacher:full_jsd,on=rl"], "pg_teacher_head": "h", "pg_fused_head": "forward"},
-            "--pg-stream teacher:full_jsd reads teacher_hidden, which the batches of slime do not carry",
+            "--pg-stream teacher:full_jsd reads teacher_hidden, which the batches of slime do not contain",
         ),
         ({"rollout_temperature": 0.7, "pg_temperature": 0.9}, "--rollout-temperature of slime, 0.7"),
-        ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is no argument .* loss_aggregation_divisor"),
+        ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is not an argument .* loss_aggregation_divisor"),
     ],
 )
 def test_contradictions_are_refused(more, message):

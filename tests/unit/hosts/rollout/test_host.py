@@ -113,7 +113,7 @@ def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatc
     slime.init(rollout_hosts.arguments("slime", Case()))
     assert slime.HOST._log == "slime.utils.logging_utils:log"
     del moved.log
-    with pytest.raises(ArgumentError, match=r"slime\.observability\.logging_utils:log is not there"):
+    with pytest.raises(ArgumentError, match=r"slime\.observability\.logging_utils:log does not exist"):
         slime.init(rollout_hosts.arguments("slime", Case()))
 
 
