@@ -1,8 +1,8 @@
 """One optimizer step through Megatron's schedule: plan, run, check.
 
-    1. take this step's K micro-batches and plan them: one exchange over the data-parallel group; under --docs-per-step K is
-       found first (`megatron_pg.plan.documents`)
-    2. run Megatron's forward-backward function over them, with the weights that came out
+    1. take the step's K micro-batches and plan them: one exchange over the data-parallel group. Under --docs-per-step
+       the documents determine K (`megatron_pg.plan.documents`).
+    2. run Megatron's forward-backward function over them, with the planned weights
     3. one all-gather for the checks and all metrics, one host read, before the optimizer moves
 
 Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.training.pretrain`.
@@ -50,7 +50,7 @@ from megatron_pg.step.experts import (
     needs_router_scale,
     router_losses_to_scale,
 )
-from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
+from megatron_pg.step.findings import StepFindings, StepReport, before_finalize, gather_found, report_of
 from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.model_loss import ModelLoss
 from megatron_pg.step.schedule import ScheduleCall
@@ -76,10 +76,10 @@ class PolicyGradientStep:
     Args:
         settings: from `LossSettings.from_args`, after `validate_args`.
         on_report: called with a `StepReport` after every forward-backward, on every rank.
-        documents: takes the steps under `--docs-per-step`, under `dynamic_cp` a SharedDocumentAccumulator; None: a step is
-            what the schedule asks for.
+        documents: takes the steps under `--docs-per-step`, a SharedDocumentAccumulator under `dynamic_cp`; None: a step
+            is `num_microbatches` of the schedule.
         routing_replay: gives the model the experts of the rollout engine; None: its router chooses.
-        dynamic_cp: every micro-batch is cut over ranks of its own (`PackedBatch.cp_ranks`); the same on every rank.
+        dynamic_cp: every micro-batch is split over its own ranks (`PackedBatch.cp_ranks`); the same on every rank.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class PolicyGradientStep:
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
         self._scaling: LossScaling  # of the step in progress
-        self.steps = 0  # that have begun, without evaluations; for messages
-        self._has_warned = False  # of ids that may not be unique
+        self.steps = 0  # training steps that have begun; for messages
+        self._has_warned = False  # about ids that may not be unique
 
     # --- the model ---
 
     def attach(self, model: Any) -> Any:
-        """Compute the loss inside `model` (a GPTModel or HybridModel, not yet wrapped), where logits are not gathered over TP.
+        """Compute the loss inside `model`, a GPTModel or HybridModel that is not yet wrapped; returns it.
 
         Raises:
             ScheduleError: the model does not compute its loss in `compute_language_model_loss`.
@@ -117,13 +117,17 @@ class PolicyGradientStep:
     ) -> tuple[object, Callable]:
         """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned.
 
-        `return_schedule_plan`: Megatron's --overlap-moe-expert-parallel-comm runs the model in pieces, beside another backward.
+        Args:
+            data_iterator: yields this rank's slices of the planned micro-batches.
+            model: the wrapped model.
+            return_schedule_plan: Megatron's --overlap-moe-expert-parallel-comm runs the model in pieces, during a
+                backward.
         """
         local = next(data_iterator)
         if not isinstance(local, LocalBatch):
             raise ScheduleError(
-                f"the data iterator gave a {type(local).__name__} that no plan has seen, so its denominators are unknown; "
-                "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
+                f"the data iterator gave a {type(local).__name__} that was not planned, so its denominators are "
+                "unknown; run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
             )
         inputs = (local.inputs.tokens, local.inputs.position_ids, None)
         rest: dict[str, Any] = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
@@ -153,13 +157,13 @@ class PolicyGradientStep:
     def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
         if local not in self._loss.found:
             raise ScheduleError(
-                f"the model returned a {type(total).__name__} without the policy-gradient loss; call PolicyGradientStep.attach on "
-                "the GPTModel or HybridModel before it is wrapped"
+                f"the model returned a {type(total).__name__} without the policy-gradient loss; call "
+                "PolicyGradientStep.attach on the GPTModel or HybridModel before it is wrapped"
             )
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ScheduleError(
-                "loss does not require grad, so Megatron would skip this rank's backward and the others would wait; unfreeze a "
-                "parameter of the model"
+                "loss does not require grad, so Megatron skips this rank's backward and the other ranks wait; unfreeze "
+                "a parameter of the model"
             )
         return self._scaling.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
 
@@ -181,8 +185,8 @@ class PolicyGradientStep:
         """
         if arguments.get("collect_non_loss_data"):  # on this rank alone, so before any collective
             raise ScheduleError(
-                "collect_non_loss_data asks for outputs instead of losses, on the last rank alone; run such a forward without "
-                "PolicyGradientStep"
+                "collect_non_loss_data asks for outputs instead of losses, on the last rank only; run such a forward "
+                "without PolicyGradientStep"
             )
         place = f"in an evaluation {self.progress}"
         if not arguments.get("forward_only"):
@@ -193,7 +197,7 @@ class PolicyGradientStep:
 
     @property
     def progress(self) -> str:
-        """How far this rank is, in words for an error."""
+        """The progress of this rank, for an error message."""
         return f"after its step {self.steps}" if self.steps else "before its first step"
 
     def _run(self, forward_backward_func: Callable, call: ScheduleCall) -> list:
@@ -202,7 +206,7 @@ class PolicyGradientStep:
         plan, local, documents = self._plan(call)
         self._scaling = self._scaling_of(plan, call.chunks[0])
         self._loss.begin(plan, self._scaling, call.config, parallel_state.get_tensor_model_parallel_group())
-        findings: list[Gathered] = []
+        findings: list[StepFindings] = []
         # with gradients on, the fused head adds to main_grad in the forward
         trains = torch.is_grad_enabled() and not call.forward_only
         with (
@@ -226,7 +230,7 @@ class PolicyGradientStep:
             if self._replay is not None:
                 self._replay.end()
 
-    def _checked_before_finalize(self, config: Any, found: list[Gathered]) -> AbstractContextManager[None]:
+    def _checked_before_finalize(self, config: Any, found: list[StepFindings]) -> AbstractContextManager[None]:
         return before_finalize(config, lambda: found.append(self._gather_and_check()))
 
     def _plan(self, call: ScheduleCall) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
@@ -237,7 +241,7 @@ class PolicyGradientStep:
         except EndOfDocuments:
             check_agreement([], None, None, group)  # unless a peer goes on
             raise
-        # under dynamic_cp every rank takes whole units, and any rank may count their samples
+        # under dynamic_cp every rank takes whole groups, and any rank may count their samples
         undivided = () if fetched.documents is None or self._groups else self._units
         rule = replace(self.settings.plan_rule, undivided=undivided)
         try:
@@ -303,12 +307,12 @@ class PolicyGradientStep:
 
     @property
     def _counting_group(self) -> ProcessGroup:
-        """The ranks that bring samples of their own."""
+        """The ranks that contribute their own samples."""
         return self._groups.plane if self._groups else parallel_state.get_data_parallel_group()
 
     @property
     def _units(self) -> tuple[str, ...]:
-        """What a step of documents must hold whole, because a denominator counts it."""
+        """The kinds of groups that a step of documents must not split, because a denominator counts them."""
         return ("rollout_id", "prompt_id") if self.settings.plan_rule.needs_prompt_ids else ("rollout_id",)
 
     def _scaling_of(self, plan: StepPlan, model: Any) -> LossScaling:
@@ -327,15 +331,17 @@ class PolicyGradientStep:
     def _context_group(self, batch: PackedBatch) -> ProcessGroup:
         return self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
 
-    def _gather_and_check(self) -> Gathered:
-        """What every rank found, after the checks."""
-        found, reports = self._loss.found, _reports()
-        counted = sum(self._scaling.local_count(local.num_positions) for local in found) if reports else 0
+    def _gather_and_check(self) -> StepFindings:
+        """The diagnostics of every rank, after the checks."""
+        diagnostics, reports = self._loss.found, _reports()
+        counted = sum(self._scaling.local_count(local.num_positions) for local in diagnostics) if reports else 0
         data_rank = self._counting_group.rank()
-        gathered = gather_found(found, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted)
+        gathered = gather_found(
+            diagnostics, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted
+        )
         if self.settings.per_token and gathered.returned != self._scaling.count:
             raise ScheduleError(
-                f"returned counts sum to {gathered.returned}, not to {self._scaling.count}, so Megatron would divide by the "
+                f"returned counts sum to {gathered.returned}, not to {self._scaling.count}, so Megatron divides by a "
                 "wrong number; do not wrap or replace the forward step's loss function"
             )
         return gathered
@@ -349,19 +355,19 @@ def _router_losses_to_scale(chunks: list[Any], local: Sequence[LocalBatch]) -> A
 
 
 def _packed_seq_params(local: LocalBatch, cp_group: ProcessGroup | None = None) -> PackedSeqParams | None:
-    """`cp_group`: the micro-batch's own, where it has one."""
+    """`cp_group`: the micro-batch's own group, if it has one."""
     boundaries = local.inputs.boundaries
     if boundaries is None:
         return None
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(local.whole.padded_lengths))
     document = {} if cp_group is None else {"cp_group": cp_group, "local_cp_size": cp_group.size()}
-    if "seq_idx" in PackedSeqParams.__dataclass_fields__:  # given, because Megatron makes it with a host sync
+    if "seq_idx" in PackedSeqParams.__dataclass_fields__:  # given here, because Megatron computes it with a host sync
         number = torch.repeat_interleave(boundaries.diff(), output_size=local.whole.num_positions)
-        document["seq_idx"] = number[None]  # of every position of the whole row, where layers with a state begin anew
+        document["seq_idx"] = number[None]  # of every position of the whole row; layers with a state reset by it
     return PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest, **document)
 
 
 def _reports() -> bool:
-    """Whether this rank's sums count: tensor-parallel peers hold copies."""
+    """Whether this rank's sums count; other tensor-parallel ranks hold copies."""
     return parallel_state.get_tensor_model_parallel_rank() == 0

@@ -1,4 +1,7 @@
-"""The loss of one micro-batch on this rank, from logits, by the fused head or from log-probabilities, with its diagnostics; no host sync."""
+"""The loss of one micro-batch on this rank, with its diagnostics and without a host sync.
+
+It is computed from logits, by the fused head, or from log-probabilities.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,13 +24,13 @@ NONE: Totals = MappingProxyType({})
 
 
 class Diagnostics(NamedTuple):
-    """What is kept of one micro-batch's loss until the end of the step, without its graph."""
+    """The diagnostics of one micro-batch's loss, kept without its graph until the end of the step."""
 
     policy: Tensor  # [] the policy term of S
     partial: Tensor  # [width] float64 metrics of this rank and micro-batch
-    nonfinite: Tensor  # [3] float64: trained tokens whose loss is not finite, first of them (inf: none), further losses that are not
+    nonfinite: Tensor  # [3] float64: non-finite losses of tokens, index of the first (inf: none), other losses
     is_changed: Tensor | bool = False  # of `HeadCall`
-    is_bypassed: bool = False  # whether the logits were made without the head that is in the output layer
+    is_bypassed: bool = False  # whether the logits were made without the head in the output layer
 
 
 def microbatch_loss(
@@ -49,7 +52,7 @@ def microbatch_loss(
         settings: the loss settings.
         tp_group: tensor-parallel group.
         grad_scale: `LossScaling.grad_scale`, so that the gradient is made in its final scale.
-        totals: [] each, of the losses that S has further, by metric.
+        totals: [] each, of the other losses in S, by metric.
     """
     vocabulary = _vocabulary(logits.shape[1], settings, tp_group)
     found = policy_gradient_loss(
@@ -74,7 +77,7 @@ def microbatch_head_loss(
     totals: Totals = NONE,
     teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, Diagnostics]:
-    """The same from what the output layer was called with, by the fused head.
+    """S and diagnostics by the fused head, from a call of the output layer.
 
     Args:
         call: hidden states and weight.
@@ -104,7 +107,7 @@ def microbatch_head_loss(
 def microbatch_logprobs_loss(
     logprobs: Tensor, entropy: Tensor | None, fields: TokenFields, settings: LossSettings
 ) -> tuple[Tensor, Diagnostics]:
-    """The same from log-probabilities that the caller has made.
+    """S and diagnostics from log-probabilities.
 
     Args:
         logprobs: [T] nats, differentiable, at the settings' temperature.
@@ -120,7 +123,7 @@ def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | N
 
 
 def head_of(call: HeadCall, settings: LossSettings) -> Head:
-    """How the fused head takes a call of the output layer."""
+    """The options of the fused head for a call of the output layer."""
     return Head(
         mode=settings.head_mode or "forward",
         backward=settings.head_backward,
@@ -147,9 +150,9 @@ def _with_diagnostics(
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
-    # the log-ratio too: its clamp would hide an infinite one from the loss
-    looked_at = [values.token_losses[None], values.result.log_ratios[None], values.result.stream_losses]
-    bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in looked_at if v is not None])).all(dim=0)
+    # the log-ratio too: its clamp hides an infinite value from the loss
+    values_of_tokens = [values.token_losses[None], values.result.log_ratios[None], values.result.stream_losses]
+    bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in values_of_tokens if v is not None])).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)
     further = [~torch.isfinite(total) for total in values.totals.values()]

@@ -9,7 +9,7 @@ from megatron_pg.batch import LocalBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCall:
-    """The keyword arguments of `get_forward_backward_func()`, as far as the step reads them."""
+    """The keyword arguments of Megatron's forward-backward function that the step reads."""
 
     chunks: list[Any]  # the model's virtual pipeline stages on this rank
     data_iterator: Iterator | list[Iterator | None] | None  # a list under virtual pipeline parallelism

@@ -178,8 +178,8 @@ class _Loss:
             yield f"actor.loss_scale_factor={scale} has no effect with loss_agg_mode={self.mean}; remove it"
         if self.lacks_divisor:
             yield (
-                "actor.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest response. "
-                "Set it to a constant, such as ${data.max_response_length}."
+                "actor.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest "
+                "response. Set it to a constant, such as ${data.max_response_length}."
             )
 
 

@@ -100,7 +100,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(monkeyp
     for row, position in [(0, 5), (1, 0)]:
         tokens = batch.tokens.clone()
         tokens[row, position] = 8
-        with pytest.raises(ScheduleError, match="micro-batch 0 holds token id 8, the vocabulary has 8"):
+        with pytest.raises(ScheduleError, match="micro-batch 0 contains token id 8, and the vocabulary has 8"):
             checks.check_batches([dataclasses.replace(batch, tokens=tokens)], call)
 
 
@@ -132,7 +132,7 @@ def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(m
     if not refused:
         checks.check_batches([batch], call)
         return
-    with pytest.raises(ScheduleError, match="micro-batch 0 holds a document of 5 positions, the model has 4"):
+    with pytest.raises(ScheduleError, match="micro-batch 0 contains a sample of 5 positions, and the model has 4"):
         checks.check_batches([batch], call)
 
 
@@ -202,7 +202,7 @@ def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
     if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
         checks.check_batches([batch], call)
         return
-    with pytest.raises(ScheduleError, match="ends in a TypeError for packed rows"):
+    with pytest.raises(ScheduleError, match="raises a TypeError for packed rows"):
         checks.check_batches([batch], call)
 
 
@@ -258,7 +258,7 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
     own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
     checks.check_cuts([plain, plain], None)
     with pytest.raises(
-        ScheduleError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step goes by"
+        ScheduleError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step uses"
     ):
         checks.check_cuts([plain, own[0, 2]], None)
 

@@ -113,7 +113,7 @@ REPLAY = types.SimpleNamespace()
 @pytest.mark.parametrize(
     ("chosen", "changed", "replay", "message"),
     [
-        (GOOD, {}, None, "sample s has routed_experts and nothing replays them"),
+        (GOOD, {}, None, "sample s has routed_experts, and without routing_replay"),
         (None, {}, REPLAY, "sample s has no routed_experts, which routing_replay needs of every sample"),
         (
             GOOD,

@@ -17,7 +17,7 @@ from megatron_pg.metrics import Reduction
 from megatron_pg.plan.errors import LostPeerError, NonFiniteLossError, ScheduleError
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step import forward_step
-from megatron_pg.step.findings import Gathered, gather_found
+from megatron_pg.step.findings import StepFindings, gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
 
@@ -81,7 +81,7 @@ def _states(tokens: list[int], documents: list[int]) -> list[float]:
 @pytest.mark.parametrize("enabled", [False, True])
 def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled):
     """Megatron's schedule leaves them on in an evaluation, where the fused head would add to the next step's."""
-    gathered = Gathered(rows=torch.zeros(1), data_ranks=torch.zeros(1), returned=0)
+    gathered = StepFindings(rows=torch.zeros(1), data_ranks=torch.zeros(1), returned=0)
     metrics = types.SimpleNamespace(
         combine=lambda rows: rows,
         finish=lambda totals, plan, ranks: {},
