@@ -35,8 +35,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
-    if launch.ran:
-        say(launch.ran)
     say(banner(launch.args))
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
@@ -168,7 +166,7 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
     return [
         ("arguments", launch.source),
         ("elsewhere", _elsewhere(launch.args)),
-        *(("note", text) for text in (*remarks, *launch.notes)),
+        *(("note", text) for text in remarks),
         ("given", _as_flags(launch.args, launch.given) or "nothing that is read here"),
         ("default", _as_flags(launch.args, [name for name in own_arguments() if name not in launch.given])),
         *([("not read", others)] if launch.others else []),
@@ -202,7 +200,6 @@ def _document(
     own, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
     sizes = {"world": layout.world, "D": layout.data, "C": layout.context, "K": layout.microbatches, "N_r": rollouts}
     return {
-        "run": launch.ran,
         "source": launch.source,
         "arguments": own,
         "given": list(launch.given),
@@ -214,7 +211,6 @@ def _document(
         "weights": weights,
         "elsewhere": _elsewhere(launch.args),
         "remarks": list(remarks),
-        "notes": list(launch.notes),
         "other_arguments": list(launch.others),
     }
 

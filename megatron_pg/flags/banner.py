@@ -1,6 +1,8 @@
 """What the arguments mean, in words and formulas: the startup banner. Needs no torch."""
 
 import argparse
+import shlex
+from collections.abc import Sequence
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
@@ -10,6 +12,9 @@ from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Strea
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import is_float32
 from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.printable import printable
+
+COMMAND_LINE = "megatron_pg command line: "  # explain and validate find the job's words after it
 
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -41,6 +46,11 @@ def in_force(args: argparse.Namespace, impl: str) -> argparse.Namespace:
 def banner(args: argparse.Namespace) -> str:
     """The rows of `describe` as text for the log."""
     return banner_of(describe(args))
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """One line of a dry run: the words of the command line, quoted as a shell reads them."""
+    return COMMAND_LINE + printable(shlex.join(argv), limit=None)
 
 
 def banner_of(rows: list[tuple[str, str]]) -> str:
