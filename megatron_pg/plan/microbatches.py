@@ -1,4 +1,4 @@
-"""What a step's micro-batches contribute to its counts."""
+"""The counts of a step's micro-batches on this rank."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

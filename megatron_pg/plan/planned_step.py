@@ -99,7 +99,7 @@ class PlannedStep:
     def slice(
         self, batch: PackedBatch, members: Sequence[int], group: ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> LocalBatch:
-        """This rank's slice of a micro-batch that the caller has packed from samples of a step planned as one micro-batch.
+        """This rank's slice of a micro-batch packed from samples of the step, which was planned as one micro-batch.
 
         Args:
             batch: the micro-batch.

@@ -1,9 +1,9 @@
-"""A correction that chooses tokens of the whole step: before the step is planned, the same on every rank.
+"""Token selection by a correction over the whole step: before the step is planned, the same on every rank.
 
     gather sizes and sums -> keys of this rank's tokens -> gather samples and keys -> order -> choice
 
-Every rank reaches both collectives unless one has failed, of which the first tells; the plan's exchange says why. Samples are whole
-here: context parallelism slices afterwards.
+Every rank executes both collectives unless one rank has failed. The first reports it, and the metadata exchange raises
+the error. Samples are whole here: context parallelism slices later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,11 +39,11 @@ _HAS_FAILED, _SAMPLES, _TOKENS, _SUMS = range(4)  # columns of what is gathered 
 
 
 class _Line(NamedTuple):
-    """What travels of a sample, beside its keys."""
+    """The data of a sample that are sent, in addition to its keys."""
 
     identity: int
     content: int
-    place: int  # in the step: where a rank finds what was chosen of it
+    place: int  # in the step, to identify the sample on its rank
     length: int  # trained tokens
 
 
@@ -54,14 +54,14 @@ def select_tokens(
     group: ProcessGroup | None,
     error: Exception | None = None,
 ) -> CountedStep:
-    """What was counted, with what the correction chooses; every rank of `group` must call, with the same settings.
+    """Add the tokens that the correction selects; every rank of `group` must call, with the same settings.
 
     Args:
         batches: this rank's micro-batches of the step.
         counted: from `count_step`; empty where this rank has failed with `error`.
         settings: the loss settings.
-        group: the ranks that bring samples of their own; None: this process alone.
-        error: this rank's, which the plan's exchange tells the others.
+        group: the ranks that contribute their own samples; None: this process alone.
+        error: this rank's, which the metadata exchange raises on every rank.
     """
     declared = CORRECTIONS[settings.correction.name].selection
     if declared is None:
@@ -96,7 +96,7 @@ def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterato
 
 
 def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exception | None) -> Tensor:
-    """[3 + parts] float64: whether this rank has failed, its samples, their trained tokens, and exact sums over those."""
+    """[3 + parts] float64: whether this rank has failed, its samples, their trained tokens, exact sums over them."""
     averaged = declared.reads if declared.is_centred else ()
     head = torch.zeros(_SUMS + MOST_PARTS * len(averaged), dtype=torch.float64)
     head[:_SUMS] = torch.tensor([error is not None, len(samples), sum(sample.num_trained for sample in samples)])
@@ -108,7 +108,7 @@ def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exce
 
 
 def _means(heads: Tensor, declared: SelectionDeclaration) -> list[float]:
-    """Over the step's trained tokens, of what the key reads."""
+    """The means over the step's trained tokens of the fields that the key reads."""
     sums = heads[:, _SUMS:].split(MOST_PARTS, dim=1) if declared.is_centred else ()
     return [average(parts.flatten().tolist(), int(heads[:, _TOKENS].sum())) for parts in sums]
 
@@ -137,7 +137,7 @@ def _origins(lines: Sequence[_Line], seed: int) -> list[int]:
 
 
 def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """[sum of R] bool of each micro-batch: the chosen tokens."""
+    """[sum of R] bool of each micro-batch: the selected tokens."""
     places, found = iter(places_of(batches, group)), []
     for batch in batches:
         parts = [torch.zeros(0, dtype=torch.bool)]
@@ -155,7 +155,7 @@ def _with_choice(
     masks: Sequence[Tensor],
     declared: SelectionDeclaration,
 ) -> list[TokenFactors]:
-    """The choice in the factors of the tokens."""
+    """The factors of the tokens with the selection."""
     if declared.penalises:
         return [replace(own, penalised=chosen) for own, chosen in zip(factors, masks, strict=True)]
     return [

@@ -249,7 +249,7 @@ def test_a_trainer_that_makes_their_loss_is_refused(monkeypatch):
     from nemo_rl.algorithms.grpo import ClippedPGLossFn  # as another module has it by then
 
     install()
-    with pytest.raises(ArgumentError, match="would train without megatron_pg's loss"):
+    with pytest.raises(ArgumentError, match="instead of megatron_pg's loss"):
         ClippedPGLossFn(Options())
 
 
@@ -292,7 +292,7 @@ def test_workers_that_train_another_loss_are_noticed_after_their_first_step(monk
 
     monkeypatch.setattr(Policy, "train", train)
     install()
-    with pytest.raises(HostLossError, match="workers have trained by another loss"):
+    with pytest.raises(HostLossError, match="workers have trained with another loss"):
         policy().train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
 
 

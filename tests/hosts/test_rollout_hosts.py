@@ -73,7 +73,7 @@ def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(stand_in, host
 def test_a_trainer_that_computes_another_loss_stops_on_every_rank_before_the_optimizer_moves(stand_in, host):
     said = stand_in[host]["refused"]["their own loss"]
     assert len(set(said)) == 1
-    assert re.match(r"HostLossError: megatron_pg's loss was not computed once for every sample .*\(0 steps\)$", said[0])
+    assert re.match(r"HostLossError: megatron_pg's loss was not computed exactly once for every sample .*\(0 steps\)$", said[0])
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -193,7 +193,7 @@ class Unreadable(Exception):
     ("error", "message"),
     [
         (OSError("no file /data/\udcff.jsonl"), r"rank 1: OSError: no file /data/\\udcff.jsonl"),
-        (Unreadable(), r"rank 1: Unreadable: a text that cannot be made \(RuntimeError\)"),
+        (Unreadable(), r"rank 1: Unreadable: its text cannot be formatted \(RuntimeError\)"),
         (KeyError(), "rank 1: KeyError: no text"),
         (ValueError("\x1b[2J gone"), r"rank 1: \\x1b\[2J gone"),
     ],

@@ -97,7 +97,7 @@ def test_a_surplus_is_said_and_an_exact_step_that_cannot_be_is_refused():
     assert [(f.num_documents, f.documents_surplus) for _, f in found[0][:2]] == [(6, 2), (4, 0)]
     refused = run(documents, num_documents=4)
     assert (
-        "4 with --docs-per-step-policy exact: 1 documents are missing, and the next group, which is never cut, has 3"
+        "4 with --docs-per-step-policy exact: 1 documents are missing, and the next group, which is never split, has 3"
         in str(refused[0][0])
     )
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_takes_what_the_whole_one_does():
 
 def test_a_rank_with_other_documents_stops_all():
     found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: d[1:] if rank == 2 else d)
-    assert all("ranks 0 and 2 have other documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
+    assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
 def test_a_rank_with_another_mask_stops_all():
@@ -119,7 +119,7 @@ def test_a_rank_with_another_mask_stops_all():
         return [[dataclasses.replace(first, loss_mask=mask)], *others]
 
     found = run(groups(LENGTHS), num_documents=4, change=change)
-    assert all("ranks 0 and 2 have other documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
+    assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
 def test_a_rank_whose_source_fails_stops_all():

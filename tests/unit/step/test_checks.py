@@ -267,7 +267,7 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
         checks.check_cuts([own[0, 2], own[rank, 1]], groups)
         assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
         for wrong in (plain, own[1 - rank, 1]):
-            with pytest.raises(ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is no run"):
+            with pytest.raises(ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"):
                 checks.check_cuts([own[0, 2], wrong], groups)
 
     threads.run(2, work)
