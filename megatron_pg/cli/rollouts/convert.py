@@ -206,13 +206,14 @@ def _check_row(row: "Row") -> None:
 def _sample(row: "Row") -> "Sample":
     """The row, through the checks of a rollout file's line."""
     from megatron_pg.rollouts.file import sample_of
-    from megatron_pg.rollouts.support import support_of
+    from megatron_pg.rollouts.payloads import PAYLOADS
 
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
     _clear_untrained(record)
     try:
         if "support" in record:
-            record["support"] = support_of(record["support"], "of the dump").lists()
+            support = PAYLOADS["support"]
+            record["support"] = support.to_json(support.of(record["support"], "of the dump"))
         return sample_of(record, "of the dump")
     except ValueError as error:
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
