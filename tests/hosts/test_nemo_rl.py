@@ -354,8 +354,10 @@ def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkey
         "import sys\n"
         "from nemo_rl.algorithms.grpo import setup\n"
         "from nemo_stand_in import Options, master_config\n"
-        "_, loss, _ = setup(master_config(Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})), None, None, None)\n"
-        "print(type(loss).__name__, loss.args.loss_aggregation, loss.input_type.name, loss.loss_type.name, *sys.argv[1:])\n"
+        "options = Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})\n"
+        "_, loss, _ = setup(master_config(options), None, None, None)\n"
+        "kinds = loss.input_type.name, loss.loss_type.name\n"
+        "print(type(loss).__name__, loss.args.loss_aggregation, *kinds, *sys.argv[1:])\n"
     )
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", ["", *sys.path])

@@ -1,4 +1,4 @@
-"""verl: its worker with our engine on two real ranks, from its wheel; and without it, what is inherited and what is refused."""
+"""verl: its worker with our engine on two real ranks, from its wheel; and inherited and refused options without it."""
 
 import json
 import math
@@ -389,7 +389,10 @@ def test_a_changed_function_is_named_with_verls_version(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, path, module)
     sys.modules["verl"].__version__ = "0.12.0"
-    expected = "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, optimizer_config"
+    expected = (
+        "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, "
+        "optimizer_config"
+    )
     with pytest.raises(ArgumentError, match=re.escape(expected)) as refused:
         install()
     assert "as in verl 0.9.1 (here is 0.12.0)" in str(refused.value)

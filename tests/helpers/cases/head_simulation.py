@@ -14,7 +14,7 @@ from megatron_pg.step.loss import microbatch_head_loss
 
 
 def fused(grad_scales: dict[int, float], rows, fields, loss, tp_group):
-    """The loss by the fused head, whose hidden states are the logits: its weight is the identity, and padding columns."""
+    """The loss by the fused head; hidden states are the logits, the weight is the identity with padding columns."""
     columns, trained = rows.shape[1], fields.mask.nonzero()[:, 0]
     padding = 4 if tp_group is None else 0
     weight = torch.nn.Parameter(torch.cat([torch.eye(columns), torch.full((padding, columns), 3.0)]).to(rows.dtype))

@@ -91,7 +91,7 @@ def test_random_steps_agree_with_counting_by_hand():
 
 
 def mixture() -> list[Sample]:
-    """Two rollouts with two and no tokens; two supervised samples of one prompt; three tokens of the first are `echo`'s."""
+    """Two rollouts with two and no tokens, and two supervised samples of one prompt; `echo` trains three tokens."""
     rng = random.Random(0)
     of = [("a", "p", [1, 1, 0], None), ("b", "p", [0], None), ("c", "q", [1, 1, 1], "sft"), ("d", "q", [1], "sft")]
     samples = []

@@ -40,7 +40,7 @@ def cut(rank: int, samples, num_microbatches: int):
 
 
 def run(documents, *, num_documents, policy="exact", end="partial", steps=9, begin=0, change=lambda rank, found: found):
-    """What every rank's steps took: for each step the documents by rank and micro-batch, and its figures; then the farewell."""
+    """The steps of every rank: documents by rank and micro-batch, and figures; then the message at the end."""
 
     def work(rank: int):
         rule = StepRule(num_documents=num_documents, policy=policy, end=end)
@@ -81,7 +81,10 @@ def test_every_document_is_taken_once_in_order_and_long_ones_lie_on_several_rank
 
 def test_the_last_step_follows_the_flag():
     found = run(groups(LENGTHS), num_documents=4, end="stop")
-    text = "the documents have ended: 8 were trained, 2 are too few for a step of 4 and were left (--docs-per-step-end stop)"
+    text = (
+        "the documents have ended: 8 were trained, 2 are too few for a step of 4 and were left (--docs-per-step-end "
+        "stop)"
+    )
     assert {rank[2] for rank in found} == {text}
 
 

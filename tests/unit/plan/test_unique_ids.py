@@ -176,7 +176,7 @@ def test_the_wrong_data_parallel_rank_is_refused():
 
 
 def test_equal_samples_that_may_be_different_ones_are_not_refused():
-    """One-token responses, what a policy without entropy samples again and again, branches with names; no samples at all."""
+    """One-token responses, repeated samples of a policy without entropy, branches with names, and no samples."""
     warning_of([[sample([7, 8], 1.0, "r", "p", 1)] for _ in range(3)])
     certain = [[sample([7, 8], 0.0, None, "p", 4)] for _ in range(2)]
     assert sum(certain[0][0].old_logprobs) > -20

@@ -216,7 +216,7 @@ def test_a_peer_that_cannot_plan_is_named_on_every_rank():
 
 
 def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
-    """A model of one attention layer that micro-batches with ranks of their own can go through, with changes; and settings."""
+    """A model of one attention layer that supports micro-batches with their own ranks, with changes; and settings."""
     known = {"num_moe_experts": None, "multi_latent_attention": False, "cuda_graph_impl": "none"}
     core = types.SimpleNamespace(**({"cp_stream": changed.pop("cp_stream")} if "cp_stream" in changed else {}))
     settings = types.SimpleNamespace(mtp_depths=changed.pop("mtp_depths", 0))
@@ -267,7 +267,9 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
         checks.check_cuts([own[0, 2], own[rank, 1]], groups)
         assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
         for wrong in (plain, own[1 - rank, 1]):
-            with pytest.raises(ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"):
+            with pytest.raises(
+                ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"
+            ):
                 checks.check_cuts([own[0, 2], wrong], groups)
 
     threads.run(2, work)

@@ -1,4 +1,4 @@
-"""The router's coefficients while a step runs, and what cannot be replayed. Gradients: tests/ranks/test_forward_step.py."""
+"""The router's coefficients while a step runs, and refused experts. Gradients: tests/ranks/test_forward_step.py."""
 
 import random
 import types
