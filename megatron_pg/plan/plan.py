@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.streams import AS_POLICY
+from megatron_pg.declarations.loss_terms import AS_POLICY
 from megatron_pg.plan.collectives import decode, encode
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.exchange import (
@@ -50,8 +50,8 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StreamPlan:
-    """The counts of a stream in one optimizer step, of its own tokens only."""
+class TermPlan:
+    """The counts of a loss term in one optimizer step, of its own tokens only."""
 
     denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: the objective's
     num_tokens: int
@@ -69,12 +69,12 @@ class StepPlan:
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
     num_tokens: int  # T, trained by the objective
-    num_trained: int  # trained by the objective or a stream
+    num_trained: int  # trained by the objective or a loss term
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
-    streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
+    terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
     num_missing: int = 0  # trained tokens outside their samples' supports, masked before counting
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
@@ -167,7 +167,7 @@ def plan_from_table(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
-        streams=_plan_streams(rule, columns, count),
+        terms=_plan_terms(rule, columns, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
         depth_counts=tuple(depth.num_tokens for depth in of_depths),
         num_samples=sum(head.num_samples for head in heads),
@@ -185,17 +185,15 @@ def plan_from_table(
     )
 
 
-def _plan_streams(
-    rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]
-) -> dict[str, StreamPlan]:
-    """The plan of every stream; on the objective's tokens its denominators count the same units as the objective's."""
+def _plan_terms(rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
+    """The plan of every loss term; on the objective's tokens its denominators count the same units as the objective's."""
     found = {}
-    for stream in rule.streams:
-        column, denominators = columns[stream.tokens], None
-        own = count(column, live_only=rule.live_only and stream.tokens in rule.policy)
-        if stream.aggregation and stream.aggregation != AS_POLICY:
-            denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
-        found[stream.name] = StreamPlan(
+    for term in rule.terms:
+        column, denominators = columns[term.tokens], None
+        own = count(column, live_only=rule.live_only and term.tokens in rule.policy)
+        if term.aggregation and term.aggregation != AS_POLICY:
+            denominators = _denominators(replace(own, divisor=term.divisor), term.aggregation)
+        found[term.name] = TermPlan(
             denominators=denominators,
             num_tokens=own.num_tokens,
             num_rollouts=count(column, live_only=False).num_rollouts,

@@ -144,14 +144,14 @@ def _with_diagnostics(
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
         sizes: dict[str, Any] = {"vocab_size": vocab_size}
         values = TokenValues(fields, found, settings.terms, totals, **sizes)
-        if settings.terms.streams:
+        if settings.terms.further:
             policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
     # the log-ratio too: its clamp hides an infinite value from the loss
-    values_of_tokens = [values.token_losses[None], values.result.log_ratios[None], values.result.stream_losses]
+    values_of_tokens = [values.token_losses[None], values.result.log_ratios[None], values.result.term_losses]
     bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in values_of_tokens if v is not None])).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)

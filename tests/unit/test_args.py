@@ -487,7 +487,7 @@ def test_add_arguments_returns_the_parser_that_it_was_given():
         "pg_kl_estimator": None,
         "pg_entropy_coef": 0.0,
         "pg_aux_aggregation": "default",
-        "pg_stream": None,
+        "pg_term": None,
         "pg_teacher_tail_floor": None,
         "pg_teacher_head": None,
         "pg_support_missing": "error",

@@ -79,7 +79,7 @@ def refused(args: argparse.Namespace) -> Iterator[str]:
         )
     if found.get("use_opd") and args.opd_kl_coef and _distills(ours):
         yield (
-            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-stream …:opd into the "
+            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-term …:opd into the "
             "loss; give --opd-kl-coef 0, or it counts twice"
         )
     if (ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")) and args.enable_mtp_training:
@@ -101,4 +101,4 @@ def _objective(args: argparse.Namespace) -> str:
 
 def _distills(ours: dict[str, Any]) -> bool:
     """Whether a loss term is of the kind `opd`."""
-    return any(str(text).partition(":")[2].partition(",")[0] == "opd" for text in ours.get("pg_stream") or ())
+    return any(str(text).partition(":")[2].partition(",")[0] == "opd" for text in ours.get("pg_term") or ())

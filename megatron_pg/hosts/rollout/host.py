@@ -50,7 +50,7 @@ class Declaration:
         "ref_logprobs",
         "teacher_logprobs",
     )  # fields that its batches can contain
-    names_streams: bool = False  # whether samples name their stream
+    names_terms: bool = False  # whether samples name their loss term
     hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
     refused: Callable[[argparse.Namespace], Iterable[str]] = (
         lambda args: ()
@@ -67,7 +67,7 @@ class RolloutHost:
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
-        self.streams: frozenset[str] = frozenset()  # with their own tokens, from `init` on
+        self.terms: frozenset[str] = frozenset()  # with their own tokens, from `init` on
         self._log = ""  # `module:function` of the host's logger, from `init` on
 
     def checked(self, args: argparse.Namespace) -> CheckedArguments:
@@ -83,7 +83,7 @@ class RolloutHost:
             inherited=rollout_flags.inherited(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
             carried=self.declaration.carried,
-            names_streams=self.declaration.names_streams,
+            names_terms=self.declaration.names_terms,
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -106,7 +106,7 @@ class RolloutHost:
 
         settings, rows = start(declared.name, found, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
-        self.streams = Facts(found.args).own_tokens
+        self.terms = Facts(found.args).own_tokens
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

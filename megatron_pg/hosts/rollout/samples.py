@@ -35,7 +35,7 @@ class Rollout:
     rewards: Sequence[float] | None  # before normalization
     samples_per_prompt: int  # consecutive in the sampling order
     sources: Sequence[str] | None = None  # the host's name of each sample's origin
-    streams: Container[str] = ()  # origins that are streams with their own tokens; others are the objective's
+    terms: Container[str] = ()  # origins that are loss terms with their own tokens; others are the objective's
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
     @property
@@ -87,7 +87,7 @@ class Rollout:
                 prompt_id=None if index is None else int(index) // self.samples_per_prompt,
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
-                stream=self._stream(i),
+                term=self._term(i),
                 support=self._support(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
@@ -96,9 +96,9 @@ class Rollout:
             )
         ]
 
-    def _stream(self, number: int) -> str:
+    def _term(self, number: int) -> str:
         source = POLICY if self.sources is None else self.sources[number]
-        return source if source in self.streams else POLICY
+        return source if source in self.terms else POLICY
 
     def _support(self, number: int) -> dict[str, Any] | None:
         """The token ids that the engine kept under top-p, where it reports them."""

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.triton.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
+from megatron_pg.kernels.triton.terms import loss_terms, term_constants, term_fields, term_losses, term_numbers
 from megatron_pg.kernels.triton.tiles import (
     FLOOR,
     FUSED,
@@ -170,7 +170,7 @@ def launch(
     """`loss_and_gradient`, and how many spills the compiler needed; `most_programs`: all that fit on the GPU if None."""
     rest, teacher = policy_loss.without_topk, teacher_of(policy_loss)
     constants = term_constants(rest)
-    has_kl, is_taught = constants["KL"] is not None, teacher.stream is not None
+    has_kl, is_taught = constants["KL"] is not None, teacher.term is not None
     out = torch.empty(5 + has_kl + 2 * is_taught, len(logits), dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
     targets = policy_loss.fields.targets.contiguous()
@@ -214,10 +214,8 @@ def launch(
     token_losses, weighted, logprobs, log_ratios, entropies, *further = out.unbind()
     kl = further.pop(0) if has_kl else None
     divergence, mass = further if is_taught else (None, None)
-    streams = stream_losses(policy_loss, kl, entropies, divergence)
-    found = PolicyGradientLoss(
-        weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams, student_mass=mass
-    )
+    terms = term_losses(policy_loss, kl, entropies, divergence)
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, terms, student_mass=mass)
     return found, compiled.n_spills
 
 
@@ -274,7 +272,7 @@ def _load_tiles(
 
 
 @gluon.jit
-def _stream_statistics(
+def _term_statistics(
     m,
     s,
     t,
@@ -299,7 +297,7 @@ def _stream_statistics(
 
 
 @gluon.jit
-def _stream_gradients(
+def _term_gradients(
     z_row,
     g_row,
     offsets,
@@ -477,7 +475,7 @@ def one_launch_kernel(
         for k in gl.static_range(KEPT):
             m, s, t = accumulate(m, s, t, (kept[k],), c, KIND, ENTROPY)
         if STREAMED > 0:
-            m, s, t = _stream_statistics(
+            m, s, t = _term_statistics(
                 m, s, t, z_row + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
             )
 
@@ -610,7 +608,7 @@ def one_launch_kernel(
                 gl.store(g_row + at, out, mask=g_offsets < columns - at)
             if STREAMED > 0:
                 z_this = z_words + row * z_stride + offsets
-                _stream_gradients(
+                _term_gradients(
                     z_this,
                     g_row,
                     offsets,
@@ -672,7 +670,7 @@ def one_launch_kernel(
             fields = _fields_of(following, live_next, sources, columns, names, logits_stride, KL, BONUS, FORM)
         if STREAMED > 0:  # the registers of the kept tiles serve the streamed ones first
             if live_next:
-                m, s, t = _stream_statistics(
+                m, s, t = _term_statistics(
                     m, s, t, z_next + offsets, offsets, after, width, c, KIND, ENTROPY, TILE, STREAMED
                 )
             kept = _load_tiles(z_next + offsets, offsets, limit, KIND, TILE, SLOTS, KEPT)

@@ -21,7 +21,7 @@ from megatron_pg.kernels.triton.segments import (
     SequenceFields,
     sequence_fields,
 )
-from megatron_pg.kernels.triton.terms import loss_terms, stream_losses, term_constants, term_fields, term_numbers
+from megatron_pg.kernels.triton.terms import loss_terms, term_constants, term_fields, term_losses, term_numbers
 from megatron_pg.kernels.triton.tiles import FUSED
 
 BLOCK = 256
@@ -75,11 +75,11 @@ def loss_and_slopes(
 ) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
     """The loss and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
     found = _evaluate(policy_loss, logprobs, entropy)
-    streams = stream_losses(policy_loss, found.kl, entropy)
+    terms = term_losses(policy_loss, found.kl, entropy)
     kept = None if found.kept is None else found.kept != 0
     of_sequences = found.sequence_log_ratios, found.sequence_advantages
     loss = PolicyGradientLoss(
-        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, streams, kept, *of_sequences
+        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, terms, kept, *of_sequences
     )
     return loss, found.slope, found.bend
 

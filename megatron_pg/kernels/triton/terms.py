@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.kernels.triton import rows
 from megatron_pg.objectives.interface.row import MOST_NUMBERS
 
 
-def _streams(policy_loss: PolicyLoss) -> tuple[Stream | None, Stream | None]:
+def _terms(policy_loss: PolicyLoss) -> tuple[LossTerm | None, LossTerm | None]:
     """The divergence and the entropy term, each None where there is none."""
-    kl = next((each for each in policy_loss.terms.streams if each.kind != "entropy"), None)
-    return kl, next((each for each in policy_loss.terms.streams if each.kind == "entropy"), None)
+    kl = next((each for each in policy_loss.terms.further if each.kind != "entropy"), None)
+    return kl, next((each for each in policy_loss.terms.further if each.kind == "entropy"), None)
 
 
 def term_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
@@ -30,16 +30,16 @@ def term_fields(policy_loss: PolicyLoss) -> tuple[Tensor, ...]:
 
     [T] each and contiguous, because kernels have no strides. What no term reads has the mask in its place.
     """
-    fields, (kl, bonus) = policy_loss.fields, _streams(policy_loss)
+    fields, (kl, bonus) = policy_loss.fields, _terms(policy_loss)
     read: list[Any] = [fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask]
     read.append(fields.mask if kl is None else getattr(fields, str(KINDS[kl.kind].against)))
-    read += [fields.mask if each is None else fields.of_stream(each.name).weights for each in (kl, bonus)]
+    read += [fields.mask if each is None else fields.of_term(each.name).weights for each in (kl, bonus)]
     return tuple(values.contiguous() for values in read)
 
 
 def term_numbers(policy_loss: PolicyLoss) -> tuple[float, ...]:
     """`numbers_of`, and lambda and eta."""
-    return *numbers_of(policy_loss), *(0.0 if each is None else each.weight for each in _streams(policy_loss))
+    return *numbers_of(policy_loss), *(0.0 if each is None else each.weight for each in _terms(policy_loss))
 
 
 def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
@@ -50,18 +50,17 @@ def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
 
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
     """What a kernel is compiled for: the Triton functions of the objective and the estimator, and whether H is in the loss."""
-    row, (kl, bonus) = policy_loss.row, _streams(policy_loss)
+    row, (kl, bonus) = policy_loss.row, _terms(policy_loss)
     estimator = None if kl is None else getattr(rows, KL_ESTIMATORS[kl.estimator].function)
     return {"ROW": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
 
 
-def stream_losses(
+def term_losses(
     policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor, topk: Tensor | None = None
 ) -> Tensor | None:
-    """[n, T] of the n streams in their order, from [T] each, `topk` of the one over the teacher's likeliest tokens; None: n = 0."""
+    """[n, T] of the n loss terms in their order, from [T] each, `topk` of the one over the teacher's likeliest tokens; None: n = 0."""
     found: list[Any] = [
-        -entropy if stream.kind == "entropy" else topk if stream.reads_topk else kl
-        for stream in policy_loss.terms.streams
+        -entropy if term.kind == "entropy" else topk if term.reads_topk else kl for term in policy_loss.terms.further
     ]
     return torch.stack(found) if found else None
 

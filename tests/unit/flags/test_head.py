@@ -52,14 +52,14 @@ BROKEN = [
     ),
     row("E56", "bonus", odds(pg_entropy_coef=0.1), "--pg-entropy-coef 0.1 reads more; use --pg-fused-head forward"),
     row("E56", "metric", odds(pg_metrics="with_entropy"), "--pg-metrics with_entropy reads more"),
-    row("E56", "stream", odds(pg_stream=["calm:entropy,on=rl"]), "--pg-stream calm:entropy reads more"),
+    row("E56", "term", odds(pg_term=["calm:entropy,on=rl"]), "--pg-term calm:entropy reads more"),
     row(
         "E56",
         "whole teacher",
-        odds(pg_stream=["teacher:full_jsd,on=rl"], pg_teacher_head="h"),
-        "--pg-fused-head odds keeps of a row what log-probabilities need, and --pg-stream teacher:full_jsd reads more",
+        odds(pg_term=["teacher:full_jsd,on=rl"], pg_teacher_head="h"),
+        "--pg-fused-head odds keeps of a row what log-probabilities need, and --pg-term teacher:full_jsd reads more",
     ),
-    row("E56", "teacher", odds(pg_stream=["teacher:topk_forward_kl,on=rl"]), "topk_forward_kl reads more"),
+    row("E56", "teacher", odds(pg_term=["teacher:topk_forward_kl,on=rl"]), "topk_forward_kl reads more"),
     row("E56", "split", odds(fp32_lm_head_backward="split"), "--fp32-lm-head-backward split would be"),
     row("E55", "opsm_old", head(**correction("opsm_old", high=0.1)), "--pg-correction opsm_old reads whole sequences"),
 ]
@@ -78,7 +78,7 @@ NEAR_MISSES = [
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
     row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),
     row("E56", "odds", odds(fp32_lm_head_backward="bf16", pg_kl_coef=0.1, pg_kl_estimator="k3")),
-    row("E56", "no weight", odds(pg_stream=["calm:entropy,on=rl,weight=0"])),
+    row("E56", "no weight", odds(pg_term=["calm:entropy,on=rl,weight=0"])),
     row("E56", "entropy", head(pg_entropy_coef=0.1, pg_metrics="with_entropy")),
     row("E55", "topr by token", head(**pg("topr_token"))),
     # whether it reads whole sequences is known once it was tried

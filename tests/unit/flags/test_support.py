@@ -15,16 +15,14 @@ BROKEN = [
     row(
         "E40", "no entropy", KEPT, "--pg-entropy-support kept has no effect without an entropy", "remove it or give one"
     ),
-    row("E40", "other stream", KEPT | {"pg_stream": ["sft:ce"]}, "--pg-entropy-support kept has no effect"),
-    row(
-        "E40", "weight 0", KEPT | {"pg_stream": ["h:entropy,on=rl,weight=0"]}, "--pg-entropy-support kept has no effect"
-    ),
+    row("E40", "other loss term", KEPT | {"pg_term": ["sft:ce"]}, "--pg-entropy-support kept has no effect"),
+    row("E40", "weight 0", KEPT | {"pg_term": ["h:entropy,on=rl,weight=0"]}, "--pg-entropy-support kept has no effect"),
 ]
 ACCEPTED = [
     {"pg_support_missing": "mask"},
     KEPT | {"pg_entropy_coef": 0.01},
     KEPT | {"pg_metrics": "with_entropy"},
-    KEPT | {"pg_stream": ["h:entropy,on=rl"]},
+    KEPT | {"pg_term": ["h:entropy,on=rl"]},
 ]
 
 

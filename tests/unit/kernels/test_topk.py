@@ -9,9 +9,9 @@ import topk_oracle
 import torch
 from compare import scalar_error, tensor_error
 from launch_count import counted
-from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence, one_stream
+from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence, one_term
 
-from megatron_pg.batch.fields import StreamFields
+from megatron_pg.batch.fields import TermFields
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -101,9 +101,9 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     """22, where torch on [T, K] would make 200."""
     parts = Parts.draw(4, 32, 5, "topk_jsd")
     objective = objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)
-    stream = replace(parts.streams[0], on="rl")
-    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, streams={})
-    policy_loss = PolicyLoss(LossTerms(objective=objective, streams=(stream,)), fields)
+    term = replace(parts.terms[0], on="rl")
+    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, terms={})
+    policy_loss = PolicyLoss(LossTerms(objective=objective, further=(term,)), fields)
     leaf = torch.randn(4, 33, device=DEVICE, requires_grad=True)
     with counted(monkeypatch) as found:
         rows = leaf.view_as(leaf)
@@ -111,7 +111,7 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
         torch.autograd.grad(out.loss, leaf)
     kernels = {name: n for name, n in found.items() if name.endswith("_kernel")}
     before = {"take_and_hide_kernel": 1, "statistics_kernel": 1, "put_kernel": 2, "combine_kernel": 1}
-    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "tail_gradient_kernel": 1}
+    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "gradient_kernel": 1}
     assert kernels == before | behind
     assert sum(found.values()) == 22
 
@@ -121,13 +121,13 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("terms", [{}, {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.2}], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
-def test_one_stream_goes_through_the_one_launch_kernel(kind, terms, inplace, monkeypatch, evidence):
+def test_one_term_goes_through_the_one_launch_kernel(kind, terms, inplace, monkeypatch, evidence):
     """On a CPU its own work is done in torch, by its own functions of a row."""
     if not CUDA:
         one_launch.in_torch(monkeypatch)
     for width in (1, 5, 33, 48):  # of 48
         torch.manual_seed(width)
-        loss, logits = one_stream(kind, width, **terms)
+        loss, logits = one_term(kind, width, **terms)
         vocabulary, found = Vocabulary.of(64, temperature=0.8, vocab_size=48), []
         with counted(monkeypatch) as launches:
             for impl in ("triton", "torch"):
@@ -143,7 +143,7 @@ def test_one_stream_goes_through_the_one_launch_kernel(kind, terms, inplace, mon
         assert kernels == {"take_and_hide_kernel": 1, "one_launch_kernel": 1, "rescale_kernel": 1}
         (out, gradient), (wanted, wanted_gradient) = found
         assert scalar_error(float(out.loss.detach()), float(wanted.loss.detach()), 10.0) <= LIMITS["triton"]
-        for name in ("token_losses", "logprobs", "log_ratios", "entropy", "stream_losses", "student_mass"):
+        for name in ("token_losses", "logprobs", "log_ratios", "entropy", "term_losses", "student_mass"):
             ours, theirs = getattr(out, name).double(), getattr(wanted, name)
             assert ((ours - theirs).abs() <= LIMITS["triton"] * (1 + theirs.abs())).all(), (name, width)
         scale = wanted_gradient.abs().amax(dim=1).clamp(min=0.1)  # below it what it is the difference of is larger
@@ -161,7 +161,7 @@ def test_every_shape_of_the_one_launch_kernel(columns, dtype, inplace, monkeypat
     """Several rows per program, masked ones among them: values, gradient, and the bits of the logits."""
     for kind, width, terms in (("topk_jsd", 64, {}), ("topk_reverse_kl", 300, {"entropy_coef": 0.2})):
         torch.manual_seed(columns)
-        loss, logits = one_stream(kind, width, 1500, columns - 32, 32, **terms)
+        loss, logits = one_term(kind, width, 1500, columns - 32, 32, **terms)
         vocabulary, found = Vocabulary.of(columns, temperature=0.8, vocab_size=columns - 32), []
         logits = logits.to(dtype)
         with counted(monkeypatch) as launches:
@@ -179,7 +179,7 @@ def test_every_shape_of_the_one_launch_kernel(columns, dtype, inplace, monkeypat
                     del table, leaf
         assert launches["one_launch_kernel"] == 1
         (out, gradient), *parts = found
-        for name in ("token_losses", "logprobs", "entropy", "stream_losses", "student_mass"):
+        for name in ("token_losses", "logprobs", "entropy", "term_losses", "student_mass"):
             wanted = torch.cat([getattr(part, name) for part, _ in parts], dim=-1)
             assert ((getattr(out, name).double() - wanted).abs() <= 2e-5 * (1 + wanted.abs())).all(), (kind, name)
         exact = torch.cat([part for _, part in parts]).double()  # rounded once, as ours
@@ -193,7 +193,7 @@ def test_what_is_launched_where_one_launch_does_the_work(monkeypatch):
     """Six, where the objective alone has four."""
     if not CUDA:
         one_launch.in_torch(monkeypatch)
-    taught, logits = one_stream("topk_jsd", 5)
+    taught, logits = one_term("topk_jsd", 5)
     totals = []
     for loss in (taught, taught.without_topk):
         leaf = logits.float().requires_grad_()
@@ -207,13 +207,13 @@ def test_what_is_launched_where_one_launch_does_the_work(monkeypatch):
 
 @pytest.mark.usefixtures("on_the_device")
 def test_rows_that_one_launch_does_not_do_go_through_the_others(monkeypatch):
-    """A stream with tokens of its own, two of them, a set that is not trained."""
+    """A loss term with tokens of its own, two of them, a set that is not trained."""
     if not CUDA:
         launches = one_launch.in_torch(monkeypatch)
-    (loss, logits), (other, _) = one_stream("topk_jsd", 5), one_stream("topk_forward_kl", 5)
-    own = {"topk_jsd": StreamFields(weights=loss.fields.weights, mask=loss.fields.mask)}
-    elsewhere = replace(loss.fields, streams={loss.terms.streams[0].name: own["topk_jsd"]})
-    two = replace(loss.terms, streams=(loss.terms.streams[0], replace(other.terms.streams[0], name="t1")))
+    (loss, logits), (other, _) = one_term("topk_jsd", 5), one_term("topk_forward_kl", 5)
+    own = {"topk_jsd": TermFields(weights=loss.fields.weights, mask=loss.fields.mask)}
+    elsewhere = replace(loss.fields, terms={loss.terms.further[0].name: own["topk_jsd"]})
+    two = replace(loss.terms, further=(loss.terms.further[0], replace(other.terms.further[0], name="t1")))
     assert loss.is_by_token
     assert not replace(loss, fields=elsewhere).is_by_token
     assert not replace(loss, terms=two).is_by_token
@@ -240,9 +240,9 @@ def test_over_all_tokens_it_is_the_whole_divergence(kind):
     out, _ = run(parts, logits, "torch", temperature=1.0)
     log_q = student(parts, logits)
     first, second = (log_p, log_q) if kind == "topk_forward_kl" else (log_q, log_p)
-    mask = parts.fields.of_stream("t0").mask
-    assert tensor_error(out.stream_losses[0][mask], (first.exp() * (first - second)).sum(dim=1)[mask]) <= 1e-14
-    assert not out.stream_losses[0][~mask].any()
+    mask = parts.fields.of_term("t0").mask
+    assert tensor_error(out.term_losses[0][mask], (first.exp() * (first - second)).sum(dim=1)[mask]) <= 1e-14
+    assert not out.term_losses[0][~mask].any()
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -250,11 +250,11 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind):
     logits = torch.randn(9, 13, dtype=torch.float64)
     parts = Parts.draw(9, 12, 4, kind, log_p=logits[:, :12].log_softmax(dim=1))
     logits[~parts.fields.mask] = 0
-    alone = parts.fields.of_stream("t0").mask & ~parts.fields.policy_mask
+    alone = parts.fields.of_term("t0").mask & ~parts.fields.policy_mask
     out, gradient = run(parts, logits, "torch", temperature=1.0)
     assert alone.any()
     assert gradient[alone].abs().max() <= 1e-16
-    assert out.stream_losses[0].abs().max() <= 1e-15
+    assert out.term_losses[0].abs().max() <= 1e-15
 
 
 def test_a_coarse_divergence_lies_between_0_and_the_whole():
@@ -263,7 +263,7 @@ def test_a_coarse_divergence_lies_between_0_and_the_whole():
     logits = 3 * torch.randn(40, 31, dtype=torch.float64)
     out, _ = run(parts, logits, "torch", temperature=1.0)
     log_q = student(parts, logits)
-    for losses, (a, b) in zip(out.stream_losses, [(log_p, log_q), (log_q, log_p)], strict=False):
+    for losses, (a, b) in zip(out.term_losses, [(log_p, log_q), (log_q, log_p)], strict=False):
         whole = (a.exp() * (a - b)).sum(dim=1)
         assert (losses >= 0).all()
         assert (losses <= whole + 1e-12).all()
@@ -306,7 +306,7 @@ def test_a_logit_of_minus_infinity_in_the_set_costs_the_reverse_divergence_nothi
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_an_id_beyond_the_vocabulary_is_seen(impl):
     """In its own row: no other one's logits or gradient are where such a column would lie."""
-    loss, logits = one_stream("topk_forward_kl", 5)
+    loss, logits = one_term("topk_forward_kl", 5)
     vocabulary, found = Vocabulary.of(64, vocab_size=48), []
     for tokens in ((), (48, 64 + 10)):  # the first column of padding, and one of the next row
         for row, token in zip((0, 5), tokens, strict=False):
@@ -316,7 +316,7 @@ def test_an_id_beyond_the_vocabulary_is_seen(impl):
         out = policy_gradient_loss(rows, replace(loss), vocabulary, impl=impl)  # nothing known of the ids before
         assert torch.equal(rows.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
         out.loss.backward()
-        found.append((out.stream_losses[0].isnan(), leaf.grad))
+        found.append((out.term_losses[0].isnan(), leaf.grad))
     (_, wanted), (bad, gradient) = found
     assert bad.nonzero()[:, 0].tolist() == [0, 5]
     assert torch.equal(gradient[~bad], wanted[~bad])

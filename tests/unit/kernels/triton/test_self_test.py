@@ -6,12 +6,12 @@ from dataclasses import replace
 import one_launch as in_torch
 import pytest
 import torch
+from loss_terms import kl_and_entropy
 from objective_parts import build
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch.fields import TokenFields, TopK
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.declarations.one_launch import path_of
-from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.triton import self_test
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -41,7 +41,7 @@ def test_the_path_says_why(capability, triton, takes, is_tried, text):
 
 def loss_of(name: str, **terms) -> PolicyLoss:
     fields = TokenFields(**dict.fromkeys(("targets", "old_logprobs", "advantages", "weights", "mask"), torch.ones(2)))
-    return PolicyLoss(LossTerms(objective=build(name), grad_divisor=2.0, streams=kl_and_entropy(**terms)), fields)
+    return PolicyLoss(LossTerms(objective=build(name), grad_divisor=2.0, further=kl_and_entropy(**terms)), fields)
 
 
 BOTH = {"kl_coef": 0.1, "kl_estimator": "k3_weighted", "entropy_coef": 0.2}
@@ -73,10 +73,10 @@ def test_a_kernel_that_agrees_is_taken_and_asked_once(launches, name, terms, dty
 def test_a_divergence_over_likeliest_tokens_is_tried_with_a_teacher(launches):
     loss = loss_of("grpo", **BOTH)
     for kind in ("topk_jsd", "topk_reverse_kl"):
-        stream = Stream(name="t", kind=kind, on="rl").resolved("token_mean", None)
+        term = LossTerm(name="t", kind=kind, on="rl").resolved("token_mean", None)
         teacher = TopK(ids=torch.ones(2, 5, dtype=torch.int32), logprobs=torch.zeros(2, 5), tails=torch.ones(2))
         fields = replace(loss.fields, teacher_topk=teacher)
-        taught = PolicyLoss(replace(loss.terms, streams=(stream, *loss.terms.streams)), fields)
+        taught = PolicyLoss(replace(loss.terms, further=(term, *loss.terms.further)), fields)
         assert self_test.agrees(torch.zeros(3, 80), taught, VOCABULARY, entropy=True)
     assert [launch["names"] for launch in launches] == [5] * 4
     assert len({launch["FORM"] for launch in launches}) == 2
