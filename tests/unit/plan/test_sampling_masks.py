@@ -105,7 +105,7 @@ def test_without_the_objective_nothing_reads_it():
         with_terms(LossTerm(name="t", kind="ce", on="rl", aggregation="token_mean")), has_policy=False
     )
     (local,) = sliced([sample([[9], [9], [9], [9]])], settings)
-    assert local.fields.support is None
+    assert local.fields.sampling_mask is None
 
 
 def test_masked_before_the_plan_so_that_the_denominators_follow():
