@@ -55,9 +55,9 @@ def check_supports(samples: Sequence[Sample], settings: LossSettings) -> None:
         ValueError: for the first of them.
     """
     for sample, support, mask in members(samples, settings):
-        if settings.head_mode == "odds":
+        if settings.head_mode == "scaled_exp":
             raise ValueError(
-                f"sample {sample.sample_id} has a support, and --pg-fused-head odds knows log-probabilities over the whole vocabulary only. "
+                f"sample {sample.sample_id} has a support, and --pg-fused-head scaled_exp knows log-probabilities over the whole vocabulary only. "
                 "Use --pg-fused-head forward."
             )
         check_ids(support, mask, sample.sample_id)

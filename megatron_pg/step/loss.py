@@ -77,7 +77,7 @@ def microbatch_head_loss(
         call: hidden states and weight.
         local: this rank's slice of the micro-batch.
         settings: the loss settings.
-        grad_scale: the contract's; the modes "forward" and "odds" make the weight gradient for it.
+        grad_scale: the contract's; the modes "forward" and "scaled_exp" make the weight gradient for it.
         totals: as in `microbatch_loss`.
         teacher_weight: as in `policy_gradient_head_loss`.
     """

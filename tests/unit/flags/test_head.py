@@ -4,14 +4,16 @@ import pytest
 from namespaces import accepts, arguments, breaks, correction, head, pg, row
 
 
-def odds(**more: object) -> dict:
-    return head(**more) | {"pg_fused_head": "odds"}
+def scaled_exp(**more: object) -> dict:
+    return head(**more) | {"pg_fused_head": "scaled_exp"}
 
 
 # Each breaks exactly one rule.
 BROKEN = [
     row("E50", "float32", {"fp32_lm_head": "yes"}, "--fp32-lm-head must be true or false, got 'yes'"),
-    row("E50", "fused", {"pg_fused_head": "both"}, "--pg-fused-head 'both' is not one of forward, odds, recompute"),
+    row(
+        "E50", "fused", {"pg_fused_head": "both"}, "--pg-fused-head 'both' is not one of forward, recompute, scaled_exp"
+    ),
     row(
         "E50",
         "backward",
@@ -42,25 +44,29 @@ BROKEN = [
     row("E55", "vespo", head(**pg("vespo")), "--pg-objective vespo reads whole sequences"),
     row("E55", "gmpo", head(**pg("gmpo")), "--pg-objective gmpo reads whole sequences"),
     row("E55", "opsm", head(**correction("opsm", high=0.1)), "--pg-correction opsm reads whole sequences"),
-    row("E55", "odds, fp16", odds(fp16=True), "--fp16 brings a loss scale", "use --pg-fused-head recompute"),
+    row(
+        "E55", "scaled_exp, fp16", scaled_exp(fp16=True), "--fp16 brings a loss scale", "use --pg-fused-head recompute"
+    ),
     row(
         "E55",
-        "odds, gspo",
-        odds(**pg("gspo")),
-        "--pg-fused-head odds makes",
+        "scaled_exp, gspo",
+        scaled_exp(**pg("gspo")),
+        "--pg-fused-head scaled_exp makes",
         "--pg-objective gspo reads whole sequences",
     ),
-    row("E56", "bonus", odds(pg_entropy_coef=0.1), "--pg-entropy-coef 0.1 reads more; use --pg-fused-head forward"),
-    row("E56", "metric", odds(pg_metrics="with_entropy"), "--pg-metrics with_entropy reads more"),
-    row("E56", "term", odds(pg_term=["calm:entropy,on=rl"]), "--pg-term calm:entropy reads more"),
+    row(
+        "E56", "bonus", scaled_exp(pg_entropy_coef=0.1), "--pg-entropy-coef 0.1 reads more; use --pg-fused-head forward"
+    ),
+    row("E56", "metric", scaled_exp(pg_metrics="with_entropy"), "--pg-metrics with_entropy reads more"),
+    row("E56", "term", scaled_exp(pg_term=["calm:entropy,on=rl"]), "--pg-term calm:entropy reads more"),
     row(
         "E56",
         "whole teacher",
-        odds(pg_term=["teacher:full_jsd,on=rl"], pg_teacher_head="h"),
-        "--pg-fused-head odds keeps of a row what log-probabilities need, and --pg-term teacher:full_jsd reads more",
+        scaled_exp(pg_term=["teacher:full_jsd,on=rl"], pg_teacher_head="h"),
+        "--pg-fused-head scaled_exp keeps of a row what log-probabilities need, and --pg-term teacher:full_jsd reads more",
     ),
-    row("E56", "teacher", odds(pg_term=["teacher:topk_forward_kl,on=rl"]), "topk_forward_kl reads more"),
-    row("E56", "split", odds(fp32_lm_head_backward="split"), "--fp32-lm-head-backward split would be"),
+    row("E56", "teacher", scaled_exp(pg_term=["teacher:topk_forward_kl,on=rl"]), "topk_forward_kl reads more"),
+    row("E56", "split", scaled_exp(fp32_lm_head_backward="split"), "--fp32-lm-head-backward split would be"),
     row("E55", "opsm_old", head(**correction("opsm_old", high=0.1)), "--pg-correction opsm_old reads whole sequences"),
 ]
 
@@ -77,8 +83,8 @@ NEAR_MISSES = [
     row("E54", "float32 logits", {"fp32_lm_head": True, "use_mup": True, "cross_entropy_loss_fusion": True}),
     row("E55", "fp16", {"pg_fused_head": "recompute", "fp16": True}),
     row("E55", "gspo", {"pg_fused_head": "recompute", **pg("gspo")}),
-    row("E56", "odds", odds(fp32_lm_head_backward="bf16", pg_kl_coef=0.1, pg_kl_estimator="k3")),
-    row("E56", "no weight", odds(pg_term=["calm:entropy,on=rl,weight=0"])),
+    row("E56", "scaled_exp", scaled_exp(fp32_lm_head_backward="bf16", pg_kl_coef=0.1, pg_kl_estimator="k3")),
+    row("E56", "no weight", scaled_exp(pg_term=["calm:entropy,on=rl,weight=0"])),
     row("E56", "entropy", head(pg_entropy_coef=0.1, pg_metrics="with_entropy")),
     row("E55", "topr by token", head(**pg("topr_token"))),
     # whether it reads whole sequences is known once it was tried
