@@ -78,7 +78,7 @@ class Parts:
     def policy_loss(self) -> PolicyLoss:
         """The package's."""
         objective = objective_of("reinforce")
-        return PolicyLoss(LossTerms(objective=objective, further=self.terms), self.fields)
+        return PolicyLoss(LossTerms(objective=objective, further=self.loss_terms), self.fields)
 
     def expected(self, logits: Tensor, temperature: float) -> Tensor:
         """The sum of all losses in float64 by autograd over [T, V], row by row; rows that nothing trains are not read."""
@@ -89,7 +89,7 @@ class Parts:
             if f.policy_mask[t]:
                 bonus = 0.2 * f.weights[t] * (log_q.exp() * log_q).sum()
                 total = total - f.weights[t] * f.advantages[t] * log_q[f.targets[t]] + bonus
-            for term in self.terms[:-1]:
+            for term in self.loss_terms[:-1]:
                 if f.of_term(term.name).mask[t]:
                     own = f.of_term(term.name).weights[t]
                     total = total + term.weight * own * self._divergence(term, log_q, t)

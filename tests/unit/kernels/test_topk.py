@@ -101,7 +101,7 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     """22, where torch on [T, K] would make 200."""
     parts = Parts.draw(4, 32, 5, "topk_jsd")
     objective = objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)
-    term = replace(parts.terms[0], on="rl")
+    term = replace(parts.loss_terms[0], on="rl")
     fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, terms={})
     policy_loss = PolicyLoss(LossTerms(objective=objective, further=(term,)), fields)
     leaf = torch.randn(4, 33, device=DEVICE, requires_grad=True)
