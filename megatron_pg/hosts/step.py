@@ -17,9 +17,9 @@ from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.plan.errors import lost_peer_named
 from megatron_pg.plan.microbatches import count
 from megatron_pg.plan.plan import StepPlan, plan_from_table
+from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.support import without_missing
 from megatron_pg.plan.weights import token_weights
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport, gather_found, report_of

@@ -27,10 +27,10 @@ from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, Step
 from megatron_pg.plan.errors import ContractError, StepPlanError, lost_peer_named
 from megatron_pg.plan.microbatches import Counted, count, slice_step
 from megatron_pg.plan.plan import StepPlan, check_count, plan_from_table
+from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.selection import select
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
-from megatron_pg.plan.support import without_missing
 from megatron_pg.plan.table import LocalTable, PlanRule
 from megatron_pg.step.checks import (
     agree,
@@ -41,7 +41,7 @@ from megatron_pg.step.checks import (
     check_model,
     check_packing,
     check_teachers,
-    check_vocabulary_of_supports,
+    check_vocabulary_of_sampling_masks,
     source_of,
     take,
 )
@@ -238,7 +238,7 @@ class PolicyGradientStep:
                 check_cuts(batches, self._groups)
                 check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
                 check_teachers(batches, chunks[0], self.settings)
-                check_vocabulary_of_supports(batches, chunks[0], self.settings)
+                check_vocabulary_of_sampling_masks(batches, chunks[0], self.settings)
                 check_packing(batches, chunks)
                 check_rows(batches, chunks[0].config)
                 check_experts(batches, chunks[0].config, self._replay)

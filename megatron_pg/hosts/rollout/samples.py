@@ -29,7 +29,7 @@ _READ = (
     "sample_indices",
 )  # from every host
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")
-_SUPPORT = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
+_SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Rollout:
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 term=self._term(i),
-                support=self._support(i),
+                sampling_mask=self._sampling_mask(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
             for i, (tokens, response, mask, index) in enumerate(
@@ -109,11 +109,11 @@ class Rollout:
         source = POLICY if self.sources is None else self.sources[number]
         return source if source in self.terms else POLICY
 
-    def _support(self, number: int) -> dict[str, Any] | None:
+    def _sampling_mask(self, number: int) -> dict[str, Any] | None:
         """What its engine kept under top-p, where it says."""
-        if self.data.get(_SUPPORT["ids"]) is None:
+        if self.data.get(_SAMPLING_MASK["ids"]) is None:
             return None
-        return {ours: self.data[theirs][number] for ours, theirs in _SUPPORT.items()}
+        return {ours: self.data[theirs][number] for ours, theirs in _SAMPLING_MASK.items()}
 
     @property
     def is_on_policy(self) -> bool:
