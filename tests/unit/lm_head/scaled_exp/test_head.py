@@ -257,7 +257,10 @@ def test_formulas_of_the_log_probability_meet():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"further": (LossTerm(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)}, "an entropy"),
+        (
+            {"further": (LossTerm(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)},
+            "an entropy",
+        ),
         ({"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}, "reads whole sequences"),
     ],
 )
