@@ -269,7 +269,7 @@ def test_what_cannot_be_is_refused():
         policy_gradient_loss(torch.zeros(15, 48), parts.policy_loss, Vocabulary.of(48), impl="torch")
     plain = PolicyLoss(replace(terms, further=terms.further[:1]), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="the distribution of a teacher"):
-        run(replace(parts, policy_loss=plain), Head(mode="odds", impl="torch"))
+        run(replace(parts, policy_loss=plain), Head(mode="scaled_exp", impl="torch"))
     states = parts.policy_loss.fields.teacher_hidden
     longer = replace(parts.policy_loss.fields, teacher_hidden=replace(states, slots=states.slots.repeat(2)))
     with pytest.raises(ValueError, match=r"teacher_hidden.slots has shape \(30,\) for \(15,\) targets"):

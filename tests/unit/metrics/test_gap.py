@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_pg.metrics import Reduction, gap
-from megatron_pg.metrics.table import LIMITS
+from megatron_pg.metrics.limits import LIMITS
 
 
 def sums(pairs: list[tuple[float, float]]) -> dict[str, float]:
