@@ -187,14 +187,14 @@ def refusals(folder, full):
 
 def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(refusals):
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
-    assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals
+    assert "--pg-vocab-size 11 is smaller than the task's vocabulary of 12 tokens" in refusals
     assert "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs" in refusals
     assert "--cached-sampling does not support --task digit_sort" in refusals
     assert "--cached-sampling does not support context parallelism" in refusals
     assert "--demonstrations-per-step 4 is not a multiple of" in refusals
     assert "--demonstrations-per-step 1 needs rollouts that this run samples in steps" in refusals
     assert (
-        "--microbatch-means 2 reweighs token_mean of one rank in equal parts of --global-batch-size 4, not constant"
+        "--microbatch-means 2 needs --loss-aggregation token_mean (not constant), one data-parallel rank (not 1)"
         in refusals
     )
     assert (
