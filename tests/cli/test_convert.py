@@ -313,7 +313,7 @@ def test_what_slime_could_have_sampled_is_kept_as_tensors_or_lists(save, tmp_pat
     path = save([one | dict(zip(names, values, strict=True)) for one, values in zip(SLIME[:3], given, strict=True)])
     output = tmp_path / "kept.jsonl"
     assert run(capsys, path, "--format", "slime", *CHOICES, "--output", output)[0] == 0
-    masks = [sample.support for sample in read_rollouts(output)]
+    masks = [sample.sampling_mask for sample in read_rollouts(output)]
     flat = {"ids": ids.tolist(), "offsets": offsets.tolist()}
     assert [mask if mask is None else mask.lists() for mask in masks] == [flat, flat, None]
     half = save([one | {names[0]: ids} for one in SLIME[:3]], name="13.pt")
@@ -323,7 +323,7 @@ def test_what_slime_could_have_sampled_is_kept_as_tensors_or_lists(save, tmp_pat
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("support", {"ids": [7, 3, 8], "offsets": [0, 2, 3]}),
+        ("sampling_mask", {"ids": [7, 3, 8], "offsets": [0, 2, 3]}),
         ("sampling_mask", {"token_ids": [7, 3, 8], "offsets": [0, 2, 3]}),  # vLLM's SamplingMask
         ("sampling_mask", [[7, 3], [8]]),  # of its HTTP endpoint
         ("output_token_sampling_mask", [[7, 3], [8]]),  # SGLang's
@@ -336,10 +336,10 @@ def test_what_an_engine_could_have_sampled_is_read_in_each_of_its_forms(column, 
     row |= {"old_logprobs": [-0.5, 0.0], "advantage": 1.0, column: value}
     path, output = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    words = ("--column", "support=kept") if column == "kept" else ()
+    words = ("--column", "sampling_mask=kept") if column == "kept" else ()
     assert run(capsys, path, "--format", "jsonl", *words, "--output", output)[0] == 0
     (sample,) = read_rollouts(output)
-    assert sample.support.lists() == {"ids": [7, 3, 8], "offsets": [0, 2, 3]}
+    assert sample.sampling_mask.lists() == {"ids": [7, 3, 8], "offsets": [0, 2, 3]}
     assert sample.extra == {}
     path.write_text(json.dumps(row | {column: [[7, 3], "8"]}) + "\n")
     assert "is not the ids that could be sampled" in refused(capsys, tmp_path, path, "--format", "jsonl", *words)

@@ -25,7 +25,7 @@ VALUES = {  # a value that a field can have in one sample; where a line has none
     "old_entropies": [0.5, 0.0],
     "teacher_topk": TOP,
     "teacher_hidden": {"width": 1, "bfloat16": "gD8AwA=="},
-    "support": {"ids": [7, 3, 8], "offsets": [0, 2, 3]},
+    "sampling_mask": {"ids": [7, 3, 8], "offsets": [0, 2, 3]},
     "rollout_topk": TOP,
     "term": "sft",
     "masks": {"ref": [0, 1]},

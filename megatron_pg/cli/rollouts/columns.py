@@ -24,7 +24,7 @@ _ELSEWHERE = {  # field -> names of its column in other trainers and engines
     "rollout_logprobs": ("response_logprobs", "sampling_per_token_logps"),
     "ref_logprobs": ("ref_per_token_logps",),
     "teacher_logprobs": ("teacher_log_probs",),
-    "support": ("sampling_mask", "output_token_sampling_mask"),
+    "sampling_mask": ("support", "output_token_sampling_mask"),
     "reward": ("score",),
     "advantage": ("advantages",),
 }

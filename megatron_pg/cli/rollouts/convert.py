@@ -205,9 +205,9 @@ def _sample(row: "Row") -> "Sample":
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
     _clear_untrained(record)
     try:
-        if "support" in record:
-            support = PAYLOADS["support"]
-            record["support"] = support.to_json(support.of(record["support"], "of the dump"))
+        if "sampling_mask" in record:
+            sampling_mask = PAYLOADS["sampling_mask"]
+            record["sampling_mask"] = sampling_mask.to_json(sampling_mask.of(record["sampling_mask"], "of the dump"))
         return sample_of(record, "of the dump")
     except ValueError as error:
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error

@@ -133,14 +133,14 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "rollout_logprobs": _plain_list(sample.get("rollout_log_probs"), where),
         "teacher_logprobs": _plain_list(sample.get("teacher_log_probs"), where),
         "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
-        "support": _slime_support(sample, where),
+        "sampling_mask": _slime_sampling_mask(sample, where),
         "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
     return Row(where, fields)
 
 
-def _slime_support(sample: Mapping, where: str) -> dict[str, Any] | None:
+def _slime_sampling_mask(sample: Mapping, where: str) -> dict[str, Any] | None:
     """The tokens that the engine kept under top-p, as concatenated ids and offsets; None if they were not recorded."""
     columns = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
     kept = {name: _plain_list(sample.get(column), where) for name, column in columns.items()}
