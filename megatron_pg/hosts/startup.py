@@ -186,8 +186,8 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list
         args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
     ):
         refused.append(
-            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the host's batches do "
-            "not have, so they would have no effect; remove them"
+            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the "
+            "host's batches do not have, so they would have no effect; remove them"
         )
     if args.pg_dry_run:
         refused.append(
