@@ -277,9 +277,9 @@ def check_dynamic_cp(chunks: list[Any], settings: LossSettings, *, takes_documen
             getattr(core, "cp_stream", ...) is None for core in cores
         ),
     }
-    if found := [name for name, is_on in refused.items() if is_on]:
+    if names := [name for name, is_on in refused.items() if is_on]:
         raise ScheduleError(
-            f"dynamic_cp splits every micro-batch over its own ranks and cannot be combined with {found[0]}; remove one"
+            f"dynamic_cp splits every micro-batch over its own ranks and cannot be combined with {names[0]}; remove one"
         )
 
 

@@ -49,12 +49,12 @@ def depth_head_loss(call: HeadCall, depth: DepthFields, settings: LossSettings) 
     return _weighted(head_cross_entropy(call.hidden, call.weight, targets, rows, vocabulary, head), depth)
 
 
-def _weighted(found: CrossEntropy, depth: DepthFields) -> DepthLoss:
-    losses, rows = found.losses.detach(), depth.trained
+def _weighted(cross_entropies: CrossEntropy, depth: DepthFields) -> DepthLoss:
+    losses, rows = cross_entropies.losses.detach(), depth.trained
     return DepthLoss(
-        (depth.weights.index_select(0, rows).to(losses.dtype) * found.losses).sum(),
+        (depth.weights.index_select(0, rows).to(losses.dtype) * cross_entropies.losses).sum(),
         losses.new_zeros(len(depth.targets)).index_copy_(0, rows, losses),
-        found.is_likeliest.sum(),
+        cross_entropies.is_likeliest.sum(),
     )
 
 
