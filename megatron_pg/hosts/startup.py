@@ -26,7 +26,7 @@ _LOOP_ARGUMENTS = {
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
 _CARRIED = ("old_logprobs", "ref_logprobs")  # fields that the batches of every host can contain
-_PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
+_PER_TOKEN = "calculate_per_token_loss"  # a host cancels Megatron's division for every aggregation
 _ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own loss scaling and layout
 
 

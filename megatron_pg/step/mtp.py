@@ -36,7 +36,7 @@ class DepthLoss(NamedTuple):
 def depth_loss(logits: Tensor, depth: DepthFields, settings: LossSettings, tp_group: ProcessGroup | None) -> DepthLoss:
     """One depth from its logits [T, V / tp], over which the Triton kernels write the gradient.
 
-    Its distribution is softmax(z), whatever the rollouts' temperature.
+    Its distribution is softmax(z) at every temperature of the rollouts.
     """
     vocabulary = Vocabulary.of(logits.shape[1], vocab_size=settings.vocab_size, tp_group=tp_group)
     return _weighted(cross_entropy(logits, depth.targets, depth.trained, vocabulary, impl=settings.impl), depth)

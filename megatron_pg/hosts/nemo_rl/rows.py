@@ -107,7 +107,7 @@ def _mean_of_means(values: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
 def exact(metrics: MutableMapping[str, list[float]], settings: LossSettings, plans: Sequence[StepPlan]) -> None:
     """Replace the sums of all micro-batches by metrics `pg/…`, each the mean over the call's steps.
 
-    A mean over samples is over those of all steps. Extrema are left out, and ratios of sums where there are several
+    A mean over samples is over all steps. Extrema are left out, and ratios of sums where there are several
     steps.
 
     Raises:
