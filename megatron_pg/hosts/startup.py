@@ -266,12 +266,14 @@ def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> s
     Raises:
         ArgumentError: none of them exists, or its parameters differ.
     """
-    for path in paths[:-1]:
-        try:
-            attribute(path)
-        except (ImportError, AttributeError):
-            continue
-        check_signature(version, path, parameters)
-        return path
-    check_signature(version, paths[-1], parameters)
-    return paths[-1]
+    path = next((path for path in paths[:-1] if _exists(path)), paths[-1])
+    check_signature(version, path, parameters)
+    return path
+
+
+def _exists(path: str) -> bool:
+    try:
+        attribute(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
