@@ -229,7 +229,7 @@ def test_an_entropy_reads_the_sampling_mask_at_its_own_tokens_where_it_is_kept(k
 @pytest.mark.parametrize(
     ("sets", "changes", "message"),
     [
-        ([[5], [], [1, 4], [8]], {}, r"does not hold token 7, its response token 2"),
+        ([[5], [], [1, 4], [8]], {}, "does not hold token 7, its trained response token 2"),
         ([[5], [], [7, 7], [8]], {}, "names a token twice, which would count twice: at response token 2"),
         ([[5], [], [7], [8]], {}, "old_logprobs of sample s is -0.5 at response token 2"),
         ([[5], [], [7], [8]], {"old_logprobs": [0.0] * 4}, "ref_logprobs of sample s is -0.5 at response token 2"),
