@@ -373,8 +373,10 @@ def microbatches(samples: list[Sample], args, **ranks: int) -> list[PackedBatch]
 
 
 def _version(args) -> int:
-    """Of the rollout file."""
-    return 2 if args.teacher or args.demonstrations_per_step or args.top_p < 1 or _reads_entropies(args) else 1
+    """Version of the rollout file that the run's samples need."""
+    if args.demonstrations_per_step or args.top_p < 1:
+        return 3
+    return 2 if args.teacher or _reads_entropies(args) else 1
 
 
 def _reads_entropies(args) -> bool:
