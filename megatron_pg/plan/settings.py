@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ class LossSettings:
     aggregation: str
     divisor: float | None
     reducer: CustomReducer | None  # replaces the aggregation for pg_loss
-    per_token: bool  # Megatron's calculate_per_token_loss: which contract
+    per_token: bool  # Megatron's calculate_per_token_loss: which loss scaling
     terms: LossTerms
     correction: Correction = NO_CORRECTION
     seed: int = 0  # of a correction's draws
@@ -48,7 +49,7 @@ class LossSettings:
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
-    advises: bool = True  # on trainer and rollout engine that stay apart
+    warns_of_mismatch: bool = True  # when trainer and rollout engine stay apart
 
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
@@ -60,12 +61,12 @@ class LossSettings:
             name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in facts.correction_numbers.items()}
         )
         anchor = CORRECTIONS[correction.name].anchor
+        opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
         own = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
-            opsm_anchor=anchor,
-            opsm_threshold=correction.high if anchor else None,
+            **opsm,
             further=facts.terms,
             grad_divisor=args.pg_grad_divisor,
             entropy_support=args.pg_entropy_support,
@@ -94,7 +95,7 @@ class LossSettings:
             metrics=metrics_of(
                 args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
             ),
-            advises=not args.pg_no_mismatch_advice,
+            warns_of_mismatch=not args.pg_no_mismatch_advice,
         )
 
     @property
@@ -127,7 +128,7 @@ class LossSettings:
     def plan_rule(self) -> PlanRule:
         """What a step is planned for; for a custom reducer only N_r and T are counted."""
         step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
-        is_policys = self.reducer is None and self.denominator != "kept" and self.has_policy
+        reuses_policy_weights = self.reducer is None and self.denominator != "kept" and self.has_policy
         same = [
             s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
             for s in self.terms.further
@@ -139,7 +140,7 @@ class LossSettings:
             policy=self.policy,
             over_support=self.over_support,
             terms=tuple(
-                replace(term, aggregation=AS_POLICY) if is_policys and same else term
+                replace(term, aggregation=AS_POLICY) if reuses_policy_weights and same else term
                 for term, same in zip(self.terms.further, same, strict=True)
             ),
             depths=self.mtp_depths,

@@ -93,7 +93,7 @@ class RunLog:
     def _begin(self, log: StepLog, settings: LossSettings) -> None:
         if torch.distributed.get_rank() == 0:
             history = self._file.before(log.iteration) if self._file else ()
-            advice = Advice(history) if settings.advises else None
+            advice = Advice(history) if settings.warns_of_mismatch else None
             self._console.begin(log.report, settings.metrics, advice)
         self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
 

@@ -15,9 +15,8 @@ from megatron_pg import Sample, StepPlanError, pack, validate_args
 from megatron_pg.batch import slice_batch
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms
-from megatron_pg.plan.errors import ContractError
-from megatron_pg.plan.microbatches import count, slice_step
-from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.errors import ScheduleError
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.support import without_missing
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -47,9 +46,8 @@ def sample(sets, *, mask=(1, 1, 0, 1), **rest) -> Sample:
 GOOD = [[5, 9], [], [1], [8, 2, 6]]
 
 
-def counted(samples, settings=SETTINGS):
-    batch = without_missing(pack(samples, qkv_format="thd"), settings)
-    return batch, *count([batch], settings, None)
+def planned(samples, settings=SETTINGS, group=None) -> PlannedStep:
+    return PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], settings, group=group)
 
 
 def with_terms(*loss_terms: LossTerm) -> LossSettings:
@@ -82,21 +80,21 @@ def with_terms(*loss_terms: LossTerm) -> LossSettings:
 )
 def test_what_could_not_have_been_sampled_is_refused_by_name(sets, changes, message):
     with pytest.raises(ValueError, match=message):
-        counted([sample(sets, **changes)])
+        planned([sample(sets, **changes)])
 
 
 def test_a_head_that_knows_whole_rows_only_refuses_it():
     """Before the step is planned, on every rank, and not where nothing reads it."""
     settings = dataclasses.replace(SETTINGS, head_mode="odds")
     with pytest.raises(ValueError, match=r"sample s has a support, and .* Use --pg-fused-head forward"):
-        counted([sample(GOOD)], settings)
-    counted([sample(None)], settings)
+        planned([sample(GOOD)], settings)
+    planned([sample(None)], settings)
 
 
 def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():
-    counted([sample(GOOD)])
-    counted([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
-    counted(
+    planned([sample(GOOD)])
+    planned([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
+    planned(
         [sample([[9], [9], [9], [9]], term="sft")],
         with_terms(LossTerm(name="sft", kind="ce", aggregation="token_mean")),
     )
@@ -106,17 +104,15 @@ def test_without_the_objective_nothing_reads_it():
     settings = dataclasses.replace(
         with_terms(LossTerm(name="t", kind="ce", on="rl", aggregation="token_mean")), has_policy=False
     )
-    batch, table, factors = counted([sample([[9], [9], [9], [9]])], settings)
-    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
-    (local,) = slice_step([batch], plan, factors, settings, group_of=lambda _: None, device="cpu")
+    (local,) = sliced([sample([[9], [9], [9], [9]])], settings)
     assert local.fields.support is None
 
 
 def test_masked_before_the_plan_so_that_the_denominators_follow():
     sets = [[5, 9], [3], [1], [4, 2]]
-    batch, table, _ = counted([sample(sets), sample(GOOD, sample_id="t", rollout_id="u")], MASKS)
-    assert [s.loss_mask.int().tolist() for s in batch.samples] == [[1, 0, 0, 0], [1, 1, 0, 1]]
-    plan = plan_from_table(table, MASKS.plan_rule, error=None, group=None)
+    step = planned([sample(sets), sample(GOOD, sample_id="t", rollout_id="u")], MASKS)
+    assert [s.loss_mask.int().tolist() for s in step.batches[0].samples] == [[1, 0, 0, 0], [1, 1, 0, 1]]
+    plan = step.plan
     assert (plan.num_tokens, plan.num_missing, plan.denominators.tolist()) == (4, 2, [4.0, 4.0])
     untouched = pack([sample(sets)], qkv_format="thd")
     assert without_missing(untouched, SETTINGS) is untouched
@@ -128,24 +124,21 @@ def test_masked_tokens_of_all_ranks_are_counted():
         group = threads.subgroup(lambda _: 0, 2, rank)
         sets = [[[5, 9], [3], [1], [8]], [[4], [3], [1], [8]]][rank]
         mine = sample(sets, old_logprobs=[-0.5, -0.5, 0.0, 0.0], rollout_id=rank)
-        batch = without_missing(pack([mine], qkv_format="thd"), MASKS)
-        table, _ = count([batch], MASKS, group)
-        return plan_from_table(table, MASKS.plan_rule, error=None, group=group).num_missing
+        return planned([mine], MASKS, group).plan.num_missing
 
     assert threads.run(2, work) == [3, 3]
 
 
 def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
     with pytest.raises(ValueError, match="sample t has no support while others of the step have one"):
-        counted([sample(GOOD), sample(None, sample_id="t")])
+        planned([sample(GOOD), sample(None, sample_id="t")])
     supervised = with_terms(LossTerm(name="sft", kind="ce", aggregation="token_mean"))
-    counted([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
+    planned([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
 
     def work(rank: int):
         group = threads.subgroup(lambda _: 0, 3, rank)
         samples = [[], [sample(None, rollout_id=1)], [sample(GOOD, rollout_id=2)]][rank]
-        table, _ = count([pack(samples, qkv_format="thd")], SETTINGS, group)
-        plan_from_table(table, SETTINGS.plan_rule, error=None, group=group)
+        planned(samples, group=group)
 
     with pytest.raises(StepPlanError, match="rank 2 has samples with a support and rank 1 has none"):
         threads.run(3, work)
@@ -172,12 +165,12 @@ def test_a_term_over_the_whole_vocabulary_has_tokens_of_its_own(term, is_refused
     given = [sample(GOOD, masks=echo, **values), sample(None, term="sft", sample_id="t", **values)]
     settings = with_terms(dataclasses.replace(term, aggregation="token_mean"))
     if not is_refused:
-        counted(given, settings)
+        planned(given, settings)
         return
     flag = f"--pg-term {term.name}:{term.kind}"
     message = f"^{flag} reads log-probabilities over the whole vocabulary .* of sample s, where another term"
     with pytest.raises(ValueError, match=message):
-        counted(given, settings)
+        planned(given, settings)
 
 
 def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_support():
@@ -198,9 +191,7 @@ def with_reference(*, on: str | None = None, has_policy: bool = True, **more) ->
 
 
 def sliced(samples, settings):
-    batch, table, factors = counted(samples, settings)
-    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
-    return slice_step([batch], plan, factors, settings, group_of=lambda _: None, device="cpu")
+    return planned(samples, settings).slices(lambda _: None)
 
 
 def rows_with_sets(local) -> list[list[int]]:
@@ -245,7 +236,7 @@ def test_an_entropy_reads_the_support_at_its_own_tokens_where_it_is_kept(kept):
 )
 def test_without_the_objective_the_tokens_of_the_reference_are_checked(sets, changes, message):
     with pytest.raises(ValueError, match=message):
-        counted([sample(sets, **OF_TOOL, **changes)], with_reference(has_policy=False))
+        planned([sample(sets, **OF_TOOL, **changes)], with_reference(has_policy=False))
 
 
 def test_two_terms_that_read_different_distributions_of_a_token_are_refused_without_the_objective_too():
@@ -253,36 +244,36 @@ def test_two_terms_that_read_different_distributions_of_a_token_are_refused_with
     terms = LossTerms(objective=SETTINGS.terms.objective, further=(dataclasses.replace(REF, on="rl"), echo))
     settings = dataclasses.replace(SETTINGS, terms=terms, has_policy=False)
     with pytest.raises(ValueError, match=r"^--pg-term echo:ce reads log-probabilities over the whole vocabulary"):
-        counted([sample(GOOD, ref_logprobs=[-0.5] * 4)], settings)
+        planned([sample(GOOD, ref_logprobs=[-0.5] * 4)], settings)
 
 
 def test_tokens_of_the_reference_outside_their_sets_are_masked_there_alone():
     settings = with_reference(support_missing="mask")
     given = sample([[4, 9], [], [1], [8, 2]], masks={"ref": [0, 1, 1, 0]}, ref_logprobs=[-0.5] * 4)
-    batch, table, _ = counted([given], settings)
-    (found,) = batch.samples
+    step = planned([given], settings)
+    (found,) = step.batches[0].samples
     assert found.loss_mask.int().tolist() == [0, 1, 0, 1]
     assert found.masks["ref"].int().tolist() == [0, 1, 0, 0]
-    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
+    plan = step.plan
     assert (plan.num_tokens, plan.num_missing, plan.terms["ref"].num_tokens) == (2, 2, 1)
 
 
 def test_rollouts_with_and_without_a_support_are_refused_where_the_reference_alone_reads_it():
     given = [sample(GOOD, ref_logprobs=[-0.5] * 4), sample(None, sample_id="t", ref_logprobs=[-0.5] * 4)]
     with pytest.raises(ValueError, match="sample t has no support while others of the step have one"):
-        counted(given, with_reference(on="rl", has_policy=False))
+        planned(given, with_reference(on="rl", has_policy=False))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_where_a_token_is_trained():
     model = SimpleNamespace(vocab_size=16)
     batches = [pack([sample([[5, 15], [], [16], [8]])], qkv_format="thd")]
     check_vocabulary_of_supports(batches, model, SETTINGS)
-    with pytest.raises(ContractError, match="holds token id 15 at response token 0, the vocabulary has 12"):
+    with pytest.raises(ScheduleError, match="holds token id 15 at response token 0, the vocabulary has 12"):
         check_vocabulary_of_supports(batches, model, dataclasses.replace(SETTINGS, vocab_size=12))
     tool = [pack([sample([[5], [], [16], [8]], **OF_TOOL)], qkv_format="thd")]
-    with pytest.raises(ContractError, match="holds token id 16 at response token 2, the vocabulary has 16"):
+    with pytest.raises(ScheduleError, match="holds token id 16 at response token 2, the vocabulary has 16"):
         check_vocabulary_of_supports(tool, model, with_reference(has_policy=False))
-    with pytest.raises(ContractError, match="holds token id 21 at response token 3"):
+    with pytest.raises(ScheduleError, match="holds token id 21 at response token 3"):
         check_vocabulary_of_supports([pack([sample([[5], [], [1], [8, 21]])], qkv_format="thd")], model, SETTINGS)
 
 

@@ -375,7 +375,7 @@ def logged(session, monkeypatch, tmp_path):
         session = run._Run(on_step, lambda text: text.startswith("first step") or said.append(text), path)
         session.step = SimpleNamespace(
             settings=SimpleNamespace(
-                advises=True,
+                warns_of_mismatch=True,
                 metrics=SimpleNamespace(lacking=lambda values: {}),
                 terms=SimpleNamespace(objective=SimpleNamespace(reported=("theirs",))),
             )
