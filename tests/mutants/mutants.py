@@ -540,7 +540,7 @@ def units_added_by(rule: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def term_plans_by(rule: Callable) -> Iterator[None]:
-    """Replace what loss terms are planned by: rule(plan rule, columns, count) -> arguments of the original."""
+    """Replace what loss terms are planned by: rule(plan rule, count) -> arguments of the original."""
     original = megatron_pg.plan.plan._plan_terms
     with mock.patch.object(megatron_pg.plan.plan, "_plan_terms", lambda *given: original(*rule(*given))):
         yield
@@ -577,8 +577,8 @@ def members_without_a_token_left_out_of_a_term():
 
 @term_mutant(denominator="live")
 def live_units_counted_over_tokens_that_are_not_the_objectives():
-    def rule(plan_rule, columns, count):
-        return dataclasses.replace(plan_rule, policy=(*plan_rule.policy, *plan_rule.own_tokens)), columns, count
+    def rule(plan_rule, count):
+        return plan_rule, lambda column, live_only: count(column, live_only=plan_rule.live_only)
 
     with term_plans_by(rule):
         yield
@@ -586,9 +586,9 @@ def live_units_counted_over_tokens_that_are_not_the_objectives():
 
 @term_mutant(denominator="kept")
 def terms_count_what_the_correction_leaves():
-    def rule(plan_rule, columns, count):
-        is_kept = plan_rule.denominator == "kept"
-        return plan_rule, columns | ({"rl": 1} if is_kept else {}), count
+    def rule(plan_rule, count):
+        kept = int(plan_rule.denominator == "kept")
+        return plan_rule, lambda column, live_only: count(column or kept, live_only=live_only)
 
     with term_plans_by(rule):
         yield
@@ -630,7 +630,7 @@ def weight_of_a_term_ignored():
 
 @term_mutant()
 def objective_over_the_tokens_of_all_terms():
-    with mock.patch.object(TokenFields, "of_policy", property(lambda self: self)):
+    with mock.patch.object(TokenFields, "objective_mask", property(lambda self: self.mask)):
         yield
 
 
