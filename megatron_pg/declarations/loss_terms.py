@@ -115,7 +115,7 @@ class LossTerm:
         return self._kind.whole_form is not None
 
     @property
-    def is_over_support(self) -> bool:
+    def is_over_sampling_mask(self) -> bool:
         """Whether it compares with log-probabilities of the rollout, which are over what could be sampled."""
         return self._kind.against not in (None, "teacher_logprobs")
 

@@ -182,9 +182,11 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list
         refused.append(
             f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
         )
-    if "support" not in carried and (args.pg_support_missing != "error" or args.pg_entropy_support != "full"):
+    if "sampling_mask" not in carried and (
+        args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
+    ):
         refused.append(
-            "--pg-support-missing and --pg-entropy-support are of samples with a support, which the host's batches do "
+            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the host's batches do "
             "not have, so they would have no effect; remove them"
         )
     if args.pg_dry_run:

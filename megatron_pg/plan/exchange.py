@@ -49,7 +49,7 @@ class Head(NamedTuple):
     has_rollout_ids: int  # 1 or 0; -1 without samples
     has_prompt_ids: int
     num_microbatches: int
-    has_support: int  # 1 or 0; -1 without rollouts that read it
+    has_sampling_mask: int  # 1 or 0; -1 without rollouts that read it
     environments: int  # bytes of their names
     content: int  # digest of its samples, below 2^62; 0: not compared
 
@@ -57,7 +57,7 @@ class Head(NamedTuple):
     def of(cls, local: LocalTable, error: Exception | None) -> "Head":
         """The head of this rank."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support
+        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
         return cls(*sizes, len(json.dumps(local.environments)) if local.environments else 0, local.content)
 
     @property

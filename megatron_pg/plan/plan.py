@@ -76,7 +76,7 @@ class StepPlan:
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
     terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
-    num_missing: int = 0  # trained tokens outside their samples' supports, masked before counting
+    num_missing: int = 0  # trained tokens outside their samples' sampling masks, masked before counting
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
     selection: SelectionFacts | None = None  # of a correction that selects tokens over the step
@@ -221,10 +221,10 @@ def _check_agreement(heads: Sequence[Head]) -> None:
                 f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none. Give them on "
                 "every rank or on none."
             )
-    found = [head.has_support for head in heads]
+    found = [head.has_sampling_mask for head in heads]
     if 1 in found and 0 in found:
         raise StepPlanError(
-            f"data-parallel rank {found.index(1)} has samples with a support and rank {found.index(0)} has none, so "
+            f"data-parallel rank {found.index(1)} has samples with a sampling mask and rank {found.index(0)} has none, so "
             "their log-probabilities would be of different distributions. Give it to every rollout or to none."
         )
     for rank, head in enumerate(heads):

@@ -37,7 +37,7 @@ class LossSettings:
     seed: int = 0  # of a correction's draws
     denominator: str = "scheduled"  # what the policy term's denominators count
     terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
-    support_missing: str = "error"  # what a trained token outside its sample's support is
+    sampling_mask_missing: str = "error"  # what a trained token outside its sample's sampling mask is
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
     impl: str  # of log-probabilities and loss
@@ -69,7 +69,7 @@ class LossSettings:
             further=facts.further,
             has_objective=facts.has_objective,
             grad_divisor=args.pg_grad_divisor,
-            entropy_support=args.pg_entropy_support,
+            sampling_mask_entropy=args.pg_sampling_mask_entropy,
         )
         return cls(
             aggregation=args.loss_aggregation,
@@ -81,7 +81,7 @@ class LossSettings:
             seed=vars(args).get("seed") or 0,
             denominator=args.pg_denominator,
             terms_of_samples=facts.terms_of_samples,
-            support_missing=args.pg_support_missing,
+            sampling_mask_missing=args.pg_sampling_mask_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
             float32_logits=args.fp32_lm_head,
@@ -92,7 +92,7 @@ class LossSettings:
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
             metrics=metrics_of(
-                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
+                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_sampling_mask_missing == "mask"
             ),
             warns_of_mismatch=not args.pg_no_mismatch_advice,
         )
@@ -117,10 +117,10 @@ class LossSettings:
         return tuple(dict.fromkeys(term.tokens for term in self.terms.all))
 
     @property
-    def over_support(self) -> tuple[str, ...]:
-        """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's support."""
-        keeps = self.terms.entropy_support == "kept"
-        readers = [t for t in self.terms.all if t.is_over_support or (keeps and t.kind == "entropy")]
+    def over_sampling_mask(self) -> tuple[str, ...]:
+        """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's sampling mask."""
+        keeps = self.terms.sampling_mask_entropy == "kept"
+        readers = [t for t in self.terms.all if t.is_over_sampling_mask or (keeps and t.kind == "entropy")]
         return tuple(dict.fromkeys(term.tokens for term in readers))
 
     @property
@@ -133,7 +133,7 @@ class LossSettings:
             aggregation=self.aggregation if self.reducer is None else step_mean,
             divisor=self.divisor,
             denominator=self.denominator,
-            over_support=self.over_support,
+            over_sampling_mask=self.over_sampling_mask,
             terms=tuple(
                 replace(term, aggregation=AS_POLICY)
                 if shares_weights and (term.tokens, term.aggregation, term.divisor) == weights
@@ -166,7 +166,7 @@ def features_of(
         **{name: any(term.name == name for term in terms.further) for name in SHORTHANDS},
         "further": bool(terms.further) or mtp_depths > 0,
         "mtp": mtp_depths > 0,
-        "support_missing": masks_missing,
+        "sampling_mask_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
 

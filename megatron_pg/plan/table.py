@@ -36,7 +36,7 @@ class PlanRule:
     aggregation: str
     divisor: float | None = None  # L
     denominator: str = "scheduled"  # what denominators count; loss terms count trained tokens under `kept` too
-    over_support: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a support is read
+    over_sampling_mask: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a sampling mask is read
     terms: tuple[LossTerm, ...] = (OBJECTIVE,)  # the objective first, unless it is dropped
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
@@ -135,7 +135,7 @@ class LocalTable:
     held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
     num_microbatches: int = 1
     num_missing: int = 0  # of `PackedBatch`
-    has_support: int = -1  # of the rollouts at which it is read: 1 or 0; -1 without any, or where it is not known
+    has_sampling_mask: int = -1  # of the rollouts at which it is read: 1 or 0; -1 without any, or where it is not known
     ids: dict[int, Sequence[Id | None] | None] = field(default_factory=dict)  # by column: what the keys stand for
     content: int = 0  # digest of its samples; 0: not to be compared with other ranks'
     environments: tuple[str, ...] = ()  # of the objective's samples, each name once
@@ -214,7 +214,7 @@ def local_table_of(
         num_response_tokens=sum(samples[i].response_length for i in mine),
         num_microbatches=len(batches),
         num_missing=sum(batch.num_missing for batch in brought),
-        has_support=_has_support(samples, rule.over_support),
+        has_sampling_mask=_has_sampling_mask(samples, rule.over_sampling_mask),
         samples=[samples[i] for i in mine],
         content=content_of([samples[i] for i in mine]),
         environments=tuple(sorted({name for i in mine if counts[i] >= 0 and (name := samples[i].environment)})),
@@ -294,14 +294,14 @@ def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
     return None if missing or not ids else ids
 
 
-def _has_support(samples: Sequence[Sample], terms: Sequence[str]) -> int:
+def _has_sampling_mask(samples: Sequence[Sample], terms: Sequence[str]) -> int:
     """1 or 0: whether the rollouts with tokens of these loss terms have one; -1 if there are none."""
     rollouts = [sample for sample in samples if sample.term == POLICY]
     members = [sample for sample in rollouts if any(sample.mask_of(name) is not None for name in terms)]
-    known = [sample.support is not None for sample in members]
+    known = [sample.sampling_mask is not None for sample in members]
     if any(known) and not all(known):
         raise ValueError(
-            f"sample {members[known.index(False)].sample_id} has no support while others of the step have one, so its log-probabilities would "
+            f"sample {members[known.index(False)].sample_id} has no sampling mask while others of the step have one, so its log-probabilities would "
             "be of another distribution than was sampled. Give it to every rollout or to none; a token that was sampled "
             "from the whole vocabulary has an empty one."
         )

@@ -13,8 +13,8 @@ from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
 from megatron_pg.objectives.corrections.correction import correction_factors
 from megatron_pg.objectives.corrections.selections import check_size
 from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.support import check_supports
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.payloads.topk import TokenSets
@@ -48,7 +48,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """
     check_terms(batch.samples, settings)
     _check_fields(batch, settings)
-    check_supports(batch.samples, settings)
+    check_sampling_masks(batch.samples, settings)
     members = [sample for sample in batch.samples if sample.term in settings.objective_tokens]
     if settings.terms.objective.has_one_advantage_per_sequence:
         _check_advantages(members, settings.terms.objective.name)
@@ -184,8 +184,8 @@ def token_weights(
         found["corrections"] = factors.corrections
     if settings.trained != settings.objective_tokens:
         found |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
-    if any(sample.support is not None for sample in batch.samples):
-        found["support"] = batch.mask_of(*settings.over_support)
+    if any(sample.sampling_mask is not None for sample in batch.samples):
+        found["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
     if settings.terms.reads_topk:
         found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_topk))
     if settings.terms.whole_form is not None:

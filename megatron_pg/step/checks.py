@@ -16,8 +16,8 @@ from megatron_pg.flags.megatron import FUSES_UNDER_FSDP, core_version
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
 from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.sampling_masks import members
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.support import members
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.schedule import ScheduleCall
 
@@ -208,14 +208,14 @@ def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> Non
             )
 
 
-def check_vocabulary_of_supports(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
-    """Refuse ids of a support that the model has no logit for, where a term reads the token's support."""
+def check_vocabulary_of_sampling_masks(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
+    """Refuse ids of a sampling mask that the model has no logit for, where a term reads the token's sampling mask."""
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
-    for sample, support, mask in members((s for batch in batches for s in batch.samples), settings):
-        if (bad := mask & support.any_of(support.ids >= vocabulary)).any():
+    for sample, sampling_mask, mask in members((s for batch in batches for s in batch.samples), settings):
+        if (bad := mask & sampling_mask.any_of(sampling_mask.ids >= vocabulary)).any():
             k = int(bad.nonzero()[0])
             raise ScheduleError(
-                f"support of sample {sample.sample_id} holds token id {int(support.ids[support.positions == k].max())} "
+                f"sampling_mask of sample {sample.sample_id} holds token id {int(sampling_mask.ids[sampling_mask.positions == k].max())} "
                 f"at response token {k}, the vocabulary has {vocabulary}, so the token would have no logit. Does the "
                 "engine sample padding columns, or was it given another tokenizer?"
             )

@@ -38,7 +38,7 @@ from megatron_pg.step.checks import (
     check_model,
     check_packing,
     check_teachers,
-    check_vocabulary_of_supports,
+    check_vocabulary_of_sampling_masks,
     source_of,
     take_microbatches,
 )
@@ -263,7 +263,7 @@ class PolicyGradientStep:
         check_cuts(batches, self._groups)
         check_batches(batches, call, self.settings.vocab_size)
         check_teachers(batches, model, self.settings)
-        check_vocabulary_of_supports(batches, model, self.settings)
+        check_vocabulary_of_sampling_masks(batches, model, self.settings)
         check_packing(batches, call.chunks)
         check_rows(batches, call.config)
         check_experts(batches, call.config, self._replay)

@@ -22,7 +22,7 @@ _PARTS = {
 }
 _READ = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")
-_SUPPORT = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
+_SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Rollout:
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 term=self._term(i),
-                support=self._support(i),
+                sampling_mask=self._sampling_mask(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
             for i, (tokens, response, mask, index) in enumerate(
@@ -100,11 +100,11 @@ class Rollout:
         source = POLICY if self.sources is None else self.sources[number]
         return source if source in self.terms else POLICY
 
-    def _support(self, number: int) -> dict[str, Any] | None:
+    def _sampling_mask(self, number: int) -> dict[str, Any] | None:
         """The token ids that the engine kept under top-p, where it reports them."""
-        if self.data.get(_SUPPORT["ids"]) is None:
+        if self.data.get(_SAMPLING_MASK["ids"]) is None:
             return None
-        return {ours: self.data[theirs][number] for ours, theirs in _SUPPORT.items()}
+        return {ours: self.data[theirs][number] for ours, theirs in _SAMPLING_MASK.items()}
 
     @property
     def is_on_policy(self) -> bool:

@@ -31,7 +31,7 @@ FAST = [
     "tp2s-prompt_mean-fused-terms",
     *("dp2-constant-fused-whole", "cp2t-sample_mean-recompute-whole", "tp2s-token_mean-fused-whole"),
     *("pp2v-prompt_mean-fused-whole", "tp2-constant-recompute-whole-tied"),
-    *("tp2s-constant-fused-support", "cp2t-sample_mean-support", "tp2-token_mean-recompute-support"),
+    *("tp2s-constant-fused-kept", "cp2t-sample_mean-kept", "tp2-token_mean-recompute-kept"),
     *("dp2-constant-klcov", "cp2t-token_mean-klcov", "tp2s-sample_mean-fused-klcov", "pp2v-prompt_mean-klcov"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
@@ -74,8 +74,8 @@ GSPO = [
     for mode in MODES
     for head in ("", "-recompute")
 ]
-SUPPORTS = [
-    f"{layout}-{mode}-support{head}"
+SAMPLING_MASKS = [
+    f"{layout}-{mode}-kept{head}"
     for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
     for mode in MODES
     for head in ("", "-fused", "-recompute")
@@ -107,7 +107,7 @@ FULL = [
     *GSPO,
     *TERMS,
     *WHOLE,
-    *SUPPORTS,
+    *SAMPLING_MASKS,
     *EXPERTS,
     *(f"cp2-{mode}-experts" for mode in MODES),
     *("-".join(parts) + option for parts in product(TWO, MODES) for option in [*OPTIONS, *HEADS]),
@@ -199,8 +199,8 @@ PIECES = [
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
 # whole: loss terms over a teacher's whole vocabulary, in the fused head
 REFERENCES += [*(f"dp1-{mode}-whole" for mode in MODES), "dp1-constant-tied-whole"]
-# support: samples say what could be sampled
-REFERENCES += [f"dp1-{mode}-support" for mode in MODES]
+# sampling mask: samples say what could be sampled
+REFERENCES += [f"dp1-{mode}-kept" for mode in MODES]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over ranks of its own; rope: with rotary embeddings, which Megatron's layers slice themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
@@ -286,8 +286,8 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_term",
         "pg_teacher_tail_floor",
         "pg_teacher_head",
-        "pg_support_missing",
-        "pg_entropy_support",
+        "pg_sampling_mask_missing",
+        "pg_sampling_mask_entropy",
         "pg_mtp_aggregation",
         "pg_grad_divisor",
     ),
@@ -367,14 +367,14 @@ FAULTS = {
     "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 hold a number that is not finite at response token",
     "tp2-constant-whole-wholeother": "ScheduleError: step plan differs between ranks 0 and 1",
     "pp2-constant-whole-wholecolumns": "--pg-teacher-head has 15 rows and the student 16 columns",
-    "dp2-constant-supportnowhere": "data-parallel rank 0 has samples with a support and rank 1 has none",
-    "dp2-constant-supportabsent": "rank 1: sample 1 has no support while others of the step have one",
-    "dp2-constant-supportoutside": "rank 1: support of sample 1 does not hold token",
-    "pp2-token_mean-supportoutside": "rank 1: support of sample 0 does not hold token",
-    "dp2-constant-supportbeyond": "rank 1: support of sample 1 holds token id 16 at response token",
-    "dp2-constant-supportwhole": "rank 1: old_logprobs of sample 1 is -",
-    "tp2-constant-supportother": "ScheduleError: step plan differs between ranks 0 and 1",
-    "dp2-constant-supporttaught": "--pg-term teacher:ce reads log-probabilities over the whole vocabulary at response token",
+    "dp2-constant-keptnowhere": "data-parallel rank 0 has samples with a sampling mask and rank 1 has none",
+    "dp2-constant-keptabsent": "rank 1: sample 1 has no sampling mask while others of the step have one",
+    "dp2-constant-keptoutside": "rank 1: sampling_mask of sample 1 does not hold token",
+    "pp2-token_mean-keptoutside": "rank 1: sampling_mask of sample 0 does not hold token",
+    "dp2-constant-keptbeyond": "rank 1: sampling_mask of sample 1 holds token id 16 at response token",
+    "dp2-constant-keptwhole": "rank 1: old_logprobs of sample 1 is -",
+    "tp2-constant-keptother": "ScheduleError: step plan differs between ranks 0 and 1",
+    "dp2-constant-kepttaught": "--pg-term teacher:ce reads log-probabilities over the whole vocabulary at response token",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
@@ -407,7 +407,7 @@ def reference_of(case: str) -> str:
             "terms",
             "whole",
             "klcov",
-            "support",
+            "kept",
         )
         if name in words[2:]
     ]

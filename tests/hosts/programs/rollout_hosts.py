@@ -47,7 +47,7 @@ TERM_CASES = [
     Case(objective="their tis", rollouts_per_step=4),
     Case(objective="their tis", aggregation="token_mean", head="forward"),
 ]
-OF_MILES = {"opd", "their tis"}  # whose batches name no loss terms and no supports
+OF_MILES = {"opd", "their tis"}  # whose batches name no loss terms and no sampling masks
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 

@@ -68,7 +68,10 @@ def test_under_a_custom_reducer_the_default_is_the_step_mean():
 
 def test_a_weight_of_0_drops_a_term_and_the_shorthands_are_terms():
     args = validate_args(arguments(pg_kl_coef=0.1, pg_kl_estimator="k2", **terms("sft:ce,weight=0", "b:ce")))
-    assert [(term.name, term.weight, term.tokens) for term in Facts(args).further] == [("kl", 0.1, "rl"), ("b", 1.0, "b")]
+    assert [(term.name, term.weight, term.tokens) for term in Facts(args).further] == [
+        ("kl", 0.1, "rl"),
+        ("b", 1.0, "b"),
+    ]
 
 
 def test_the_banner_says_the_whole_sum():
@@ -86,7 +89,7 @@ def test_the_banner_says_the_whole_sum():
 def test_a_text_is_parsed_once_in_a_startup(monkeypatch):
     texts, parsed = ("once_a:ce", "once_b:opd,on=rl", "once_c:entropy,on=rl"), []
     monkeypatch.setattr(term_text, "is_term", lambda name: parsed.append(name) or is_term(name))
-    args = validate_args(arguments(**terms(*texts, pg_kernel="torch", pg_entropy_support="kept")))
+    args = validate_args(arguments(**terms(*texts, pg_kernel="torch", pg_sampling_mask_entropy="kept")))
     banner(args)
     LossSettings.from_args(args)
     validate_args(args)

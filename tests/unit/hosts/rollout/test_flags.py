@@ -41,13 +41,14 @@ def test_a_top_p_needs_a_host_that_says_what_was_kept():
         miles.HOST.checked(arguments(rollout_top_p=0.9))
 
 
-def test_flags_of_a_support_need_a_host_that_carries_it():
-    given = arguments(rollout_top_p=0.9, pg_support_missing="mask")
-    assert slime.HOST.checked(given).args.pg_support_missing == "mask"
+def test_flags_of_a_sampling_mask_need_a_host_that_carries_it():
+    given = arguments(rollout_top_p=0.9, pg_sampling_mask_missing="mask")
+    assert slime.HOST.checked(given).args.pg_sampling_mask_missing == "mask"
     with pytest.raises(
-        ArgumentError, match="--pg-support-missing and --pg-entropy-support are of samples with a support"
+        ArgumentError,
+        match="--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask",
     ):
-        miles.HOST.checked(arguments(pg_support_missing="mask"))
+        miles.HOST.checked(arguments(pg_sampling_mask_missing="mask"))
 
 
 @pytest.mark.parametrize("name", miles._REFUSED)
