@@ -59,10 +59,9 @@ class TokenFields:
 
     def of_term(self, name: str) -> TermFields:
         """Weights and mask of a loss term; without its own, those of the objective."""
-        own, mask = self.terms.get(name, TermFields()), self.objective_mask
-        return TermFields(
-            weights=self.weights if own.weights is None else own.weights, mask=mask if own.mask is None else own.mask
-        )
+        own = self.terms.get(name, TermFields())
+        mask = self.objective_mask if own.mask is None else own.mask
+        return TermFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     @property
     def objective_mask(self) -> Tensor:

@@ -60,9 +60,9 @@ def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> N
         ValueError: for the first of them.
     """
     for sample, sampling_mask, mask in members(samples, settings):
-        if settings.head_mode == "odds":
+        if settings.head_mode == "scaled_exp":
             raise ValueError(
-                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head odds knows log-probabilities over the whole vocabulary only. "
+                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp knows log-probabilities over the whole vocabulary only. "
                 "Use --pg-fused-head forward."
             )
         check_ids(sampling_mask, mask, sample.sample_id)

@@ -7,8 +7,8 @@ from typing import Any
 from megatron_pg.declarations.loss_terms import SHORTHANDS
 from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.advice import Advice
+from megatron_pg.metrics.limits import red_flags
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
-from megatron_pg.metrics.table import red_flags
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.findings import StepReport
 

@@ -85,7 +85,7 @@ def test_what_could_not_have_been_sampled_is_refused_by_name(sets, changes, mess
 
 def test_a_head_that_knows_whole_rows_only_refuses_it():
     """Before the step is planned, on every rank, and not where nothing reads it."""
-    settings = dataclasses.replace(SETTINGS, head_mode="odds")
+    settings = dataclasses.replace(SETTINGS, head_mode="scaled_exp")
     with pytest.raises(ValueError, match=r"sample s has a sampling mask, and .* Use --pg-fused-head forward"):
         planned([sample(GOOD)], settings)
     planned([sample(None)], settings)
