@@ -33,9 +33,6 @@ from megatron_pg.kernels.tiles import (
     minus_infinity,
     values,
 )
-from megatron_pg.kernels.topk_loss import teacher_of
-from megatron_pg.kernels.topk_terms import add_terms, gradient_terms, named_terms, tail_terms
-from megatron_pg.kernels.topk_triton import take_and_hide
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 VECTOR_BYTES = 16  # of one load of one thread
@@ -168,42 +165,28 @@ def launch(
     most_programs: int | None = None,
 ) -> tuple[PolicyGradientLoss, int]:
     """`loss_and_gradient`, and how many spills the compiler needed; `most_programs`: all that fit on the GPU if None."""
-    rest, teacher = policy_loss.without_topk, teacher_of(policy_loss)
-    constants = term_constants(rest)
-    has_kl, is_taught = constants["KL"] is not None, teacher.stream is not None
-    out = torch.empty(5 + has_kl + 2 * is_taught, len(logits), dtype=torch.float32, device=logits.device)
+    constants = term_constants(policy_loss)
+    has_kl = constants["KL"] is not None
+    out = torch.empty(5 + has_kl, len(logits), dtype=torch.float32, device=logits.device)
     valid, temperature = vocabulary.valid, vocabulary.temperature
-    targets = policy_loss.fields.targets.contiguous()
-    named = (
-        take_and_hide(logits, targets, policy_loss.fields.mask.contiguous(), teacher.ids, vocabulary)
-        if is_taught
-        else out
-    )
     shape = Shape.of_row(valid, logits.element_size())
     if most_programs is None:
         most_programs = shape.programs * multiprocessors(logits.device)
     compiled = one_launch_kernel[(min(len(logits), most_programs),)](
         logits,
         gradient,
-        targets,
-        *term_fields(rest),
-        teacher.ids,
-        named,
-        *teacher.fields,
+        policy_loss.fields.targets.contiguous(),
+        *term_fields(policy_loss),
         out,
         len(logits),
         valid,
-        teacher.ids.shape[-1],
         logits.stride(0),
         gradient.stride(0),
         math.log2(math.e) / temperature,
-        *term_numbers(rest),
-        teacher.coefficient,
+        *term_numbers(policy_loss),
         grad_scale / policy_loss.terms.grad_divisor / temperature,
         0,
         **constants,
-        **teacher.constants,
-        RESTORED=is_taught and gradient.data_ptr() != logits.data_ptr(),
         **shape.constants(logits.dtype, entropy=entropy or constants["BONUS"]),
         num_warps=shape.warps,
         maxnreg=shape.registers,
@@ -211,13 +194,9 @@ def launch(
     )
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
-    token_losses, weighted, logprobs, log_ratios, entropies, *further = out.unbind()
-    kl = further.pop(0) if has_kl else None
-    divergence, mass = further if is_taught else (None, None)
-    streams = stream_losses(policy_loss, kl, entropies, divergence)
-    found = PolicyGradientLoss(
-        weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams, student_mass=mass
-    )
+    token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
+    streams = stream_losses(policy_loss, kl[0] if has_kl else None, entropies)
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
     return found, compiled.n_spills
 
 
@@ -335,17 +314,13 @@ def _stream_gradients(
 
 
 @gluon.jit
-def _fields_of(
-    row, live, sources, columns, names, logits_stride, KL: gl.constexpr, BONUS: gl.constexpr, FORM: gl.constexpr
-):
+def _fields_of(row, live, sources, columns, logits_stride, KL: gl.constexpr, BONUS: gl.constexpr):
     """The target's column and logit, and what else the loss reads of a row; 0 where it is not live or no term reads it."""
-    logits, targets, old_logprobs, advantages, weights, other_logprobs, kl_weights, bonus_weights, named_logits = (
-        sources
-    )
+    logits, targets, old_logprobs, advantages, weights, other_logprobs, kl_weights, bonus_weights = sources
     target = gl.load(targets + row, mask=live, other=0)
     exists = (target >= 0) & (target < columns)
     column = gl.where(exists, target, 0)
-    at = logits + row * logits_stride + column if FORM is None else named_logits + row * (names + 4) + 3
+    at = logits + row * logits_stride + column
     logit = gl.where(exists, gl.load(at, mask=live, other=0.0).to(gl.float32), float("nan"))
     old_logprob = gl.load(old_logprobs + row, mask=live, other=0.0).to(gl.float32)
     weight = gl.load(weights + row, mask=live, other=0.0).to(gl.float32)
@@ -361,7 +336,7 @@ def _fields_of(
     return column, logit, old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight
 
 
-@gluon.jit(do_not_specialize=["rows", "names"])
+@gluon.jit(do_not_specialize=["rows"])
 def one_launch_kernel(
     logits,
     gradients,
@@ -373,15 +348,9 @@ def one_launch_kernel(
     other_logprobs,
     kl_weights,
     bonus_weights,
-    ids,
-    named_logits,
-    teacher_logprobs,
-    teacher_tails,
-    teacher_weights,
     results,
     rows,
     columns,
-    names,
     logits_stride,
     gradients_stride,
     c,
@@ -391,17 +360,11 @@ def one_launch_kernel(
     p3,
     kl_coef,
     entropy_coef,
-    teacher_coef,
     grad_scale,
     zero,
     ROW: gl.constexpr,
     KL: gl.constexpr,
     BONUS: gl.constexpr,
-    FORM: gl.constexpr,
-    NUMBERS: gl.constexpr,
-    TAIL_FLOOR: gl.constexpr,
-    NAMES: gl.constexpr,
-    RESTORED: gl.constexpr,
     KIND: gl.constexpr,
     THREADS: gl.constexpr,
     WORDS: gl.constexpr,
@@ -438,28 +401,16 @@ def one_launch_kernel(
     zeros = gl.full((THREADS, WORDS * PAIR), 0.0, dtype, g_layout)
     none = gl.full((THREADS,), 0.0, gl.float32, thread)
     floor = gl.full((THREADS,), FLOOR, gl.float32, thread)
-    by_name: gl.constexpr = gl.BlockedLayout([1], [32], [THREADS // 32], [0])
-    name = gl.arange(0, NAMES, layout=by_name)
 
     z_words = logits.to(gl.pointer_type(word))
     z_stride = logits_stride // PAIR
     width = columns // PAIR
     after = (SLOTS + KEPT) * TILE  # first streamed word
-    sources = (
-        logits,
-        targets,
-        old_logprobs,
-        advantages,
-        weights,
-        other_logprobs,
-        kl_weights,
-        bonus_weights,
-        named_logits,
-    )
+    sources = (logits, targets, old_logprobs, advantages, weights, other_logprobs, kl_weights, bonus_weights)
     row = gl.program_id(0).to(gl.int64)
     live = gl.load(mask + row) != 0
     if AHEAD:
-        fields = _fields_of(row, live, sources, columns, names, logits_stride, KL, BONUS, FORM)
+        fields = _fields_of(row, live, sources, columns, logits_stride, KL, BONUS)
     limit = gl.where(live, width, 0)
     z_row = z_words + row * z_stride
     for g in gl.static_range(GROUPS):
@@ -484,7 +435,7 @@ def one_launch_kernel(
     while row < rows:
         # the row's loss, from the statistics of all its words
         if not AHEAD:
-            fields = _fields_of(row, live, sources, columns, names, logits_stride, KL, BONUS, FORM)
+            fields = _fields_of(row, live, sources, columns, logits_stride, KL, BONUS)
         target, target_logit, old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight = fields
         slope = 0.0
         bend = 0.0
@@ -497,29 +448,8 @@ def one_launch_kernel(
         log_ratio = 0.0
         entropy = 0.0
         key = 0
-        is_named = 0.0
-        token = gl.full((NAMES,), -1, gl.int32, by_name)
-        named_logit = gl.full((NAMES,), 0.0, gl.float32, by_name)
-        named = gl.full((NAMES,), 0.0, gl.float32, by_name)
-        divergence = 0.0
-        mass = 0.0
-        teacher_weight = 0.0
         if live:
-            if FORM is not None:
-                share = named_logits + row * (names + 4)
-                token = gl.load(ids + row * names + name, mask=name < names, other=-1)
-                named_logit = gl.load(share + 4 + name, mask=token >= 0, other=0.0)
-                log_p = gl.load(teacher_logprobs + row * names + name, mask=token >= 0, other=0.0).to(gl.float32)
-                teacher_tail = gl.load(teacher_tails + row).to(gl.float32)
-                teacher_weight = teacher_coef * gl.load(teacher_weights + row).to(gl.float32)
-                m_named = gl.load(share)
-                s_named = gl.load(share + 1)
-                t_named = gl.load(share + 2)
             peak, total, shifted = gl.reduce((m, s, t), 0, merge)
-            if FORM is not None:
-                tail_peak = peak
-                tail_total = total
-                peak, total, shifted = merge(peak, total, shifted, m_named, s_named, t_named)
             logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
             log_ratio = logprob - old_logprob
             policy, slope = ROW(logprob, old_logprob, advantage, (p0, p1, p2, p3))
@@ -540,37 +470,7 @@ def one_launch_kernel(
             )
             slope *= -grad_scale
             bend *= -grad_scale
-            if FORM is not None:
-                log_total = gl.log2(total)
-                head, sums = named_terms(token, target, named_logit, log_p, peak, log_total, columns, c, FORM, NUMBERS)
-                divergence, by_heads, mass, count, is_named = gl.reduce(sums, 0, add_terms)
-                token = gl.where(token < columns, token, -1)  # whose column would be another row's
-                by_tail = 0.0
-                if TAIL_FLOOR is not None:
-                    value, by_tail = tail_terms(
-                        teacher_tail, peak, log_total, tail_peak, tail_total, count, columns, FORM, NUMBERS, TAIL_FLOOR
-                    )
-                    divergence += value
-                loss += teacher_weight * divergence
-                by = teacher_weight * grad_scale
-                named, factor, bend = gradient_terms(
-                    head,
-                    sums[2],
-                    by * sums[1],
-                    by * by_heads,
-                    by * by_tail,
-                    sums[4],
-                    slope,
-                    bend,
-                    entropy,
-                    peak,
-                    total,
-                    tail_peak,
-                    tail_total,
-                    BONUS,
-                )
-                peak = tail_peak
-            elif BONUS:  # -bend p (log p + H), log p = ln2 (s - log2 total)
+            if BONUS:  # -bend p (log p + H), log p = ln2 (s - log2 total)
                 factor = (slope + bend * (entropy - LN2 * gl.log2(total))) / total
                 bend = bend * LN2 / total
             else:
@@ -586,13 +486,7 @@ def one_launch_kernel(
             gl.store(results + 4 * rows + row, 0.0)
         if KL is not None:
             gl.store(results + 5 * rows + row, kl)
-        if FORM is not None:
-            LAST: gl.constexpr = 5 if KL is None else 6
-            gl.store(results + LAST * rows + row, divergence)
-            gl.store(results + (LAST + 1) * rows + row, mass)
         moves = slope != 0
-        if FORM is not None:
-            moves = live
         if BONUS:
             moves = moves | (bend != 0)
 
@@ -663,13 +557,9 @@ def one_launch_kernel(
         if moves:
             thread_barrier()  # the target's column belongs to another thread
             p = _column(target_logit, c, peak, factor, bend, BONUS)
-            gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype), mask=is_named == 0)
-            if FORM is not None:
-                gl.store(gradients + row * gradients_stride + token, named.to(dtype), mask=token >= 0)
-        if RESTORED:  # which all threads have read
-            gl.store(logits + row * logits_stride + token, named_logit.to(logits.dtype.element_ty), mask=token >= 0)
+            gl.store(gradients + row * gradients_stride + target, (p - slope).to(dtype))
         if AHEAD:
-            fields = _fields_of(following, live_next, sources, columns, names, logits_stride, KL, BONUS, FORM)
+            fields = _fields_of(following, live_next, sources, columns, logits_stride, KL, BONUS)
         if STREAMED > 0:  # the registers of the kept tiles serve the streamed ones first
             if live_next:
                 m, s, t = _stream_statistics(

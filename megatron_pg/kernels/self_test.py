@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.batch.fields import StreamFields, TokenFields, TopK
+from megatron_pg.batch.fields import StreamFields, TokenFields
 from megatron_pg.kernels import one_launch
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.kernels.terms import term_constants
-from megatron_pg.kernels.topk_loss import teacher_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 _PROGRAMS, _ROWS = 2, 7  # so that a program has several, one behind the other
@@ -30,10 +29,8 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
 
     Says so in the log, or warns that it does not.
     """
-    key = (
-        *(logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy),
-        *(*term_constants(policy_loss.without_topk).values(), *teacher_of(policy_loss).constants.values()),
-    )
+    built_for = term_constants(policy_loss).values()
+    key = (logits.device, logits.dtype, logits.shape[1], vocabulary.valid, entropy, *built_for)
     if key not in _found:
         why = next(
             filter(None, (_flaw(logits, each, policy_loss, vocabulary, entropy) for each in _dtypes(logits))), None
@@ -121,14 +118,4 @@ def _known(fields: TokenFields, policy_loss: PolicyLoss, logprobs: Tensor, drawn
     """With log-probabilities near those of the model, of all that the terms read."""
     near = {name: logprobs + 0.2 * drawn(_ROWS) for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
     streams = {each.name: StreamFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.streams}
-    return replace(fields, **near, streams=streams, teacher_topk=_teacher(policy_loss, drawn))
-
-
-def _teacher(policy_loss: PolicyLoss, drawn: Any) -> TopK | None:
-    """A teacher that names as many tokens as the loss's, the first ones, with nine tenths of its probability."""
-    if not policy_loss.terms.reads_topk:
-        return None
-    width = policy_loss.fields.teacher_topk.ids.shape[1]
-    logprobs = drawn(_ROWS, width).log_softmax(dim=1) - 0.1
-    ids = torch.arange(width, dtype=torch.int32, device=logprobs.device).expand(_ROWS, width)
-    return TopK(ids=ids, logprobs=logprobs, tails=1 - logprobs.double().exp().sum(dim=1))
+    return replace(fields, **near, streams=streams)

@@ -55,15 +55,10 @@ def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
     return {"ROW": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
 
 
-def stream_losses(
-    policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor, topk: Tensor | None = None
-) -> Tensor | None:
-    """[n, T] of the n streams in their order, from [T] each, `topk` of the one over the teacher's likeliest tokens; None: n = 0."""
-    found: list[Any] = [
-        -entropy if stream.kind == "entropy" else topk if stream.reads_topk else kl
-        for stream in policy_loss.terms.streams
-    ]
-    return torch.stack(found) if found else None
+def stream_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:
+    """[n, T] of the n streams in their order, from [T] each; None: n = 0."""
+    losses: list[Any] = [-entropy if stream.kind == "entropy" else kl for stream in policy_loss.terms.streams]
+    return torch.stack(losses) if losses else None
 
 
 @triton.jit

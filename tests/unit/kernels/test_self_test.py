@@ -9,9 +9,8 @@ import torch
 from objective_parts import build
 from stream_terms import kl_and_entropy
 
-from megatron_pg.batch.fields import TokenFields, TopK
+from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.one_launch import path_of
-from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import self_test
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyLoss
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -67,19 +66,6 @@ def test_a_kernel_that_agrees_is_taken_and_asked_once(launches, name, terms, dty
     assert {launch["rows"] for launch in launches} == {7}
     assert self_test.agrees(logits, loss_of(name, **terms), VOCABULARY, entropy=False)
     assert len(launches) == 2 * len({dtype, torch.bfloat16})
-
-
-@pytest.mark.skipif(CUDA, reason="the kernel itself runs")
-def test_a_divergence_over_likeliest_tokens_is_tried_with_a_teacher(launches):
-    loss = loss_of("grpo", **BOTH)
-    for kind in ("topk_jsd", "topk_reverse_kl"):
-        stream = Stream(name="t", kind=kind, on="rl").resolved("token_mean", None)
-        teacher = TopK(ids=torch.ones(2, 5, dtype=torch.int32), logprobs=torch.zeros(2, 5), tails=torch.ones(2))
-        fields = replace(loss.fields, teacher_topk=teacher)
-        taught = PolicyLoss(replace(loss.terms, streams=(stream, *loss.terms.streams)), fields)
-        assert self_test.agrees(torch.zeros(3, 80), taught, VOCABULARY, entropy=True)
-    assert [launch["names"] for launch in launches] == [5] * 4
-    assert len({launch["FORM"] for launch in launches}) == 2
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel itself runs")
