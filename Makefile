@@ -38,7 +38,7 @@ needs = $(if $(or $(if $(PART),,all),$(filter $(1),$(PART))),$(2))
 
 prove: .venv/ready $(call needs,hosts,$(VERL)) $(call needs,kernels,$(TRITONS:%=.venv/triton-%)) \
 		$(call needs,releases,$(patsubst %,.venv/megatron-core-%,$(filter-out $(MEGATRON_CORE),$(RELEASES))))
-	HOSTS=$(HOSTS) $(BIN)/python tests/support/proof.py $(PART) $(if $(ARGS),-- $(ARGS))
+	HOSTS=$(HOSTS) $(BIN)/python tests/helpers/proof.py $(PART) $(if $(ARGS),-- $(ARGS))
 
 papers: .venv/ready
 	@for name in $(PAPERS); do $(BIN)/python papers/$$name.py || exit 1; done

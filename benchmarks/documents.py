@@ -1,8 +1,9 @@
-"""What `--docs-per-step` costs beside the static path: the same micro-batches, taken in rounds or as they come.
+"""The cost of `--docs-per-step` compared with the static path: the same micro-batches, taken in rounds or in order.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/documents.py --documents 256
 
-Every rank packs the same documents into the same rows either way; interleaved repetitions in one run, medians. Without a
+Every rank packs the same documents into the same rows either way; interleaved repetitions in one run, medians. Without
+a
 model: what is timed is all that the flag adds to a step (rounds, counts, one small all-gather each).
 """
 
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import Sample
-from megatron_pg.step.collectives import device_of
-from megatron_pg.step.documents import DocumentAccumulator, Packing, Position, StepRule
-from megatron_pg.step.plan import plan_from_table
-from megatron_pg.step.table import PlanRule, local_table_of
+from megatron_pg.plan.collectives import device_of
+from megatron_pg.plan.documents import DocumentAccumulator, Packing, Position, StepRule
+from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.table import PlanRule, local_table_of
 
 POLICIES = ("exact", "at_least")
 
@@ -90,14 +91,15 @@ def main() -> None:
             timed(f"{policy}, static", lambda same=same: plan([packing.pack(part) for part in same], group))
     if rank == 0:
         lines = [
-            f"{device_of(group).type}, {dist.get_world_size()} ranks, torch {torch.__version__}, {options.repeats} repeats"
+            f"{device_of(group).type}, {dist.get_world_size()} ranks, torch {torch.__version__}, {options.repeats} "
+            "repeats"
         ]
         for policy in POLICIES:
             rounds, static = (statistics.median(times[f"{policy}, {way}"]) * 1e3 for way in ("in rounds", "static"))
             number, microbatches = counts[policy]
             lines.append(
-                f"{policy:<9} {number} documents in {microbatches} micro-batches: static {static:.2f} ms, in rounds {rounds:.2f} ms, "
-                f"{(rounds - static) / microbatches:.3f} ms more per micro-batch"
+                f"{policy:<9} {number} documents in {microbatches} micro-batches: static {static:.2f} ms, in rounds "
+                f"{rounds:.2f} ms, {(rounds - static) / microbatches:.3f} ms more per micro-batch"
             )
         sys.stdout.write("\n".join(lines) + "\n")
     dist.destroy_process_group()

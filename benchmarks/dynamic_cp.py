@@ -1,12 +1,13 @@
-"""What ranks of their own bring to documents of very different lengths: the slowest rank's time of a step, by formula.
+"""The gain of dynamic context parallelism for documents of very different lengths: the slowest rank's step time, by
+formula.
 
-Every line is the other way's figure as a multiple of theirs.
+Every line is the figure of a fixed layout as a multiple of the dynamic one.
 
     python benchmarks/dynamic_cp.py --ranks 32 --microbatches 8 --documents 256
 
-No clock and no GPU: a document of n tokens costs n + n² / A, which its ranks share, and the ranks of a row begin it together.
-Communication is no part of that cost; it is counted beside it, as the positions whose keys and values a rank gets from others in
-each layer, on all ranks: n (s - 1) of a document on s ranks. Lengths are log-normal, cut at the longest.
+No clock and no GPU: a document of n tokens costs n + n² / A, divided among its ranks, and the ranks of a row start it
+together. Communication is counted separately, as the positions whose keys and values a rank receives in each layer,
+summed over ranks: n (s - 1) for a document on s ranks. Lengths are log-normal, truncated at the longest.
 """
 
 import argparse

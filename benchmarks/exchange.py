@@ -1,10 +1,12 @@
-"""What one rank of a large group receives in a step's exchange, and the time of its own part: a simulation in one process.
+"""What one rank of a large group receives in a step's metadata exchange, and its compute time: a simulation in one
+process.
 
     python benchmarks/exchange.py --ranks 64,1024,4096,16384 --samples 64
 
-Every rank's samples are drawn: two per rollout, sixteen per prompt, dealt out over all ranks at random, so that units lie on
-several ranks. Rank 0 runs the plan's own code; what the others send it is made by the same code beforehand, and stands in for
-the collectives. Its denominators are compared with those of a plan that sees all samples. No time of a network is in it.
+Every rank's samples are drawn: two per rollout, sixteen per prompt, dealt out over all ranks at random, so that units
+lie on several ranks. Rank 0 runs the plan's own code; what the others send it is made by the same code beforehand, and
+stands in for the collectives. Its denominators are compared with those of a plan that sees all samples. No time of a
+network is in it.
 """
 
 import argparse
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.metrics.samples import COLUMNS
-from megatron_pg.step import exchange, plan
-from megatron_pg.step.table import PROMPT, ROLLOUT, LocalTable, PlanRule
+from megatron_pg.plan import exchange, plan
+from megatron_pg.plan.facts import COLUMNS
+from megatron_pg.plan.table import PROMPT, ROLLOUT, LocalTable, PlanRule
 
 MIB = 2**20
 

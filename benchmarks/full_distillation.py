@@ -1,10 +1,11 @@
-"""Distillation over a teacher's whole vocabulary from its hidden states, beside the three bare products of the student, in one run on a GPU.
+"""Full-vocabulary distillation from a teacher's hidden states, relative to three bf16 GEMMs of the student, in one run.
 
     python benchmarks/full_distillation.py --repetitions 6
 
-8192 rows, V = 151936, both widths 4096, bfloat16, every row trained by the objective (`grpo`) and by the stream. Medians of forward and
-backward, taken by turns, over the student's three products alone (logits, both gradients; the teacher's logits are a fourth); memory is
-the peak beyond inputs, the teacher's head among them, and `main_grad`. Divergences and gradients of a small problem stand beside float64.
+8192 rows, V = 151936, both widths 4096, bfloat16, every row trained by the objective (`grpo`) and by the distillation
+term. Medians of interleaved forwards and backwards, relative to the student's three GEMMs (logits, both gradients; the
+teacher's logits are a fourth). Memory is the peak beyond the inputs, the teacher's head among them, and `main_grad`.
+Divergences and gradients of a small problem are compared with float64.
 """
 
 import argparse
@@ -96,7 +97,10 @@ def errors(taught: Taught, kind: str) -> str:
         off = [float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)]
         shown.append(f"{backward}: dx {off[0]:.1e}, dw {off[1]:.1e}")
     apart = (found.stream_losses.double() - wanted.stream_losses).abs().max()
-    return f"{kind}: divergence {float(apart):.1e} of {float(wanted.stream_losses.mean()):.2f}; gradients, {'; '.join(shown)}"
+    return (
+        f"{kind}: divergence {float(apart):.1e} of {float(wanted.stream_losses.mean()):.2f}; gradients, "
+        f"{'; '.join(shown)}"
+    )
 
 
 def main() -> None:
@@ -106,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
-        "--megabytes", type=int, nargs="+", help="of logits held at a time, beside the package's own choice"
+        "--megabytes", type=int, nargs="+", help="of logits held at a time, in addition to the package's default"
     )
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

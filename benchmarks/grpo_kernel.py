@@ -1,11 +1,12 @@
-"""Loss and gradient of the logits: `grpo_loss` beside a copy of the logits, eager torch, torch.compile and Liger, in one run.
+"""Loss and gradient of the logits: `grpo_loss`, eager torch, torch.compile and Liger, relative to one copy of the
+logits.
 
     python benchmarks/grpo_kernel.py --out docs/kernels          # one GPU: docs/kernels.json, docs/kernels.png, a table
     torchrun --nproc-per-node 2 benchmarks/grpo_kernel.py        # the vocabulary over the GPUs of a host
 
-Random logits of unit variance, no masked rows unless the row says so. Before each repetition the logits are copied anew
-from a master, outside the timed region, so that little of them is in the L2 cache. Medians; every figure is a ratio to the copy
-`out.copy_(logits)` of the same shape in the same run. A forward and a backward of the reported loss are timed.
+Random logits of unit variance, no masked rows unless the row says so. Before each repetition the logits are copied from
+a master, outside the timed region, so that little of them is in the L2 cache. Medians; every figure is a ratio to the
+copy `out.copy_(logits)` of the same shape in the same run. A forward and a backward of the reported loss are timed.
 """
 
 import argparse

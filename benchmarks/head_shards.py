@@ -1,10 +1,11 @@
 """Tensor-parallel ranks of the fused head on one GPU: the time of a shard, and gradients of ranks that share the GPU.
 
-    python benchmarks/head_shards.py                               # a rank's time over its three products, its exchange left out
-    torchrun --nproc-per-node 4 benchmarks/head_shards.py          # gradients against float64 of the whole vocabulary, by rank
+    python benchmarks/head_shards.py                               # a rank's time over its three products, its exchange
+    left out torchrun --nproc-per-node 4 benchmarks/head_shards.py          # gradients against float64 of the whole
+    vocabulary, by rank
 
-Ranks that share a GPU exchange by gloo through the host's memory, so their times mean nothing; where a host has a GPU for each rank,
-`torchrun benchmarks/lm_head.py` has both.
+Ranks that share a GPU exchange by gloo through the host's memory, so their times mean nothing; where a host has a GPU
+for each rank, `torchrun benchmarks/lm_head.py` has both.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def exchange_through_the_host() -> None:
 
 
 def print_times(widths: list[int], repetitions: int) -> None:
-    """Of 8,192 tokens and 151,936 columns, modes and products by turns."""
+    """Print the table for 8,192 tokens and 151,936 columns; modes and products are interleaved."""
     leave_out_exchanges()
     print("| tensor parallel | H | products, ms | " + " | ".join(f"`{mode}`" for mode in AT_ONCE) + " |")
     for ranks in TENSOR_PARALLEL:

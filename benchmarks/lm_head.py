@@ -1,13 +1,13 @@
-"""Hidden states to loss and both gradients: `grpo_head_loss` beside the three bare products, naive torch and peers, in one run.
+"""Hidden states to loss and both gradients: `grpo_head_loss`, naive torch and peers, relative to three bf16 GEMMs.
 
     python benchmarks/lm_head.py --out docs/lm_head        # one GPU: docs/lm_head.json, docs/lm_head.png, a table
-    python benchmarks/lm_head.py --widths 1024 2048 4096 8192  # the modes beside each other: a table
+    python benchmarks/lm_head.py --widths 1024 2048 4096 8192  # all modes: a table
     torchrun --nproc-per-node 2 benchmarks/lm_head.py      # the vocabulary over the GPUs of a host
 
-Random hidden states and weights in bfloat16, logits of unit variance; nothing masked unless the row says so. A forward and a
-backward are timed. The unit is the three products alone, by cuBLAS in bfloat16: logits, gradient of the hidden states, gradient
-of the weight. Ours adds the weight gradient in float32 to a `main_grad` that is there already, as Megatron does; the others
-return a bfloat16 one. Memory is the peak beyond inputs and `main_grad`, outputs included.
+Random hidden states and weights in bfloat16, logits of unit variance; nothing masked unless the row says so. A forward
+and a backward are timed. The unit is the three products alone, by cuBLAS in bfloat16: logits, gradient of the hidden
+states, gradient of the weight. Ours adds the weight gradient in float32 to a `main_grad` that is there already, as
+Megatron does; the others return a bfloat16 one. Memory is the peak beyond inputs and `main_grad`, outputs included.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def median_ms(run: Callable, repetitions: int) -> float:
 
 
 def medians_ms(runs: list[Callable], repetitions: int) -> list[float]:
-    """The same of several runs, taken by turns, because the chip's power limit makes times drift."""
+    """Medians of several interleaved runs, because the chip's power limit makes times drift."""
     events = [[] for _ in runs]
     for _ in range(repetitions + 2):
         for run, found in zip(runs, events, strict=True):
@@ -205,7 +205,8 @@ def peak_bytes(run: Callable) -> int:
 
 
 def accuracy(problem: Problem, rows: int = 256) -> dict:
-    """Largest error of a log-probability against float64, of the fused head and of bfloat16 logits; and on-policy ratios."""
+    """Largest error of a log-probability against float64, of the fused head and of bfloat16 logits; and on-policy
+    ratios."""
     hidden, weight = problem.hidden.detach()[:rows], problem.weight.detach()
     targets = problem.targets[:rows]
     table = torch.cat([(part.double() @ weight.double().t()).log_softmax(-1) for part in hidden.split(64)])
@@ -226,7 +227,8 @@ def accuracy(problem: Problem, rows: int = 256) -> dict:
 
 
 def gradient_errors(problem: Problem, rows: int = 512, columns: int = 8192) -> dict:
-    """Relative errors of both gradients of a part of the problem against float64, of this rank's part of the vocabulary."""
+    """Relative errors of both gradients of a part of the problem against float64, of this rank's part of the
+    vocabulary."""
     group, ranks = problem.tp_group, 1 if problem.tp_group is None else problem.tp_group.size()
     hidden, weight = problem.hidden.detach()[:rows], problem.weight.detach()[: columns // ranks].clone()
     parts = [torch.empty_like(weight) for _ in range(ranks)]

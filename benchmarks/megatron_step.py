@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1 benchmarks/megatron_step.py                      # TP = number of processes
 
 GPTModel in bfloat16 under Megatron's DDP and schedule (megatron.core only), random tokens, an on-policy step: the old
-log-probabilities are the model's own, so that every ratio should be 1. The heads are the stored bfloat16 logits, `--fp32-lm-head`
-and `--pg-fused-head`.
+log-probabilities are the model's own, so that every ratio should be 1. The heads are the stored bfloat16 logits,
+`--fp32-lm-head` and `--pg-fused-head`.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_pg import Sample, pack
 from megatron_pg.args import add_arguments, validate_args
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.forward_step import PolicyGradientStep
-from megatron_pg.step.settings import LossSettings
 
 HEADS = {
     "bfloat16 logits, stored": {},
@@ -166,7 +166,8 @@ def main() -> None:
     reference = results["--pg-fused-head"]["gradients"]
     if torch.distributed.get_rank() == 0:
         print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.distributed.get_world_size()} GPUs, {vars(options)}"
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.distributed.get_world_size()} GPUs, "
+            f"{vars(options)}"
         )
         for name, result in results.items():
             difference = float((result["gradients"] - reference).norm() / reference.norm())

@@ -1,4 +1,5 @@
-"""What `--pg-metrics basic` and `with_entropy` cost beside `none`: loss, metrics and backward of one micro-batch.
+"""The cost of `--pg-metrics basic` and `with_entropy` compared with `none`: loss, metrics and backward of one
+micro-batch.
 
     python benchmarks/metrics.py --tokens 8192 --vocabulary 151936 --dtype bfloat16
 
@@ -18,8 +19,8 @@ from megatron_pg import Sample, pack
 from megatron_pg.args import add_arguments, validate_args
 from megatron_pg.batch import slice_batch
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.settings import LossSettings
 
 
 def make_batch(tokens: int, vocabulary: int, device: str):
@@ -90,7 +91,8 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     medians = {level: statistics.median(values) for level, values in times.items()}
     lines = [
-        f"{name}, torch {torch.__version__}, {options.tokens} x {options.vocabulary} {options.dtype}, {options.repeats} repeats"
+        f"{name}, torch {torch.__version__}, {options.tokens} x {options.vocabulary} {options.dtype}, "
+        f"{options.repeats} repeats"
     ]
     for level, median in medians.items():
         spread = statistics.quantiles(times[level], n=4)

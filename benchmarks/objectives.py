@@ -1,9 +1,11 @@
-"""Every objective from logits, with and without a KL term and an entropy bonus: its time beside a copy, and beside `grpo` of the same run.
+"""Every objective from logits, with and without KL and entropy terms: its time relative to a copy and to `grpo`, in one
+run.
 
     python benchmarks/objectives.py                             # one GPU: a table for each shape
     python benchmarks/objectives.py --accuracy-only             # the gradients of 64 rows against float64
 
-The logits are random and every row is trained, as in `grpo_kernel.py`, whose clock this is. Sequences are 1,024 tokens long.
+The logits are random and every row is trained, as in `grpo_kernel.py`, whose clock this is. Sequences are 1,024 tokens
+long.
 """
 
 import argparse
@@ -28,7 +30,7 @@ SHAPES = [
     (8192, 128256, torch.bfloat16),
     (16384, 37984, torch.bfloat16),
     (32768, 19008, torch.bfloat16),
-    (12289, 100277, torch.bfloat16),  # rows that begin beside multiples of 16 bytes
+    (12289, 100277, torch.bfloat16),  # rows that are not aligned to 16 bytes
     (1000, 50304, torch.bfloat16),  # whose time is the host's
 ]
 SEQUENCE = 1024
@@ -45,7 +47,8 @@ NUMBERS = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": 3.0, "cispo_
 
 
 def variants() -> Iterator[tuple[str, LossTerms]]:
-    """The objectives alone, then `grpo` with each KL estimator, with a bonus, with both; a KL term with another objective."""
+    """The objectives alone, then `grpo` with each KL estimator, with a bonus, with both; a KL term with another
+    objective."""
     for name, declared in OBJECTIVES.items():
         yield name, LossTerms(objective=build(name, declared.numbers))
     entropy = Stream(name="entropy", kind="entropy", weight=0.01, aggregation="policy", on="rl")
@@ -140,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--accuracy-only", action="store_true")
     parser.add_argument("--columns", type=int, help="of the one shape to run")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants to run, beside grpo")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants to run, in addition to grpo")
     args = parser.parse_args()
     named = {name: terms for name, terms in variants() if args.only is None or name in ("grpo", *args.only)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")

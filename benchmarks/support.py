@@ -1,10 +1,10 @@
-"""The loss over what could be sampled beside the plain loss, from logits and from hidden states, in one run on a GPU.
+"""The loss under sampling masks compared with the plain loss, from logits and from hidden states, in one run on a GPU.
 
     python benchmarks/support.py
 
-8192 rows, V = 151936, H = 4096, bfloat16, every row trained by `grpo`. Sets as a top-p leaves them: most of a few tokens, one in 50 of
-2000. Medians of forward and backward over those of the plain loss, with the entropies of the whole vocabulary in the metrics and
-without; gradients of 32 rows stand beside torch in float64.
+8192 rows, V = 151936, H = 4096, bfloat16, every row trained by `grpo`. Sets as a top-p leaves them: most of a few
+tokens, one in 50 of 2000. Medians of forward and backward over those of the plain loss, with the entropies of the whole
+vocabulary in the metrics and without; gradients of 32 rows are compared with torch in float64.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BONUS = replace(PLAIN, streams=(Stream(name="h", kind="entropy", weight=0.01, on
 
 
 def with_support(fields: TokenFields, columns: int, usual: int, wide: int) -> TokenFields:
-    """Each row's target and tokens behind it, at equal distances."""
+    """Each row's target and the ids after it at equal distances."""
     device, rows = fields.targets.device, len(fields.targets)
     counts = torch.full((rows,), min(usual, columns), device=device)
     counts[::50] = min(wide, columns)
@@ -38,7 +38,8 @@ def with_support(fields: TokenFields, columns: int, usual: int, wide: int) -> To
 
 
 def gradient_error(terms, usual: int, wide: int) -> float:
-    """Norm of the gradient's error of 32 rows of float32 logits against float64, over that of the gradient without supports."""
+    """Norm of the gradient's error of 32 rows of float32 logits against float64, over that of the gradient without
+    supports."""
     logits = torch.randn(32, 20000, device="cuda")
     fields = with_support(fields_for(logits), logits.shape[1], usual, wide)
     found = ours(terms, fields)(logits.clone())[1]

@@ -1,9 +1,10 @@
-"""Distillation from a teacher's K likeliest tokens beside the plain loss, from logits and from hidden states, in one run on a GPU.
+"""Top-k distillation compared with the plain loss, from logits and from hidden states, in one run on a GPU.
 
     python benchmarks/topk.py
 
-8192 rows, V = 151936, H = 4096, bfloat16, every row trained by the objective (`grpo`) and by the stream. Medians of forward and backward
-over those of `grpo` alone; memory is the peak beyond inputs and `main_grad`. Gradients of 32 rows stand beside torch in float64.
+8192 rows, V = 151936, H = 4096, bfloat16, every row trained by the objective (`grpo`) and by the distillation term.
+Medians of forward and backward, relative to `grpo` alone; memory is the peak beyond inputs and `main_grad`. Gradients
+of 32 rows are compared with torch in float64.
 """
 
 import argparse

@@ -235,7 +235,7 @@ COUNT = re.compile(r"<!-- count: ([^>]+) -->([^<]*)<!-- -->")
 def counts() -> dict[str, int]:
     """What the pages count, by the name that a marker gives."""
     flags = add_arguments(argparse.ArgumentParser(add_help=False))._actions
-    mutants = (DOCS.parent / "tests" / "support" / "source_mutants.txt").read_text(encoding="utf-8")
+    mutants = (DOCS.parent / "tests/mutants/source_mutants.txt").read_text(encoding="utf-8")
     rows = json.loads((DOCS / "proof.json").read_text(encoding="utf-8"))["rows"]
     cases = {name: rows[row]["cases"] for name, row in PROVED.items()}
     return {

@@ -4,7 +4,7 @@
 #   PYTHON, PROCESSES and RUN_DIR may be set in the environment, and on several nodes NODES, NODE_RANK and MASTER_ADDR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source examples/given.sh
+source examples/launch/given.sh
 
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-2}

@@ -7,7 +7,7 @@
 #   On several nodes: NODES, NODE_RANK, MASTER_ADDR and, unless it is 29500, MASTER_PORT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source examples/given.sh
+source examples/launch/given.sh
 
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}

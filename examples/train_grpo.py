@@ -1,4 +1,5 @@
-"""GRPO with megatron_pg inside Megatron-LM's own pretrain(): learn to sort digits, or to run programs, from a rule-based reward.
+"""GRPO with megatron_pg inside Megatron-LM's own pretrain(): learn to sort digits, or to run programs, from a
+rule-based reward.
 
     bash examples/launch_cpu.sh --loss-aggregation constant --loss-aggregation-divisor 8
 
@@ -7,15 +8,17 @@ group of responses per prompt, rewards the right ones and takes its optimizer st
 runs over gloo through cpu_megatron.py, on GPUs over NCCL without any patch.
 
 A run resumed with --load is the run that was not stopped, bit for bit, from a checkpoint at any step: prompts and draws
-follow from the seed and the first step of the rollout batch, and what is left of a batch that was open is read back from
+follow from the seed and the first step of the rollout batch, and the rest of an unfinished batch is read back from
 rollouts.jsonl, because the weights that sampled it are gone. Resume with the same flags and --run-dir.
 
-With --docs-per-step 256 a step is 256 documents, packed into rows of up to --micro-batch-size x --seq-length tokens, and
-every rank samples when it has used up its own rollouts (rollout_documents.py).
+With --docs-per-step 256 a step is 256 documents, packed into rows of up to --micro-batch-size x --seq-length tokens,
+and every rank samples when it has used up its own rollouts (rollout_documents.py).
 
-With --top-p P the rollouts are drawn as engines draw them for that flag, and the samples say of which tokens (docs/support.md).
+With --top-p P the rollouts are drawn as engines draw them for that flag, and the samples say of which tokens
+(docs/support.md).
 
-With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-stream teacher:opd,on=rl (teacher.py).
+With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-stream teacher:opd,on=rl
+(teacher.py).
 
 With --demonstrations-per-step 32 that many samples of --global-batch-size are right answers, of --pg-stream sft:ce.
 """
@@ -33,12 +36,15 @@ import torch
 
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")  # about CUDA, Apex and their own deprecations
 if not torch.cuda.is_available():
-    import cpu_megatron
+    from cpu import cpu_megatron
 
     cpu_megatron.enable()
 
-import local_layers
-from hybrid_layers import HybridModel, hybrid_model
+from cpu import local_layers
+from cpu.hybrid_layers import HybridModel, hybrid_model
+from evidence.other_trainers import microbatch_means, without_support
+from loop.rollout_documents import SampledDocuments, behind, groups_of
+from loop.run_folder import RunFolder, say
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -46,11 +52,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
-from other_trainers import microbatch_means, without_support
-from rollout_documents import SampledDocuments, behind, groups_of
-from run_folder import RunFolder, say
-from sampling import CachedPolicy, Policy
-from task_samples import (
+from tasks.sampling import CachedPolicy, Policy
+from tasks.task_samples import (
     DEMONSTRATIONS,
     TASKS,
     demonstrations,
@@ -61,7 +64,7 @@ from task_samples import (
     task_of,
     with_values,
 )
-from teacher import load_teacher
+from tasks.teacher import load_teacher
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_pg import (
@@ -74,8 +77,9 @@ from megatron_pg import (
     read_rollouts,
     read_steps,
 )
-from megatron_pg.pretrain import StepLog, pretrain, step_record
-from megatron_pg.step.collectives import all_gather_rows
+from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.pretrain import pretrain
+from megatron_pg.step.log import StepLog, step_record
 
 
 def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -90,24 +94,24 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--warm-up-iters", type=int, default=60, help="optimizer steps that imitate right answers first")
     group.add_argument("--prompts-per-rollout", type=int, default=32, help="prompts of a rollout batch, all ranks")
     group.add_argument("--group-size", type=int, default=8, help="responses per prompt")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="rollouts are drawn of the likeliest tokens that have P together",
-    )
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample rollouts with top-p P")
     group.add_argument(
         "--top-p-logprobs",
         choices=("support", "engine", "recomputed"),
         default="support",
-        help="with --top-p, what training knows of it: `support` replays it; the others are other trainers' ways (other_trainers.py)",
+        help=(
+            "with --top-p, what training knows of it: `support` replays it; the others are other trainers' ways "
+            "(other_trainers.py)"
+        ),
     )
     group.add_argument(
         "--microbatch-means",
         type=int,
         metavar="ROWS",
-        help="weigh tokens as a trainer does that takes the mean of ROWS samples' means, under token_mean (other_trainers.py)",
+        help=(
+            "weigh tokens as a trainer does that takes the mean of ROWS samples' means, under token_mean "
+            "(other_trainers.py)"
+        ),
     )
     group.add_argument("--exact-match-prompts", type=int, default=256, help="held-out prompts, all ranks")
     group.add_argument(
@@ -212,7 +216,7 @@ class Example:
     # --- data ---
 
     def recorded_documents(self, args) -> Documents:
-        """This rank's groups of a rollout file, in the order of the file, whatever its steps."""
+        """This rank's groups of a rollout file, in the order of the file, of any step."""
         samples = read_rollouts(args.rollouts)
         for sample in samples:
             _check_fits(sample, args)
@@ -266,8 +270,8 @@ class Example:
             _check_fits(sample, args)
         if len(steps) < args.train_iters:
             raise ValueError(
-                f"{args.rollouts} holds {len(steps)} optimizer steps, --train-iters asks for {args.train_iters}, so the run "
-                "would end early. Lower --train-iters."
+                f"{args.rollouts} holds {len(steps)} optimizer steps, --train-iters asks for {args.train_iters}, so "
+                "the run would end early. Lower --train-iters."
             )
         for step in steps:
             if len(step) > args.global_batch_size:
@@ -288,7 +292,8 @@ class Example:
             yield from microbatches(step, args, data_parallel_rank=rank, data_parallel_size=size)
 
     def sampled_steps(self, args) -> Iterator[PackedBatch]:
-        """This rank's micro-batches of each optimizer step: right answers first, then rollouts of the current policy."""
+        """This rank's micro-batches of each optimizer step: right answers first, then rollouts of the current
+        policy."""
         policy = self._policy(args)
         self.teacher = load_teacher(args.teacher, self.build, args) if args.teacher else None
         step = args.iteration
@@ -310,7 +315,8 @@ class Example:
                 step += 1
 
     def _taught(self, samples: list[Sample], policy: Policy) -> list[Sample]:
-        """The samples with the teacher's log-probabilities, if there is one, and with what the correction reads of their policy."""
+        """The samples with the teacher's log-probabilities, if there is one, and with what the correction reads of
+        their policy."""
         found = {"old_entropies": policy.entropies} if _reads_entropies(get_args()) else {}
         if self.teacher is not None:
             found["teacher_logprobs"] = self.teacher.score
@@ -356,7 +362,8 @@ class Example:
 
 
 def microbatches(samples: list[Sample], args, **ranks: int) -> list[PackedBatch]:
-    """The K micro-batches that Megatron's schedule takes in a step: of this rank's samples, or of all where `ranks` says so."""
+    """The K micro-batches that Megatron's schedule takes in a step: of this rank's samples, or of all where `ranks`
+    says so."""
     layout = {"rows": args.micro_batch_size, "max_seq_len": args.seq_length}
     cp_size, count = mpu.get_context_parallel_world_size(), get_num_microbatches()
     return cut_microbatches(samples, num_microbatches=count, qkv_format="bshd", cp_size=cp_size, **layout, **ranks)
@@ -403,9 +410,10 @@ def open_batch(step: int, args) -> list[list[Sample]]:
     for number, found in enumerate(left, start=step):
         if len(found) != args.global_batch_size:
             raise ValueError(
-                f"{path} holds {len(found)} of the {args.global_batch_size} samples of step {number}, whose rollout batch was open when "
-                "the checkpoint was saved, so the run cannot go on as it was. Resume with the --run-dir and the flags of that run, or "
-                f"from a checkpoint between two batches (every {_steps_per_batch(args)} steps behind --warm-up-iters)."
+                f"{path} holds {len(found)} of the {args.global_batch_size} samples of step {number}, whose rollout "
+                "batch was open when the checkpoint was saved, so the run cannot go on as it was. Resume with the "
+                "--run-dir and the flags of that run, or from a checkpoint between two batches (every "
+                f"{_steps_per_batch(args)} steps after --warm-up-iters)."
             )
     return [found[rank * count : (rank + 1) * count] for found in left]
 
@@ -435,8 +443,8 @@ def _check_fits(sample: Sample, args) -> None:
     vocabulary = task_of(args).vocabulary
     if len(sample.tokens) > args.seq_length or int(sample.tokens.max()) >= vocabulary:
         raise ValueError(
-            f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model takes "
-            f"{args.seq_length} tokens (--seq-length) of a vocabulary of {vocabulary}, so it cannot be trained."
+            f"sample {sample.sample_id} has {len(sample.tokens)} tokens up to id {int(sample.tokens.max())}; the model "
+            f"takes {args.seq_length} tokens (--seq-length) of a vocabulary of {vocabulary}, so it cannot be trained."
         )
 
 
@@ -444,86 +452,88 @@ def check_example(args) -> None:
     """Refuse sizes of the example that do not divide, and what it would overwrite or could not learn."""
     if args.teacher and (args.rollouts or args.docs_per_step):
         raise ValueError(
-            f"--teacher {args.teacher} scores what is sampled in steps; with --rollouts the file holds teacher_logprobs, and --docs-per-step "
-            "samples elsewhere. Leave one of them out."
+            f"--teacher {args.teacher} scores what is sampled in steps; with --rollouts the file holds "
+            "teacher_logprobs, and --docs-per-step samples elsewhere. Leave one of them out."
         )
     if not 0 < args.top_p <= 1 or (args.top_p < 1 and (args.rollouts or args.docs_per_step)):
         raise ValueError(
-            f"--top-p {args.top_p} is no probability of rollouts that are sampled in steps: it is above 0 and at most 1, with --rollouts the "
-            "file holds supports, and --docs-per-step samples elsewhere. Leave one of them out."
+            f"--top-p {args.top_p} is not valid: it must be above 0 and at most 1, and below 1 it needs rollouts that "
+            "this run samples in steps, without --rollouts and --docs-per-step."
         )
     if args.demonstrations_per_step and (args.rollouts or args.docs_per_step):
         raise ValueError(
-            f"--demonstrations-per-step {args.demonstrations_per_step} are drawn beside what is sampled in steps; --rollouts and --docs-per-step "
-            "have no such steps. Leave one of them out."
+            f"--demonstrations-per-step {args.demonstrations_per_step} needs rollouts that this run samples in steps. "
+            "Leave out --rollouts and --docs-per-step."
         )
     if args.demonstrations_per_step and args.microbatch_means:
         raise ValueError(
-            f"--microbatch-means {args.microbatch_means} reweighs advantages, and the samples of --demonstrations-per-step "
-            f"{args.demonstrations_per_step} have none. Leave one of them out."
+            f"--microbatch-means {args.microbatch_means} reweighs advantages, and the samples of "
+            f"--demonstrations-per-step {args.demonstrations_per_step} have none. Leave one of them out."
         )
     samples, size = args.prompts_per_rollout * args.group_size, mpu.get_data_parallel_world_size()
     if args.microbatch_means and (
         args.loss_aggregation != "token_mean" or args.global_batch_size % args.microbatch_means or size > 1
     ):
         raise ValueError(
-            f"--microbatch-means {args.microbatch_means} reweighs token_mean of one rank in equal parts of --global-batch-size "
-            f"{args.global_batch_size}, not {args.loss_aggregation} on {size} data-parallel ranks or parts that differ. Use token_mean, one rank, "
-            "and a divisor of it."
+            f"--microbatch-means {args.microbatch_means} reweighs token_mean of one rank in equal parts of "
+            f"--global-batch-size {args.global_batch_size}, not {args.loss_aggregation} on {size} data-parallel ranks "
+            "or parts that differ. Use token_mean, one rank, and a divisor of it."
         )
     if not 0 <= args.demonstrations_per_step < args.global_batch_size or args.demonstrations_per_step % size:
         raise ValueError(
-            f"--demonstrations-per-step {args.demonstrations_per_step} are no part of --global-batch-size {args.global_batch_size} that divides "
-            f"over {size} data-parallel ranks. Give a multiple of {size} below it."
+            f"--demonstrations-per-step {args.demonstrations_per_step} is not a multiple of {size} data-parallel ranks "
+            f"below --global-batch-size {args.global_batch_size}. Give such a multiple."
         )
     if args.docs_per_step:
         samples = 0  # whose steps need not divide a rollout batch
     if args.prompts_per_rollout % size or samples % _rollouts_per_step(args) or args.exact_match_prompts % size:
         raise ValueError(
-            f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do not divide "
-            f"over {size} data-parallel ranks and steps of {_rollouts_per_step(args)} (--global-batch-size less the demonstrations). Choose "
-            "multiples."
+            f"--prompts-per-rollout {args.prompts_per_rollout} x --group-size {args.group_size} = {samples} samples do "
+            f"not divide over {size} data-parallel ranks and steps of {_rollouts_per_step(args)} (--global-batch-size "
+            "less the demonstrations). Choose multiples."
         )
     if args.transformer_impl not in ("local", "transformer_engine"):
         raise ValueError(
-            f"--transformer-impl {args.transformer_impl} is none of the example's layers, local and transformer_engine. Choose one."
+            f"--transformer-impl {args.transformer_impl} is none of the example's layers, local and "
+            "transformer_engine. Choose one."
         )
     if args.transformer_impl == "local" and args.fp8:
         raise ValueError(
-            f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run would not be in FP8. Use "
-            "--transformer-impl transformer_engine."
+            f"--fp8-format {args.fp8} has no effect on the layers of --transformer-impl local, so the run would not be "
+            "in FP8. Use --transformer-impl transformer_engine."
         )
     if args.use_rope_scaling and vars(args).get("hybrid_layer_pattern"):
         raise ValueError(
-            "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern, which takes no scaling. Leave one of them out."
+            "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern, which takes no scaling. Leave "
+            "one of them out."
         )
     if args.docs_per_step and not args.rollouts and args.num_experts and size > 1:
         raise ValueError(
-            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples when it has used up its "
-            "own rollouts, and ranks that share its experts would not be there. Train from --rollouts."
+            f"--num-experts {args.num_experts} with --docs-per-step on {size} data-parallel ranks: every rank samples "
+            "when it has used up its own rollouts, and ranks that share its experts would not be there. Train from "
+            "--rollouts."
         )
     if args.rollouts and Path(args.rollouts).resolve() == (Path(args.run_dir) / "rollouts.jsonl").resolve():
         raise ValueError(
-            f"--rollouts {args.rollouts} is the file that this run would write anew, so its samples would be lost. Choose another "
-            "--run-dir."
+            f"--rollouts {args.rollouts} is the file that this run would overwrite. Choose another --run-dir."
         )
     if ignored := _without_effect(args):
-        raise ValueError(f"{ignored} has no effect, so the run would not be the one that was asked for. Leave it out.")
+        raise ValueError(f"{ignored} has no effect here. Leave it out.")
     if args.cached_sampling and (reason := _cannot_cache(args)):
         raise ValueError(
-            f"--cached-sampling does not go with {reason}: the keys and values of a row are kept by one rank, for prompts of one length. "
-            "Leave it out."
+            f"--cached-sampling does not support {reason}: one rank keeps a row's keys and values, for prompts of one "
+            "length. Leave it out."
         )
     vocabulary, longest = task_of(args).vocabulary, task_of(args).max_length
     if not args.rollouts and args.seq_length < longest:
         raise ValueError(
-            f"--seq-length {args.seq_length} is shorter than a prompt and its longest response of --task {args.task}, so samples would not fit. "
-            f"Give {longest} or more, and so --max-position-embeddings."
+            f"--seq-length {args.seq_length} is shorter than a prompt and its longest response of --task {args.task}, "
+            f"so samples would not fit. Give {longest} or more, and so --max-position-embeddings."
         )
     if args.pg_vocab_size is not None and args.pg_vocab_size < vocabulary:
         raise ValueError(
-            f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {vocabulary}, so right answers would "
-            "have no probability. Leave it out."
+            f"--pg-vocab-size {args.pg_vocab_size} leaves out tokens of the task, which has {vocabulary}, so right "
+            "answers would have no probability. Leave it out."
         )
 
 

@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from megatron_pg.batch import cut_steps as cut_steps
     from megatron_pg.batch import read_steps as read_steps
     from megatron_pg.batch.pack import pack as pack  # a static reader takes batch.pack for the module
+    from megatron_pg.plan.documents import DocumentAccumulator as DocumentAccumulator
+    from megatron_pg.plan.documents import Documents as Documents
+    from megatron_pg.plan.documents import EndOfDocuments as EndOfDocuments
+    from megatron_pg.plan.documents import Packing as Packing
+    from megatron_pg.plan.documents import Position as Position
+    from megatron_pg.plan.documents import StepRule as StepRule
+    from megatron_pg.plan.errors import StepPlanError as StepPlanError
+    from megatron_pg.plan.plan import StepPlan as StepPlan
+    from megatron_pg.plan.plan import plan_step as plan_step
+    from megatron_pg.plan.settings import LossSettings as LossSettings
     from megatron_pg.rollouts.advantages import Advantages as Advantages
     from megatron_pg.rollouts.advantages import group_advantages as group_advantages
     from megatron_pg.rollouts.file import RolloutWriter as RolloutWriter
     from megatron_pg.rollouts.file import read_rollouts as read_rollouts
     from megatron_pg.rollouts.lines import RolloutFileError as RolloutFileError
     from megatron_pg.rollouts.sample import Sample as Sample
-    from megatron_pg.step.contract import Contract as Contract
-    from megatron_pg.step.documents import DocumentAccumulator as DocumentAccumulator
-    from megatron_pg.step.documents import Documents as Documents
-    from megatron_pg.step.documents import EndOfDocuments as EndOfDocuments
-    from megatron_pg.step.documents import Packing as Packing
-    from megatron_pg.step.documents import Position as Position
-    from megatron_pg.step.documents import StepRule as StepRule
-    from megatron_pg.step.errors import StepPlanError as StepPlanError
     from megatron_pg.step.experts import RoutingReplay as RoutingReplay
     from megatron_pg.step.forward_step import PolicyGradientStep as PolicyGradientStep
     from megatron_pg.step.log import StepLog as StepLog
-    from megatron_pg.step.plan import StepPlan as StepPlan
-    from megatron_pg.step.plan import plan_step as plan_step
-    from megatron_pg.step.settings import LossSettings as LossSettings
+    from megatron_pg.step.loss_scaling import Contract as Contract
 
 __version__ = "0.3.0"
 
@@ -50,14 +50,14 @@ _NAMES = {
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError",
     "rollouts.sample": "Sample",
-    "step.contract": "Contract",
-    "step.documents": "DocumentAccumulator Documents EndOfDocuments Packing Position StepRule",
-    "step.errors": "StepPlanError",
+    "step.loss_scaling": "Contract",
+    "plan.documents": "DocumentAccumulator Documents EndOfDocuments Packing Position StepRule",
+    "plan.errors": "StepPlanError",
     "step.experts": "RoutingReplay",
     "step.forward_step": "PolicyGradientStep",
     "step.log": "StepLog",
-    "step.plan": "StepPlan plan_step",
-    "step.settings": "LossSettings",
+    "plan.plan": "StepPlan plan_step",
+    "plan.settings": "LossSettings",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -1,6 +1,6 @@
 """NeMo-RL: `python -m megatron_pg.nemo_rl examples/run_grpo.py …` (docs/hosts/nemo_rl.md)."""
 
-from megatron_pg.hosts.nemo_rl import PolicyGradientLossFn, install, main
+from megatron_pg.hosts.nemo_rl.launcher import PolicyGradientLossFn, install, main
 from megatron_pg.hosts.startup import run
 
 __all__ = ["PolicyGradientLossFn", "install", "main"]

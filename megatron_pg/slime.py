@@ -1,6 +1,6 @@
 """slime: `python3 -m megatron_pg.slime train.py …`, or `--custom-megatron-init-path megatron_pg.slime.init` (docs/hosts/slime.md)."""
 
-from megatron_pg.hosts.slime import HOST, init, plan
+from megatron_pg.hosts.rollout.slime import HOST, init, plan
 from megatron_pg.hosts.startup import run
 
 __all__ = ["before_log_prob", "before_train_step", "init", "loss", "plan"]

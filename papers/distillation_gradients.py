@@ -2,9 +2,9 @@
 
     python papers/distillation_gradients.py
 
-With a vocabulary of four tokens every expectation is a sum: the expected gradient of a form, over tokens that an older policy sampled, is
-compared with the gradients of KL(policy || teacher), of KL(teacher || policy), and with 0. Sources: On-Policy Distillation of Language
-Models (arXiv 2306.13649); A Comedy of Estimators (arXiv 2512.21852).
+With a vocabulary of four tokens every expectation is a sum: the expected gradient of a form, over tokens that an older
+policy sampled, is compared with the gradients of KL(policy || teacher), of KL(teacher || policy), and with 0. Sources:
+On-Policy Distillation of Language Models (arXiv 2306.13649); A Comedy of Estimators (arXiv 2512.21852).
 """
 
 from collections.abc import Callable
@@ -108,7 +108,10 @@ def draw(rows: list[Row], folder: Path) -> None:
 
 def main(folder: Path = show.PICTURES) -> None:
     """Print the table and draw."""
-    title = "|E[gradient] - ∇KL(π‖π_T)| / |∇KL(π‖π_T)|, by enumeration; effect: 0, no teacher in the gradient; 1, as it should be"
+    title = (
+        "|E[gradient] - ∇KL(π‖π_T)| / |∇KL(π‖π_T)|, by enumeration; effect: 0, no teacher in the gradient; 1, as it "
+        "should be"
+    )
     rows = measure()
     show.table(title, HEADER, cells(rows))
     draw(rows, folder)

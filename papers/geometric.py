@@ -1,7 +1,7 @@
 """The policy that two of the demonstrations share: stop with probability p = sigmoid(theta) after every token.
 
-The length T of a response is geometric, P(T) = (1 - p)^(T-1) p, and the reward is 1 when 3 <= T <= 9. Everything about it
-has a closed form, so that an aggregation's gradient can be compared with the true one.
+The length T of a response is geometric, P(T) = (1 - p)^(T-1) p, and the reward is 1 when 3 <= T <= 9. Everything about
+it has a closed form, so that an aggregation's gradient can be compared with the true one.
 """
 
 import numpy as np

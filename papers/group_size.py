@@ -2,9 +2,10 @@
 
     python papers/group_size.py
 
-The policy of length_bias.py at p = 1/8. `prompt_mean` divides by the tokens of the group, which a response is part of, so
-its gradient is that of a ratio. Groups are drawn, `plan_step` weighs them, and the expectation is summed exactly beside it.
-`constant` with a group-mean baseline is RLOO times (1 - 1/G) (Dr. GRPO, arXiv 2503.20783, and RLOO, arXiv 2402.14740).
+The policy of length_bias.py at p = 1/8. `prompt_mean` divides by the tokens of the group, which a response is part of,
+so its gradient is that of a ratio. Groups are drawn, `plan_step` weighs them, and the expectation is also summed
+exactly. `constant` with a group-mean baseline is RLOO times (1 - 1/G) (Dr. GRPO, arXiv 2503.20783, and RLOO, arXiv
+2402.14740).
 """
 
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def prompt_mean_exact(size: int) -> float:
 
 
 def _share(size: int, length: int, total: int) -> float:
-    """P(one of G - 1 responses has this length, given the sum of their lengths): the ways to write the rest as a sum."""
+    """P(one of G - 1 responses has this length, given the sum of their lengths): the ways to write the rest as a
+    sum."""
     rest = total - length
     if size == 2:
         return float(rest == 0)
@@ -85,7 +87,7 @@ def measure(responses: int, seed: int = 0) -> list[Row]:
 
 
 def dilution(prompts: int, without_signal: int, size: int = 8) -> float:
-    """Size of a step's gradient beside the same step without the groups whose advantages are all 0."""
+    """Size of a step's gradient relative to the same step without the groups whose advantages are all 0."""
     tokens = [10] * size * prompts
     ids = np.repeat(np.arange(prompts), size).tolist()
     kept = size * (prompts - without_signal)

@@ -2,9 +2,9 @@
 
     python papers/head_precision.py
 
-The same weights score the same tokens twice, in the trainer and in the rollout engine, whose hidden states differ in the
-last bit of some bfloat16 entries, as those of two implementations do. Before the first update every ratio should be 1.
-What the head rounds its logits to decides how far from 1 they are; the truth is the same pair of models in float64.
+The same weights score the same tokens twice, in the trainer and in the rollout engine, whose hidden states differ in
+the last bit of some bfloat16 entries, as those of two implementations do. Before the first update every ratio should be
+1. What the head rounds its logits to decides how far from 1 they are; the truth is the same pair of models in float64.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,10 @@ def main(folder: Path = show.PICTURES, tokens: int = 4096) -> None:
     """Print the table and draw."""
     rows = measure(tokens)
     show.table(
-        f"Ratios before the first update: {tokens} tokens, two models that differ in the last bits of some hidden states",
+        (
+            f"Ratios before the first update: {tokens} tokens, two models that differ in the last bits of some hidden "
+            "states"
+        ),
         ("trainer's head", "engine's head", "mean |log r|", "std(r - 1)", f"clipped at {CLIP_EPS:g}", "r is exactly 1"),
         [
             (

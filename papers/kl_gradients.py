@@ -2,8 +2,8 @@
 
     python papers/kl_gradients.py
 
-Sources: A Comedy of Estimators (arXiv 2512.21852), On a few pitfalls in KL divergence gradient estimation for RL
-(arXiv 2506.09477), DeepSeek-V3.2 (arXiv 2512.02556), which weights k3 by the ratio. With a vocabulary of four tokens every
+Sources: A Comedy of Estimators (arXiv 2512.21852), On a few pitfalls in KL divergence gradient estimation for RL (arXiv
+2506.09477), DeepSeek-V3.2 (arXiv 2512.02556), which weights k3 by the ratio. With a vocabulary of four tokens every
 expectation is a sum: an estimator's expected gradient is compared with the gradient of the divergence itself.
 """
 
@@ -86,7 +86,7 @@ def measure() -> list[Row]:
 
 
 def draw(rows: list[Row], folder: Path) -> None:
-    """Errors of the expected gradients beside the size of the true one."""
+    """Errors of the expected gradients relative to the size of the true one."""
     figure, (ax,) = show.panels(1)
     columns = {
         "plain": "#c0392b",

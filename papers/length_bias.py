@@ -3,8 +3,8 @@
     python papers/length_bias.py
 
 The policy stops with probability p after every token and is rewarded for 3 to 9 tokens. The gradient of the whole
-distribution under an aggregation comes out of the package: one step with a response of every length, the advantage times
-the length's probability, through `plan_step` and the loss. The truth is the derivative of the expected reward.
+distribution under an aggregation comes out of the package: one step with a response of every length, the advantage
+times the length's probability, through `plan_step` and the loss. The truth is the derivative of the expected reward.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,8 @@ def measure(probabilities: tuple[float, ...]) -> list[Row]:
 
 
 def climb(aggregation: str, *, p: float, updates: int) -> list[float]:
-    """Stop probabilities of a policy that follows its aggregation's gradient; per-sample gradients times 1/p, a length."""
+    """Stop probabilities of a policy that follows its aggregation's gradient; per-sample gradients times 1/p, a
+    length."""
     path = [p]
     for _ in range(updates):
         step = gradient(p, aggregation) * (1.0 if aggregation == "constant" else 1 / p)

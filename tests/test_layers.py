@@ -1,10 +1,11 @@
-"""The house rules that a reader relies on: import arrows, no hidden collective, no host sync."""
+"""The rules of the code that a reader relies on: layers of imports, no hidden collective, no host sync."""
 
 import ast
 import graphlib
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import processes
@@ -13,9 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megatron_pg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Every room, from the ground upwards, and the rooms that it imports: exactly these, and only from lower floors.
-ARROWS = {
-    "contract": set(),  # of the step, a room of its own: it imports nothing of ours
+# Every package or module at the top, and those that it imports: exactly these, and only from lower layers.
+IMPORTS = {
     "declarations": set(),
     "rollouts": set(),
     "mismatch": set(),  # numpy alone
@@ -28,33 +28,29 @@ ARROWS = {
     "reducers": {"cp_utils", "declarations", "flags"},
     "lm_head": {"batch", "declarations", "kernels"},
     "metrics": {"batch", "declarations", "kernels", "objectives", "rollouts"},
-    "step": {
-        *("batch", "contract", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers"),
+    "plan": {
+        *("batch", "declarations", "flags", "kernels", "lm_head", "metrics", "objectives", "reducers", "rollouts")
+    },
+    "step": {"batch", "declarations", "flags", "kernels", "lm_head", "metrics", "plan"},
+    "cli": {
+        *("args", "batch", "declarations", "flags", "metrics", "mismatch", "objectives", "plan", "reducers"),
         "rollouts",
     },
-    "cli": {
-        *("args", "batch", "declarations", "flags", "metrics", "mismatch", "objectives", "reducers", "rollouts"),
-        "step",
-    },
-    "pretrain": {"args", "batch", "declarations", "flags", "metrics", "rollouts", "step"},
+    "pretrain": {"args", "batch", "declarations", "flags", "metrics", "plan", "rollouts", "step"},
     "hosts": {
-        *("args", "batch", "cp_utils", "declarations", "flags", "kernels", "lm_head", "metrics", "rollouts"),
+        *("args", "batch", "cp_utils", "declarations", "flags", "kernels", "lm_head", "metrics", "plan", "rollouts"),
         "step",
     },
     "slime": {"hosts"},
     "miles": {"hosts"},
     "nemo_rl": {"hosts"},
     "verl": {"hosts"},
-    "__init__": {"args", "batch", "rollouts", "step", "contract"},  # lazily, and for type checkers
+    "__init__": {"args", "batch", "plan", "rollouts", "step"},  # lazily, and for type checkers
     "__main__": {"cli"},
 }
-_OF_DATA = ("corrections.py", "selections.py")
-MOST_FLOORS, MOST_ENTRIES = 9, 23  # a host's adapter has a face in the root
-
-
-def room_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "contract" if parts == ("step", "contract") else parts[0]
+_OF_DATA = ("correction.py", "selections.py")
+MOST_LAYERS, MOST_ENTRIES, MOST_FILES = 10, 24, 16
+MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in FILES}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -67,64 +63,71 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def ours(path: Path) -> set[tuple[str, ...]]:
-    """The modules of the package that a file imports."""
-    named = {tuple(name.split(".")[1:]) for name in imports_of(path) if name.startswith("megatron_pg.")}
-    modules = {each.relative_to(PACKAGE).with_suffix("").parts for each in FILES}
-    return {parts[:n] for parts in named for n in (1, 2) if parts[:n] in modules or (*parts[:n], "__init__") in modules}
+def modules_imported(path: Path) -> set[tuple[str, ...]]:
+    """The modules of the package that a file imports, packages by their `__init__`."""
+    modules = set()
+    for name in imports_of(path):
+        parts = tuple(name.split(".")[1:])
+        if name.startswith("megatron_pg."):
+            modules |= {module for module in (parts, (*parts, "__init__")) if module in MODULES}
+    return modules
 
 
-def test_rooms_import_exactly_what_the_drawing_says():
-    found = {room: set() for room in ARROWS}
-    for path in FILES:
-        rooms = {"contract" if parts == ("step", "contract") else parts[0] for parts in ours(path)}
-        alone = ours(path) <= {("step",), ("step", "contract")} | {p for p in ours(path) if p[0] != "step"}
-        found[room_of(path)] |= rooms - ({"step"} if alone and ("step", "contract") in ours(path) else set())
-    assert {room: rooms - {room} for room, rooms in found.items()} == ARROWS
+def test_packages_import_exactly_what_is_declared():
+    imported = {package: set() for package in IMPORTS}
+    for module, path in MODULES.items():
+        imported[module[0]] |= {other[0] for other in modules_imported(path)} - {module[0]}
+    assert imported == IMPORTS
 
 
-def floors_of_rooms() -> dict[str, int]:
-    floors: dict[str, int] = {}
-    for room in graphlib.TopologicalSorter(ARROWS).static_order():  # raises on a circle
-        floors[room] = 1 + max((floors[below] for below in ARROWS[room]), default=-1)
-    return floors
+def layers() -> dict[str, int]:
+    heights: dict[str, int] = {}
+    for package in graphlib.TopologicalSorter(IMPORTS).static_order():  # raises on a cycle
+        heights[package] = 1 + max((heights[below] for below in IMPORTS[package]), default=-1)
+    return heights
 
 
-def test_arrows_go_down_over_few_floors():
-    floors = floors_of_rooms()
-    assert max(floors[room] for room in ARROWS if not room.startswith("__")) < MOST_FLOORS
-    assert len({path.relative_to(PACKAGE).parts[0] for path in FILES} | {"py.typed"}) <= MOST_ENTRIES
+def test_imports_point_down_over_few_layers():
+    assert max(height for package, height in layers().items() if not package.startswith("__")) < MOST_LAYERS
+    assert len({module[0] for module in MODULES} | {"py.typed"}) <= MOST_ENTRIES
 
 
-def test_the_page_for_contributors_has_the_floors_and_arrows():
+def test_contributing_draws_the_layers():
     page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
-    shown = {room: (int(floor), set(re.findall(r"`(\w+)`", imports))) for floor, room, imports in rows}
-    assert shown == {room: (floor, ARROWS[room]) for room, floor in floors_of_rooms().items()}
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| .+ \| (.*) \|$", page, re.MULTILINE)
+    drawn = {package: (int(height), set(re.findall(r"`(\w+)`", imports))) for height, package, imports in rows}
+    assert drawn == {package: (height, IMPORTS[package]) for package, height in layers().items()}
 
 
-@pytest.mark.parametrize("room", sorted({path.parent.name for path in FILES if path.parent != PACKAGE}))
-def test_no_circle_within_a_room(room):
-    files = {path.stem: path for path in FILES if path.parent.name == room and path.stem != "__init__"}
-    arrows = {
-        name: {p[1] for p in ours(path) if p[0] == room and len(p) > 1} & set(files) for name, path in files.items()
-    }
-    assert tuple(graphlib.TopologicalSorter(arrows).static_order())
+def test_no_cycle_of_modules():
+    imported = {}
+    for module, path in MODULES.items():
+        below = {(*module[:n], "__init__") for n in range(len(module))}  # a module's own packages
+        imported[module] = modules_imported(path) - {module} - below
+    assert tuple(graphlib.TopologicalSorter(imported).static_order())
+
+
+@pytest.mark.parametrize("top", ["megatron_pg", "examples", "benchmarks", "papers", "tests"])
+def test_no_folder_is_crowded(top):
+    root = PACKAGE.parent / top
+    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        files = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+        assert len(files) <= MOST_FILES, folder
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_megatron_is_imported_in_few_modules_only(path):
     megatron = {name for name in imports_of(path) if name == "megatron" or name.startswith("megatron.")}
-    if room_of(path) == "pretrain":
+    if path.relative_to(PACKAGE).with_suffix("").parts[0] == "pretrain":
         return
     assert all(name.startswith("megatron.core") for name in megatron)
     assert not megatron or path.relative_to(PACKAGE).parts in {
         *(
             ("step", "forward_step.py"),
             ("step", "checks.py"),
-            ("hosts", "rollout_trainer.py"),
-            ("hosts", "nemo_loss.py"),
-            ("hosts", "verl_engine.py"),
+            ("hosts", "rollout", "trainer.py"),
+            ("hosts", "nemo_rl", "loss.py"),
+            ("hosts", "verl", "engine.py"),
         )
     }
 
@@ -132,10 +135,13 @@ def test_megatron_is_imported_in_few_modules_only(path):
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
-        ("reducers/* objectives/* kernels/*", ("all_reduce", "get_rank", "cp_rank", "parallel_state")),
-        ("objectives/*", (".mean(", "mask")),
         (
-            "kernels/* objectives/* batch/sequences.py batch/fields.py metrics/values.py step/loss.py step/contract.py",
+            "reducers/* objectives/* objectives/*/* kernels/* kernels/triton/*",
+            ("all_reduce", "get_rank", "cp_rank", "parallel_state"),
+        ),
+        ("objectives/* objectives/*/*", (".mean(", "mask")),
+        (
+            "kernels/* kernels/triton/* objectives/* objectives/*/* batch/sequences.py batch/fields.py metrics/values.py step/loss.py step/loss_scaling.py",
             (".item()", ".tolist()", ".cpu()", "nonzero", "synchronize"),
         ),
     ],
@@ -154,12 +160,12 @@ def test_nothing_hides_a_bad_value_or_runs_stored_code():
         found = [
             word for word in ("nan_to_num", "import pickle", "torch.load(", "_object(", "get_args()") if word in source
         ]
-        allowed = {"pretrain.py": ["get_args()"], "dumps.py": ["torch.load("]}
+        allowed = {"run.py": ["get_args()"], "dumps.py": ["torch.load("]}
         assert found == allowed.get(path.name, []), path.name
 
 
 def test_what_others_saved_is_loaded_as_tensors_and_plain_values_only():
-    source = (PACKAGE / "cli" / "dumps.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "cli/rollouts/dumps.py").read_text(encoding="utf-8")
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     assert len(loads) == 1
@@ -180,7 +186,7 @@ def test_importing_the_package_needs_neither_megatron_nor_cuda():
 
 
 UNIT = Path(__file__).parent / "unit"
-# The file of the modules that have none of their own: tests of a whole room, or of what only a whole step shows.
+# The file of the modules that have none of their own: tests of a whole package, or of what only a whole step shows.
 TOGETHER = {
     "declarations/*": "tests/unit/declarations/test_declarations.py",
     "flags/errors.py": "tests/unit/test_args.py",
@@ -196,14 +202,16 @@ TOGETHER = {
     "kernels/api.py": "tests/unit/kernels/test_reference.py",
     "kernels/checks.py": "tests/unit/kernels/test_reference.py",
     "kernels/vocabulary.py": "tests/unit/kernels/test_logprobs.py",
-    "kernels/*": "tests/unit/kernels/test_triton_loss.py",
+    "kernels/*": "tests/unit/kernels/triton/test_loss.py",
     "lm_head/*": "tests/unit/lm_head/test_lm_head.py",
     "metrics/*": "tests/unit/metrics/test_table.py",
+    "plan/*": "tests/properties/test_partition_invariance.py",
+    "pretrain/*": "tests/unit/pretrain/test_run.py",
     "step/*": "tests/properties/test_partition_invariance.py",
     "cli/*": "tests/cli",
     "mismatch/*": "tests/unit/mismatch/test_diagnosis.py",
-    "hosts/verl*": "tests/hosts/test_verl.py",
-    "hosts/nemo_*.py": "tests/hosts/test_nemo_rl.py",
+    "hosts/verl/*": "tests/hosts/test_verl.py",
+    "hosts/nemo_rl/*": "tests/hosts/test_nemo_rl.py",
     "nemo_rl.py": "tests/hosts/test_nemo_rl.py",
     "hosts/*": "tests/hosts/test_rollout_hosts.py",
     "verl.py": "tests/hosts/test_verl.py",
@@ -216,7 +224,7 @@ def test_every_module_has_its_unit_file(path):
     module = path.relative_to(PACKAGE)
     if path.stem in ("__init__", "__main__"):
         return
-    shared = [file for pattern, file in TOGETHER.items() if module.match(pattern)]
+    shared = [file for pattern, file in TOGETHER.items() if fnmatch(module.as_posix(), pattern)]
     own = UNIT / module.parent / f"test_{module.name}"
     assert own.exists() or (shared and (UNIT.parents[1] / shared[0]).exists()), f"{own.relative_to(UNIT)} is missing"
 

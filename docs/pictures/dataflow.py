@@ -8,7 +8,7 @@ from pathlib import Path
 import show
 import torch
 
-from megatron_pg.step.contract import Contract
+from megatron_pg.step.loss_scaling import Contract
 
 D, C, K = 2, 2, 4
 Q = K * D * C

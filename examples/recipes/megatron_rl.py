@@ -1,8 +1,8 @@
 """Megatron-LM's own RL script (train_rl.py) on weights of the whole optimizer step.
 
-train_rl.py returns one micro-batch's loss over that micro-batch's tokens. Without --calculate-per-token-loss Megatron averages
-those means over micro-batches and ranks, so a token's weight depends on how rows fell into micro-batches, and an empty bin
-counts as one token. Wrap its forward step, and every trained token has the weight of an aggregation:
+train_rl.py returns one micro-batch's loss over that micro-batch's tokens. Without --calculate-per-token-loss Megatron
+averages those means over micro-batches and ranks, so a token's weight depends on how rows fell into micro-batches, and
+an empty bin counts as one token. Wrap its forward step, and every trained token has the weight of an aggregation:
 
     from megatron_rl import ExactLoss          # this file, on PYTHONPATH
     forward_step = ExactLoss("sample_mean")(forward_step)      # below train_rl.py's own
@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_pg import plan_step
-from megatron_pg.step.contract import Contract
+from megatron_pg.step.loss_scaling import Contract
 
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 
@@ -31,8 +31,8 @@ class ExactLoss:
 
         loss of the step = sum over rows i and their trained tokens t of loss_it / d_i
 
-    A row of the script is a sample; rows without a trained token are its padding and don't count. The first call of a step
-    takes all K micro-batches from the iterator and counts them over the data-parallel group, once.
+    A row of the script is a sample; rows without a trained token are its padding and don't count. The first call of a
+    step takes all K micro-batches from the iterator and counts them over the data-parallel group, once.
 
     Args:
         aggregation: sample_mean, token_mean or constant. The script's batches carry no prompt, so no prompt_mean.
@@ -42,7 +42,8 @@ class ExactLoss:
     def __init__(self, aggregation: str, divisor: float | None = None):
         if aggregation not in AGGREGATIONS:
             raise ValueError(
-                f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, which train_rl.py's batches have counts for."
+                f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, which train_rl.py's batches "
+                "have counts for."
             )
         self._aggregation, self._divisor = aggregation, divisor
         self._planned: deque[tuple[object, Tensor]] = deque()  # batch, weights

@@ -1,4 +1,5 @@
-"""A Megatron-LM pretrain script on recorded documents. plain_before.py trains by cross-entropy, plain_after.py by RL."""
+"""A Megatron-LM pretrain script on recorded documents. plain_before.py trains by cross-entropy, plain_after.py by
+RL."""
 
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 if not torch.cuda.is_available():
-    import cpu_megatron
+    from cpu import cpu_megatron
 
     cpu_megatron.enable()
 

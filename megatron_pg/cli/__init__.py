@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_pg import __version__
@@ -33,7 +34,16 @@ SUBCOMMANDS = {
     "convert": "dumps of slime, miles, NeMo-RL, verl and JSON Lines as rollout files",
     "doctor": "what is installed, which contract and kernels apply, what would fail and why",
 }
+FOLDERS = {  # of the subcommands' modules, below megatron_pg/cli
+    **dict.fromkeys(("compare", "mismatch", "convert"), "rollouts."),
+    **dict.fromkeys(("plot", "report"), "runs."),
+}
 LAUNCHES = ("explain", "validate")  # they take the launch's own flags, which belong to other parsers
+
+
+def module_of(subcommand: str) -> ModuleType:
+    """The subcommand's module, imported."""
+    return import_module(f"megatron_pg.cli.{FOLDERS.get(subcommand, '')}{subcommand}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str], name: str | None) -> int:
     try:
         options = _parse(argv, name)
-        return import_module(f"megatron_pg.cli.{options.subcommand}").run(options)
+        return module_of(options.subcommand).run(options)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
             raise
@@ -122,7 +132,7 @@ def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]
         shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         sub = choices.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **shape)
         if each == name:
-            for add in (import_module(f"megatron_pg.cli.{each}").add_options, *more):
+            for add in (module_of(each).add_options, *more):
                 add(sub)
             sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return parser

@@ -23,7 +23,7 @@ def torch_facts() -> None:
     distributed = torch.distributed.is_available()
     capability = torch.cuda.get_device_capability() if available else None
     _tell(capability=capability, devices=names, nccl=distributed and torch.distributed.is_nccl_available())
-    choice = import_module("megatron_pg.step.device").chosen()
+    choice = import_module("megatron_pg.kernels.device").chosen()
     _tell(kernel=choice.kernel, chosen=str(choice))
 
 

@@ -71,7 +71,7 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
                 with _layout_of_rank_zero(args):
                     load_custom_reducer(args.custom_pg_loss_reducer_function_path, calculate_per_token_loss=per_token)
             if args.pg_custom_objective_path is not None:
-                from megatron_pg.objectives.custom import custom_objective_of  # imports torch
+                from megatron_pg.objectives.custom.loading import custom_objective_of  # imports torch
 
                 custom_objective_of(args)
         except ArgumentError as error:

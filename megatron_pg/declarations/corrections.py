@@ -14,7 +14,7 @@ from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionDeclaration:
-    """How tokens are chosen by what is known of all tokens of the step; functions of `megatron_pg.objectives.selections`."""
+    """How tokens are chosen by what is known of all tokens of the step; functions of `megatron_pg.objectives.corrections.selections`."""
 
     key: str  # what a token is chosen by
     reads: tuple[str, ...]  # fields of the sample that it is made of
@@ -25,11 +25,11 @@ class SelectionDeclaration:
 
     def load_key(self) -> Callable:
         """From a sample, and means where it is centred, to [n] float64, of its trained tokens."""
-        return load(f"megatron_pg.objectives.selections:{self.key}")
+        return load(f"megatron_pg.objectives.corrections.selections:{self.key}")
 
     def load_choice(self) -> Callable:
         """From `StepKeys` and the correction to `Chosen`."""
-        return load(f"megatron_pg.objectives.selections:{self.choice}")
+        return load(f"megatron_pg.objectives.corrections.selections:{self.choice}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class CorrectionDeclaration:
         if self.factors is None:
             return None
         function, *arguments = self.factors
-        return functools.partial(load(f"megatron_pg.objectives.corrections:{function}"), *arguments)
+        return functools.partial(load(f"megatron_pg.objectives.corrections.correction:{function}"), *arguments)
 
 
 CORRECTION_LOW = Number(
@@ -189,11 +189,11 @@ class EstimatorDeclaration:
     formula: str  # of x = log π - log π_ref and r = π / π_old
     flaw: str | None = None  # what its gradient is, where it is not that of KL(π‖π_ref)
     is_weighted: bool = False  # by r, so that it reads π_old
-    function: str  # of `megatron_pg.objectives.kl`
+    function: str  # of `megatron_pg.objectives.terms.kl`
 
     def load(self) -> Callable:
         """From x and log r, [T] each, to [T]."""
-        return load(f"megatron_pg.objectives.kl:{self.function}")
+        return load(f"megatron_pg.objectives.terms.kl:{self.function}")
 
 
 KL_ESTIMATORS = {

@@ -153,7 +153,7 @@ def _gspo(name: str, **rest: Any) -> ObjectiveDeclaration:
         reads_sequences=True,
         loss=f"megatron_pg.objectives.{name}:{name}",
         outside="megatron_pg.objectives.gspo:outside",
-        row=f"megatron_pg.kernels.rows:{name}",
+        row=f"megatron_pg.kernels.triton.rows:{name}",
         **rest,
     )
 
@@ -166,7 +166,7 @@ OBJECTIVES = {
         bounds={"clip": _clipped("r")},
         loss="megatron_pg.objectives.grpo:grpo",
         outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.rows:grpo",
+        row="megatron_pg.kernels.triton.rows:grpo",
     ),
     "dual_clip": ObjectiveDeclaration(
         formula=f"ℓ = -min(r·A, clip(r)·A), and min(that, -c·A) where A < 0, {_R}",
@@ -174,7 +174,7 @@ OBJECTIVES = {
         bounds={"clip": _clipped("r"), "dual clip": "c = {dual_clip:g}  (--pg-dual-clip)"},
         loss="megatron_pg.objectives.dual_clip:dual_clip",
         outside=_GRPO_OUTSIDE,
-        row="megatron_pg.kernels.rows:capped",
+        row="megatron_pg.kernels.triton.rows:capped",
     ),
     "gspo": _gspo(
         "gspo",
@@ -193,14 +193,14 @@ OBJECTIVES = {
         bounds={"clip": "weight in [{lower:g}, {cispo_cap:g}]  (--pg-clip-eps-low, --pg-cispo-cap, which is absolute)"},
         loss="megatron_pg.objectives.cispo:cispo",
         outside="megatron_pg.objectives.cispo:outside",
-        row="megatron_pg.kernels.rows:cispo",
+        row="megatron_pg.kernels.triton.rows:cispo",
     ),
     "sapo": ObjectiveDeclaration(
         formula=f"ℓ = -(4/τ)·σ(τ(r - 1))·A, {_R}",
         numbers={SAPO_TAU_POS: 1.0, SAPO_TAU_NEG: 1.05},
         bounds={"tau": "{sapo_tau_pos:g} where A > 0, else {sapo_tau_neg:g}  (--pg-sapo-tau-pos/-neg)"},
         loss="megatron_pg.objectives.sapo:sapo",
-        row="megatron_pg.kernels.rows:sapo",
+        row="megatron_pg.kernels.triton.rows:sapo",
     ),
     "dppo_tv": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where |π - π_old| is inside the trust region, {_R}",
@@ -208,7 +208,7 @@ OBJECTIVES = {
         bounds=_trust_region("probability"),
         loss="megatron_pg.objectives.dppo:dppo_tv",
         outside="megatron_pg.objectives.dppo:outside_tv",
-        row="megatron_pg.kernels.rows:dppo_tv",
+        row="megatron_pg.kernels.triton.rows:dppo_tv",
     ),
     "dppo_kl": ObjectiveDeclaration(
         formula=f"ℓ = -sg[min(r, c)]·A·log π where KL of the token is inside the trust region, {_R}",
@@ -216,35 +216,35 @@ OBJECTIVES = {
         bounds=_trust_region("nats"),
         loss="megatron_pg.objectives.dppo:dppo_kl",
         outside="megatron_pg.objectives.dppo:outside_kl",
-        row="megatron_pg.kernels.rows:dppo_kl",
+        row="megatron_pg.kernels.triton.rows:dppo_kl",
     ),
     "reinforce": ObjectiveDeclaration(
         formula="ℓ = -A·log π",
         loss="megatron_pg.objectives.reinforce:reinforce",
-        row="megatron_pg.kernels.rows:reinforce",
+        row="megatron_pg.kernels.triton.rows:reinforce",
     ),
     "reinforce_is": ObjectiveDeclaration(
         formula=f"ℓ = -r·A, {_R}",
         loss="megatron_pg.objectives.reinforce:reinforce_is",
-        row="megatron_pg.kernels.rows:reinforce_is",
+        row="megatron_pg.kernels.triton.rows:reinforce_is",
     ),
     "dro": ObjectiveDeclaration(
         formula=f"ℓ = -A·log π + (β/2)·(log r)², {_R}",
         numbers={DRO_BETA: None},
         bounds={"pull": "β = {dro_beta:g}  (--pg-dro-beta)"},
         loss="megatron_pg.objectives.dro:dro",
-        row="megatron_pg.kernels.rows:dro",
+        row="megatron_pg.kernels.triton.rows:dro",
     ),
     "topr": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(W, 1), {_PRODUCT}, {_R}",
         reads_sequences=True,
         loss="megatron_pg.objectives.topr:topr",
-        row="megatron_pg.kernels.rows:topr",
+        row="megatron_pg.kernels.triton.rows:topr",
     ),
     "topr_token": ObjectiveDeclaration(
         formula=f"ℓ = -sg[c]·A·log π, c = 1 where A >= 0, else min(r, 1), {_R}",
         loss="megatron_pg.objectives.topr:topr_token",
-        row="megatron_pg.kernels.rows:topr_token",
+        row="megatron_pg.kernels.triton.rows:topr_token",
     ),
     "ipo": ObjectiveDeclaration(
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
@@ -255,7 +255,7 @@ OBJECTIVES = {
         },
         loss="megatron_pg.objectives.ipo:ipo",
         outside="megatron_pg.objectives.ipo:outside",
-        row="megatron_pg.kernels.rows:ipo",
+        row="megatron_pg.kernels.triton.rows:ipo",
     ),
     "vespo": ObjectiveDeclaration(
         formula=f"ℓ = -sg[φ]·A·log π, φ = W^k·exp(λ(1 - W)), {_PRODUCT}, {_R}",
@@ -266,7 +266,7 @@ OBJECTIVES = {
         },
         reads_sequences=True,
         loss="megatron_pg.objectives.vespo:vespo",
-        row="megatron_pg.kernels.rows:vespo",
+        row="megatron_pg.kernels.triton.rows:vespo",
     ),
     "gmpo": ObjectiveDeclaration(
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
@@ -281,8 +281,8 @@ OBJECTIVES = {
         loss="megatron_pg.objectives.gmpo:gmpo",
         outside="megatron_pg.objectives.gmpo:outside",
         averaged="megatron_pg.objectives.gmpo:clipped",
-        row="megatron_pg.kernels.rows:gmpo",
-        averaged_row="megatron_pg.kernels.rows:gmpo_clipped",
+        row="megatron_pg.kernels.triton.rows:gmpo",
+        averaged_row="megatron_pg.kernels.triton.rows:gmpo_clipped",
     ),
 }
 ELSEWHERE = {

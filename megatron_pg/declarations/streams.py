@@ -40,11 +40,11 @@ class StreamKind:
     )
     estimator: str | None = None  # its default; None: there is none
     is_of_a_correction: bool = False  # which chooses its tokens; no flag of streams asks for it
-    function: str  # of `megatron_pg.objectives.streams`
+    function: str  # of `megatron_pg.objectives.terms.streams`
 
     def load(self) -> Callable:
         """From `StreamTokens` to [T]."""
-        return load(f"megatron_pg.objectives.{'topk' if self.reads_topk else 'streams'}:{self.function}")
+        return load(f"megatron_pg.objectives.terms.{'topk' if self.reads_topk else 'streams'}:{self.function}")
 
 
 def _topk(formula: str, function: str, **rest: Any) -> StreamKind:

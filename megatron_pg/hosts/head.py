@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, compute_in_float32
-from megatron_pg.step.collectives import all_gather_rows, broadcast_text
-from megatron_pg.step.errors import ContractError
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
+from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.settings import LossSettings
 
 
 class HostHead:

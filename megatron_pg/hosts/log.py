@@ -6,9 +6,9 @@ from operator import itemgetter
 
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.file import MetricsFile
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
 from megatron_pg.step.log import Console, StepLog, step_record
-from megatron_pg.step.settings import LossSettings
 
 ROUND = "host_round"  # field of a line: the host's rollout or batch that the optimizer step trained
 

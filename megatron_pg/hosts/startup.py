@@ -16,8 +16,8 @@ from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.flags.banner import banner_of, describe, in_force
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.streams import streams_of
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
-from megatron_pg.step.settings import LossSettings
 
 # What Megatron's own loop reads of its arguments; a host brings batches, steps and evaluations itself, and its model adds the
 # losses of multi-token prediction by itself.

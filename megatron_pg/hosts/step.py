@@ -14,16 +14,16 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import LocalBatch, pack, pack_row, slice_batch
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.lm_head.output_layer import HeadCall
+from megatron_pg.plan.errors import lost_peer_named
+from megatron_pg.plan.microbatches import count
+from megatron_pg.plan.plan import StepPlan, plan_from_table
+from megatron_pg.plan.selection import select
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.support import without_missing
+from megatron_pg.plan.weights import token_weights
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.errors import lost_peer_named
 from megatron_pg.step.findings import StepReport, gather_found, report_of
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_logprobs_loss, microbatch_loss
-from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import StepPlan, plan_from_table
-from megatron_pg.step.selection import select
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.support import without_missing
-from megatron_pg.step.weights import token_weights
 
 
 class HostLossError(ValueError):

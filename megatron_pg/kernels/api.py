@@ -124,7 +124,7 @@ def policy_gradient_loss(  # noqa: D417
     else:
         check_layout(logits, inplace)
         check_for_triton(logits)
-        from megatron_pg.kernels.triton_loss import triton_loss  # torch alone must not need Triton
+        from megatron_pg.kernels.triton.loss import triton_loss  # torch alone must not need Triton
 
         with torch.cuda.device_of(logits):
             found = triton_loss(

@@ -47,7 +47,7 @@ def cross_entropy(
         chosen = vocabulary.hide_padding(logits.index_select(0, rows))
         logprobs, _, totals = logprobs_of(chosen, targets.index_select(0, rows), vocabulary)
         return CrossEntropy.of(logprobs, totals)
-    from megatron_pg.kernels.vocab_parallel import logprobs_and_entropy  # torch alone must not need Triton
+    from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy  # torch alone must not need Triton
 
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)

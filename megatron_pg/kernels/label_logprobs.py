@@ -32,7 +32,8 @@ def label_logprobs(
         if restriction is not None:
             return support_rows_of(logits, targets, restriction, vocabulary)
         return logprobs_of(logits, targets, vocabulary)[:2]
-    from megatron_pg.kernels import support_triton, vocab_parallel  # torch alone must not need Triton
+    from megatron_pg.kernels.triton import support as support_triton  # torch alone must not need Triton
+    from megatron_pg.kernels.triton import vocab_parallel
 
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)

@@ -20,8 +20,8 @@ from megatron_pg.kernels.support import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
-from megatron_pg.objectives.row import Row
-from megatron_pg.objectives.streams import Categories, StreamTokens
+from megatron_pg.objectives.interface.row import Row
+from megatron_pg.objectives.terms.streams import Categories, StreamTokens
 
 
 @dataclass(frozen=True, kw_only=True)

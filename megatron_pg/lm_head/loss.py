@@ -16,9 +16,9 @@ from megatron_pg.lm_head.chunks import Chunks, Named
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
-from megatron_pg.lm_head.odds_gradients import Odds
 from megatron_pg.lm_head.products import logits_dtype
 from megatron_pg.lm_head.readers import loss_of
+from megatron_pg.lm_head.scaled_exp.gradients import Odds
 from megatron_pg.lm_head.teacher import teacher_of
 
 
@@ -137,8 +137,8 @@ def _loss_of(
     ids = policy_loss.topk_ids
     if impl == "torch" or not (policy_loss.row or ids is not None):
         return loss_of(policy_loss, outputs, vocabulary)
-    from megatron_pg.kernels.surrogate import surrogate_loss  # torch alone must not need Triton
-    from megatron_pg.kernels.topk_loss import topk_loss
+    from megatron_pg.kernels.triton.surrogate import surrogate_loss  # torch alone must not need Triton
+    from megatron_pg.kernels.triton.topk_loss import topk_loss
 
     return surrogate_loss(policy_loss, *outputs) if ids is None else topk_loss(policy_loss, outputs, ids, vocabulary)
 

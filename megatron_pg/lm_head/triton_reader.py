@@ -7,21 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels import (
-    PolicyGradientLoss,
-    PolicyLoss,
-    Vocabulary,
-    support_triton,
-    teacher_triton,
-    topk_triton,
-    triton_loss,
-    vocab_parallel,
-)
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels.support import Restriction, SupportRows
-from megatron_pg.kernels.surrogate import surrogate_and_slopes
 from megatron_pg.kernels.topk import Slopes as TopKSlopes
 from megatron_pg.kernels.topk import TopKRows
-from megatron_pg.kernels.topk_loss import topk_loss
+from megatron_pg.kernels.triton import loss as triton_loss
+from megatron_pg.kernels.triton import support as support_triton
+from megatron_pg.kernels.triton import teacher as teacher_triton
+from megatron_pg.kernels.triton import topk as topk_triton
+from megatron_pg.kernels.triton import vocab_parallel
+from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes
+from megatron_pg.kernels.triton.topk_loss import topk_loss
 from megatron_pg.lm_head.readers import EagerReader, EagerTeacherReader, Slopes
 
 
@@ -60,7 +56,7 @@ class TritonReader(EagerReader):
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
     ) -> PolicyGradientLoss:
         """By a kernel."""
-        from megatron_pg.kernels import one_launch  # where `fits_one_launch` has looked for what it needs
+        from megatron_pg.kernels.triton import one_launch  # where `fits_one_launch` has looked for what it needs
 
         return one_launch.loss_and_gradient(
             z, out, policy_loss, self._vocabulary, grad_scale=grad_scale, entropy=entropy

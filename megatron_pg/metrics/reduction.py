@@ -6,7 +6,7 @@ once, at the end, by the number of documents that contributed; a metric to which
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
-from megatron_pg.metrics.samples import SampleFacts
 from megatron_pg.metrics.table import METRICS, Metric, own_metric, stream_metrics
 from megatron_pg.metrics.values import TokenValues
 
@@ -123,9 +122,9 @@ class Reduction:
                     values[metric.name] = metric.formula(source)
         order = [metric.name for metric in self.metrics if metric.kind != "part"]
         found = {name: values[name] for name in order if values.get(name) is not None}
-        return found | self._of_environments(plan.facts)
+        return found | self._of_environments(plan.facts.environments)
 
-    def _of_environments(self, facts: SampleFacts) -> dict[str, float]:
+    def _of_environments(self, facts: Mapping[str, object]) -> dict[str, float]:
         """The metrics over rollouts for each environment by itself."""
         declared = [metric for metric in self.metrics if metric.kind == "rollout"]
         formulas = {metric.name: metric.formula for metric in declared}
@@ -133,7 +132,7 @@ class Reduction:
             formulas["num_rollouts"] = attrgetter("num_rollouts")
         return {
             f"environment/{environment}/{name}": value
-            for environment, own in facts.environments.items()
+            for environment, own in facts.items()
             for name, formula in formulas.items()
             if (value := formula(own)) is not None
         }

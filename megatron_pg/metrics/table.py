@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.metrics import gap
-from megatron_pg.objectives.tokens import MAX_LOG_RATIO
+from megatron_pg.objectives.interface.tokens import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import gap
-from megatron_pg.objectives.tokens import Tokens, ratio
+from megatron_pg.objectives.interface.tokens import Tokens, ratio
 
 
 @dataclass(frozen=True, eq=False)

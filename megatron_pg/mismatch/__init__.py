@@ -1,1 +1,1 @@
-"""What differs between the trainer's and the rollout engine's log-probabilities, told from rollouts alone; numpy, no torch."""
+"""Why the trainer's log-probabilities differ from the rollout engine's, from rollouts alone. Needs numpy, no torch."""

@@ -1,4 +1,4 @@
-"""Whether both log-probabilities are of the same tokens, which every other cause but an offset and a bfloat16 grid assumes."""
+"""Whether both log-probabilities belong to the same tokens; all causes but an offset and a bfloat16 grid assume it."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from megatron_pg.mismatch.causes import Answer, decided
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
 
-UNRELATED = 0.3  # rank correlation below which the sides have nothing in common
+UNRELATED = 0.3  # rank correlation below which the sides are unrelated
 _LARGEST = 3.0  # of d in e^d
 _POSITIONS = 128  # of a response, by which documents are compared
 _FEWEST = 32  # positions that two documents must share: unrelated ones correlate by 0.8 in fewer than one of 10^8 pairs
@@ -22,7 +22,7 @@ _BY_CHANCE = 1e-4  # share of documents that fit another's values so well and no
 
 
 def agreement(gap: Gap) -> float:
-    """Spearman's correlation of the two sides; 1 where a side is constant, as a greedy engine's is."""
+    """Spearman's correlation of the two sides; 1 if a side is constant, as with a greedy engine."""
     if min(np.ptp(gap.trainer), np.ptp(gap.engine)) < 1e-3 or (gap.engine < -0.05).mean() < 0.02:
         return 1.0
     ranks = [np.unique(side, return_inverse=True, return_counts=True)[1:] for side in (gap.trainer, gap.engine)]
@@ -31,10 +31,10 @@ def agreement(gap: Gap) -> float:
 
 
 def excess(gap: Gap) -> tuple[float, float]:
-    """The smaller one of E[π/q] - 1 and E[q/π] - 1, with d cut at 3 nats, and the p-value of: it is at most 0.
+    """The smaller of E[π/q] - 1 and E[q/π] - 1, with d clipped at 3 nats, and the p-value of: it is at most 0.
 
-    One of them is the mass that a distribution has in what the tokens were drawn from, if both sides are of these tokens and one side
-    drew them: at most 0 then, whatever else differs.
+    If both sides belong to these tokens and one side drew them, one of the two is a probability mass minus 1, so at
+    most 0 under every other cause.
     """
     ratios = [np.expm1(np.minimum(d, _LARGEST)) for d in (gap.difference, -gap.difference)]
     means = [mean_over(each, gap.observation) for each in ratios]
@@ -42,20 +42,23 @@ def excess(gap: Gap) -> tuple[float, float]:
 
 
 def doubt(gap: Gap, level: float) -> str:
-    """Why the sides may be of different tokens; empty where they agree."""
+    """Why the sides may belong to different tokens; empty if they agree."""
     related, (more, p) = agreement(gap), excess(gap)
     if related < UNRELATED:
-        return f"the sides may be of different tokens: their rank correlation is {related:.2f}"
+        return f"the sides may belong to different tokens: their rank correlation is {related:.2f}"
     if more > 0.02 and p <= level:
-        return f"some values may be of different tokens: E[π/q] and E[q/π] are {1 + more:.2f} or more, which draws from either side exclude"
+        return (
+            f"some values may belong to different tokens: E[π/q] and E[q/π] are {1 + more:.2f} or more, which is "
+            "impossible for draws from either side"
+        )
     return ""
 
 
 def other_samples(gap: Gap, level: float) -> tuple[Answer, Gap]:
-    """Documents whose trainer's values fit another document's engine values; the test, and the tokens where they fit.
+    """Documents whose trainer's values fit another document's engine values; the test, and the realigned tokens.
 
-    If no other document fits, both ratios above 1 show that the values are of other tokens. The tokens are then those of the
-    documents that fit their own values, if most do, and none otherwise.
+    If no other document fits, both ratios above 1 show that the values belong to other tokens. Then the result has the
+    tokens of documents that fit their own values if most do, and no tokens otherwise.
     """
     own, best, partner = _fits(gap)
     judged = ~np.isnan(own)
@@ -65,9 +68,12 @@ def other_samples(gap: Gap, level: float) -> tuple[Answer, Gap]:
     related, (more, p_more) = agreement(gap), excess(gap)
     numbers = f"rank correlation {related:.2f}, E[π/q] and E[q/π] at least {1 + more:.2f}"
     is_moved = moved.sum() >= 2 and p <= level
-    evidence = f"the trainer's values of {share:.1%} of {number} documents fit the engine's values of another document, not their own; {numbers}"
+    evidence = (
+        f"the trainer's values of {share:.1%} of {number} documents fit the engine's values of another document, not "
+        f"their own; {numbers}"
+    )
     if not is_moved and more > 0.05 and p_more <= level:
-        evidence, p = f"the values are of other tokens, and of no other document in these files; {numbers}", p_more
+        evidence, p = f"the values belong to other tokens, and to no other document in these files; {numbers}", p_more
     test = decided("other_samples", p, level, is_moved or more > 0.05, evidence, share=share, correlation=related)
     if test.outcome != "found":
         return test, gap
@@ -78,9 +84,11 @@ def other_samples(gap: Gap, level: float) -> tuple[Answer, Gap]:
 
 
 def _fits(gap: Gap) -> tuple[Floats, Floats, Integers]:
-    """[D] each: correlation of the trainer's values with the document's own engine values, with the best other's, which it is.
+    """[D] each: correlation of the trainer's values with the document's own engine values, the best with another's, and
+    whose.
 
-    NaN if fewer than 32 tokens are known or one side hardly varies. Other documents are tried only if its own values do not fit.
+    NaN if fewer than 32 tokens are known or one side is nearly constant. Other documents are tried only if the own
+    values do not fit.
     """
     size, early = len(gap.step), gap.position < _POSITIONS
     at = gap.document[early], gap.position[early]
@@ -109,7 +117,8 @@ def _correlations(pairs: str, x: Floats, y: Floats, has_x: Floats, has_y: Floats
 
 
 def _returned(gap: Gap, fine: Booleans, partner: Integers) -> Gap:
-    """The tokens of documents that are fine, and those of documents that have a partner [D] (-1: none) at the partner's tokens."""
+    """The tokens of documents that are fine, and of documents with a partner [D] (-1: none), at the partner's
+    tokens."""
     stay = np.flatnonzero(fine[gap.document])
     places = gap.document * 2**32 + gap.position
     moved = np.flatnonzero(partner[gap.document] >= 0)

@@ -1,4 +1,4 @@
-"""The causes that can be told apart: what each is called, what it means, what to do."""
+"""The causes that can be distinguished: name, meaning and what to do."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,64 +15,75 @@ class Cause:
 CAUSES = {
     "bfloat16_grid": Cause(
         "log-probabilities stored in bfloat16",
-        "Store and send log-probabilities in float32: bfloat16 keeps three digits of them, whatever computed them.",
+        "Store and send log-probabilities in float32: bfloat16 keeps only three digits.",
     ),
     "shift": Cause(
         "targets shifted by a token",
-        "Compare which token the first log-probability of a response belongs to on both sides: logits at a position predict the next token.",
+        "Compare which token the first log-probability of a response belongs to on both sides: logits at a position "
+        "predict the next token.",
     ),
     "other_samples": Cause(
         "log-probabilities belong to other samples or tokens",
-        "Compare sample ids, prompts and lengths where old_logprobs and rollout_logprobs are joined with the tokens: after sorting, "
-        "balancing, packing and gathering over ranks.",
+        "Compare sample ids, prompts and lengths where old_logprobs and rollout_logprobs are joined with the tokens: "
+        "after sorting, balancing, packing and gathering over ranks.",
     ),
     "vocabulary": Cause(
-        "another tokenizer or vocabulary",
-        "Compare tokenizer files, added tokens and the order of the embedding's rows on both sides, and send token ids, not text.",
+        "different tokenizer or vocabulary",
+        "Compare tokenizer files, added tokens and the order of the embedding's rows on both sides, and send token "
+        "ids, not text.",
     ),
     "template": Cause(
-        "the documents begin differently (chat template, BOS)",
-        "Print the token ids that each side reads before the response, of one sample, and compare them; send ids, not text.",
+        "the prompts start differently (chat template, BOS)",
+        (
+            "Print the token ids that each side reads before the response, of one sample, and compare them; send ids, "
+            "not text."
+        ),
     ),
     "group": Cause(
         "one rank or engine only",
-        "Look at that rank or engine alone: its weights after the last update, its settings, its version and its hardware.",
+        "Inspect that rank or engine: its weights after the last update, its settings, its version and its hardware.",
     ),
     "staleness": Cause(
         "stale weights",
-        "Update the engine's weights more often, bound the age of rollouts, or correct with --pg-correction; if updates should have "
-        "arrived, compare a checksum of the weights on both sides after an update.",
+        "Update the engine's weights more often, bound the age of rollouts, or correct with --pg-correction. If "
+        "updates should have arrived, compare a checksum of the weights on both sides after an update.",
     ),
     "truncation": Cause(
         "truncated sampling (top-p, top-k, min-p) that the trainer does not replay",
-        "Sample without top-p, top-k and min-p, or have the samples say what was kept (Sample.support, docs/support.md).",
+        (
+            "Sample without top-p, top-k and min-p, or record the kept tokens of every sample (Sample.support, "
+            "docs/support.md)."
+        ),
     ),
     "sampling": Cause(
-        "the engine draws otherwise than it reports",
-        "Have the engine report log-probabilities after temperature and truncation (vLLM: logprobs_mode processed_logprobs), and compute "
-        "old_logprobs at that temperature, over the tokens that were kept (docs/support.md).",
+        "the engine samples from another distribution than it reports",
+        "Have the engine report log-probabilities after temperature and truncation (vLLM: logprobs_mode "
+        "processed_logprobs), and compute old_logprobs at that temperature, over the kept tokens (docs/support.md).",
     ),
     "padding": Cause(
-        "columns that are no token take probability",
+        "padding columns take probability",
         "Mask the padded columns of the vocabulary before the softmax: --pg-vocab-size with the tokenizer's size.",
     ),
     "temperature": Cause(
         "the temperatures differ",
-        "Set --pg-temperature to the engine's sampling temperature, and have the engine report log-probabilities after the temperature.",
+        "Set --pg-temperature to the engine's sampling temperature, and have the engine report log-probabilities "
+        "after the temperature.",
     ),
     "routing": Cause(
-        "some tokens go through other experts",
-        "If the model has experts, replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens with a correction that "
-        "rejects. In a dense model compare the kernels and the samples that the tokens crowd in.",
+        "some tokens are routed to other experts",
+        "If the model has experts, replay the engine's routing (routed_experts, docs/megatron.md), or drop the tokens "
+        "with a "
+        "correction that rejects. In a dense model, compare the kernels, and the samples in which the tokens crowd.",
     ),
     "dropout": Cause(
         "the trainer is in training mode (dropout)",
-        "Compute old_logprobs with the model in evaluation mode, or set --hidden-dropout 0 and --attention-dropout 0; if they are, compare "
-        "the log-probabilities of a sample alone and in a packed batch.",
+        "Compute old_logprobs with the model in evaluation mode, or set --hidden-dropout 0 and --attention-dropout 0. "
+        "If they are 0, compare the log-probabilities of a sample alone and in a packed batch.",
     ),
     "head_precision": Cause(
         "precision of the head",
-        "Compute the logits in float32 on both sides: --pg-fused-head or --fp32-lm-head for the trainer, a float32 head in the engine.",
+        "Compute the logits in float32 on both sides: --pg-fused-head or --fp32-lm-head in the trainer, a float32 "
+        "head in the engine.",
     ),
 }
 
@@ -81,7 +92,7 @@ Outcome = Literal["found", "not found", "cannot tell"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one test said."""
+    """The result of one test."""
 
     cause: str  # of CAUSES
     outcome: Outcome
@@ -91,10 +102,10 @@ class Answer:
 
 
 def cannot_tell(cause: str, why: str) -> Answer:
-    """A test that could not be made."""
+    """The result of a test that could not run."""
     return Answer(cause, "cannot tell", why)
 
 
 def decided(cause: str, p: float, level: float, is_large: bool, evidence: str, **estimate: Any) -> Answer:
-    """Found when the noise model is rejected and the effect is larger than what does no harm."""
+    """Found if the noise model is rejected and the effect is larger than a harmless one."""
     return Answer(cause, "found" if p <= level and is_large else "not found", evidence, p, estimate)

@@ -1,4 +1,4 @@
-"""All tests in the order in which one explains another: what is found is taken out before the next test is made."""
+"""All tests, in an order in which an earlier cause explains a later one: tokens of a found cause are removed first."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,17 +12,17 @@ from megatron_pg.mismatch.noise import noise_of
 from megatron_pg.mismatch.sampling import sampling
 from megatron_pg.mismatch.settings import Settings, against
 
-LEVEL = 0.01  # chance of a false alarm in a diagnosis of mere noise, shared out over its tests
+LEVEL = 0.01  # chance of a false alarm in a diagnosis of pure noise, divided among its tests
 _TESTS = len(CAUSES)
-_MOST_K3 = 0.01  # nats: what rounding to bfloat16 does to a model stays below
-_SPREADING = {"staleness", "temperature", "truncation", "padding"}  # causes that spread unlikely tokens more, too
+_MOST_K3 = 0.01  # nats: rounding a model to bfloat16 stays below
+_SPREADING = {"staleness", "temperature", "truncation", "padding"}  # causes that also spread unlikely tokens more
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the tests of one set of rollouts said."""
+    """The results of all tests of one set of rollouts."""
 
-    tests: list[Answer]  # in the order in which they were made, one for each of CAUSES
+    tests: list[Answer]  # in the order in which they ran, one for each of CAUSES
     summary: dict[str, float]  # of d = log π - log q over all trained tokens
 
     @property
@@ -32,7 +32,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """`found`, `noise` (nothing but what bfloat16 does to a model) or `unexplained`."""
+        """`found`, `noise` (no more than rounding a model to bfloat16) or `unexplained`."""
         if self.found:
             return "found"
         most = {"k3": _MOST_K3, "scale": spread.UNUSUAL_SCALE, "outliers": distribution.MOST_OUTLIERS}
@@ -40,7 +40,7 @@ class Diagnosis:
         return "noise" if is_small else "unexplained"
 
     def document(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """As a JSON object."""
         shown = [asdict(test) | {"title": CAUSES[test.cause].title} for test in self.tests]
         advice = {test.cause: CAUSES[test.cause].advice for test in self.found}
         findings = [each | {"advice": advice[each["cause"]]} for each in shown if each["cause"] in advice]
@@ -49,7 +49,7 @@ class Diagnosis:
 
 @dataclass
 class _Course:
-    """The tokens that are left, and what was said so far."""
+    """The tokens that remain, and the results so far."""
 
     gap: Gap
     level: float  # of each test
@@ -60,7 +60,7 @@ class _Course:
         return {test.cause for test in self.tests if test.outcome == "found"}
 
     def add(self, test: Answer, kept: Booleans | None = None) -> None:
-        """Note a test; where it found its cause, go on with the tokens that are kept."""
+        """Add a result; if it found its cause, continue with the kept tokens."""
         self.tests.append(test)
         if test.outcome == "found" and kept is not None:
             self.gap = self.gap.where(kept)
@@ -74,7 +74,7 @@ class _Course:
 
 
 def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -> Diagnosis:
-    """Test every cause, the plainest first; documents are taken for independent.
+    """Test every cause, the simplest first; documents are assumed to be independent.
 
     Args:
         gap: the trained tokens of all rollouts.
@@ -84,9 +84,9 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
     course = _Course(gap, level / _TESTS)
     _test_values(course)
     if not len(course.gap.engine):
-        course.give_up_rest("the sides are unrelated, so there is nothing else to see")
+        course.give_up_rest("the sides are unrelated, so no other cause can be tested")
     elif why := alignment.doubt(course.gap, course.level):
-        course.add(sampling(gap, course.level))  # of the engine's values alone
+        course.add(sampling(gap, course.level))  # uses the engine's values only
         course.give_up_rest(why)
     else:
         _test_distribution(course, _test_documents(course))
@@ -105,7 +105,7 @@ def _test_values(course: _Course) -> None:
 
 
 def _test_documents(course: _Course) -> Floats:
-    """The tests; [D] by how much the age of its weights has multiplied a document's d."""
+    """Run the tests; [D] by how much the age of its weights has multiplied a document's d."""
     test, lasts = documents.template(course.gap, course.level)
     late = course.gap.position >= lasts
     course.add(test, late if late.mean() > 0.1 else None)
@@ -120,7 +120,7 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
     gap, level = course.gap, course.level
     course.add(sampling(gap, level))
     if "vocabulary" in course.found:
-        why = "the contexts hold tokens that the trainer reads as others"
+        why = "the contexts contain tokens that the trainer reads as other tokens"
         course.add(distribution.temperature(gap, level))
         course.give_up_rest(why)
         return
@@ -134,13 +134,14 @@ def _test_distribution(course: _Course, factors: Floats) -> None:
     course.add(distribution.routing(even, level))
     course.add(spread.dropout(even, level, alone=not course.found & _SPREADING))
     if course.found & (_SPREADING | {"dropout"}):
-        course.give_up("what was found spreads unlikely tokens more, too", "head_precision")
+        course.give_up("a cause found above also spreads unlikely tokens more", "head_precision")
     else:
         course.add(spread.head_precision(even, values.rounding_scale(gap), level))
 
 
 def summarise(gap: Gap) -> dict[str, float]:
-    """Mean and mean size of d, the k3 estimate of KL(engine‖trainer) in nats, the robust scale of uncertain tokens, the share of outliers."""
+    """Mean of d and |d|, k3 estimate of KL(engine‖trainer) in nats, robust scale of uncertain tokens, share of
+    outliers."""
     d = gap.difference
     return {
         "mean": float(d.mean()),

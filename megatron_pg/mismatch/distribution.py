@@ -1,7 +1,7 @@
-"""Causes that change the whole distribution: probability that is missing, a temperature, a heavy tail.
+"""Causes that change the whole distribution: missing probability, a temperature, a heavy tail.
 
-The tokens are drawn from the engine's distribution q, so E_q[π/q] = E[e^d] is the mass that π gives to what q can draw: 1 unless
-columns are left out on one side, whatever else differs.
+The tokens are drawn from the engine's distribution q, so E_q[π/q] = E[e^d] is the mass that π gives to the tokens that
+q can draw. It is 1 unless one side leaves out columns.
 """
 
 import numpy as np
@@ -27,7 +27,8 @@ def _ratios(d: Floats, most: float = _LARGEST) -> Floats:
 
 
 def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
-    """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts. Returns the tests of truncation and padding."""
+    """1 - E[e^d] above 0: the engine draws from fewer columns than the trainer counts; tests of truncation and
+    padding."""
     d, seen = gap.difference, gap.observation
     if len(np.unique(seen)) < FEWEST:
         why = f"fewer than {FEWEST} documents"
@@ -40,7 +41,10 @@ def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
     is_backward = backward[0] >= least and backward[1] <= level and sided < -0.5
     missing, p = backward if is_backward else forward
     if not (is_forward or is_backward):
-        text = f"E[π/q] = {1 - forward[0]:.4f}, E[q/π] = {1 - backward[0]:.4f}: no probability is missing on one side alone"
+        text = (
+            f"E[π/q] = {1 - forward[0]:.4f}, E[q/π] = {1 - backward[0]:.4f}: no probability is missing on one side "
+            "alone"
+        )
         return decided("truncation", p, level, False, text), decided("padding", p, level, False, text)
     cause, why = ("padding", "the engine's probabilities are the smaller ones") if is_backward else _which(gap)
     text = f"{missing:.2%} of the probability is missing on one side (E[π/q] = {1 - forward[0]:.4f}); {why}"
@@ -50,7 +54,7 @@ def missing_mass(gap: Gap, level: float) -> tuple[Answer, Answer]:
 
 
 def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:
-    """1 - mean e^d and its p-value: of all tokens, and of those whose values are not cut at 0; with d up to 3, and up to 12."""
+    """1 - mean e^d, and its p-value over all tokens and over those not clipped at 0, with d up to 3 and up to 12."""
     parts = [np.ones(len(d), bool), sampler < -0.2]
     means = [
         mean_over(-_ratios(d[part], most), gap.observation[part]) for part in parts for most in (_LARGEST, 4 * _LARGEST)
@@ -59,7 +63,7 @@ def _missing(gap: Gap, d: Floats, sampler: Floats) -> tuple[float, float]:
 
 
 def _p_certain(gap: Gap) -> float:
-    """Of: at most 1 % of the tokens are certain for the engine and less likely than e^-0.1 for the trainer."""
+    """p-value of: at most 1 % of the tokens are certain for the engine and less likely than e^-0.1 for the trainer."""
     certain = (gap.engine > -1e-6) & (gap.difference < -0.1)
     return p_above(mean_over(certain.astype(float), gap.observation), 0.01)
 
@@ -74,8 +78,8 @@ def _one_sided(d: Floats) -> float:
 def _which(gap: Gap) -> tuple[str, str]:
     """Truncation or padding, and why.
 
-    Truncation leaves out the least likely columns: where one remains, log q = 0, and each that is left out is less likely than the
-    token that was drawn, so 1 - e^d <= V·π. Columns of their own keep to neither.
+    Truncation leaves out the least likely columns. If one column remains, log q = 0; and each column left out is less
+    likely than the token that was drawn, so 1 - e^d <= V·π. Padding columns satisfy neither.
     """
     d, q = gap.difference, gap.engine
     certain = (q > -1e-6) & (d < -0.003)
@@ -90,18 +94,18 @@ def _which(gap: Gap) -> tuple[str, str]:
     if heavy.sum() >= max(3, 2e-4 * len(d)):
         return (
             "padding",
-            f"at {int(heavy.sum())} unlikely tokens more is missing than {columns} columns less likely than they can hold",
+            f"at {int(heavy.sum())} unlikely tokens, more is missing than {columns} less likely columns can hold",
         )
-    return "truncation", "nowhere is more missing than the columns less likely than the token can hold"
+    return "truncation", "at no token is more missing than the less likely columns can hold"
 
 
 # --- temperature ---
 
 
 def temperature(gap: Gap, level: float) -> Answer:
-    """κ of π ∝ q^κ, from E_q[(e^d - 1)·A] = 0 with A = κ·log q - log π = log Σ q^κ, which depends on the context alone.
+    """κ of π ∝ q^κ, from E_q[(e^d - 1)·A] = 0, where A = κ·log q - log π = log Σ q^κ depends on the context alone.
 
-    So κ = cov(e^d - 1, log π)/cov(e^d - 1, log q): d must rise with log q and change its sign.
+    So κ = cov(e^d - 1, log π)/cov(e^d - 1, log q). Required: d rises with log q and changes its sign.
     """
     d, q, seen = gap.difference, gap.engine, gap.observation
     if len(np.unique(seen)) < FEWEST:
@@ -120,13 +124,16 @@ def temperature(gap: Gap, level: float) -> Answer:
     missing = min(abs(float(_ratios(d).mean())), abs(float(_ratios(-d).mean())))
     is_balanced = abs(float(d.mean())) > 0.01 and missing < 0.25 * abs(float(d.mean()))  # both sides sum to 1
     p = p_above(mean_over(products * np.sign(mean.value), seen))
-    evidence = f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from {low:+.4f} to {high:+.4f}"
+    evidence = (
+        f"log π - log q rises by {slope:+.4f} per nat of log q (correlation {correlation:+.2f}), its mean goes from "
+        f"{low:+.4f} to {high:+.4f}"
+    )
     is_large = abs(slope) >= 0.008 and abs(correlation) >= _FOLLOWS and (changes or is_balanced) and kappa > 0.05
     return decided("temperature", min(2 * p, 1.0), level, is_large, evidence, trainer_over_engine=1 / max(kappa, 1e-3))
 
 
 def _exponent(trainer: Floats, engine: Floats) -> float:
-    """κ of π ∝ q^κ for tokens drawn from the engine's q or, where E[q/π] is nearer to 1 than E[π/q], from the trainer's π."""
+    """κ of π ∝ q^κ for tokens drawn from q, or from π if E[q/π] is nearer to 1 than E[π/q]."""
     forward, backward = _ratios(trainer - engine), _ratios(engine - trainer)
     e = forward if abs(forward.mean()) <= abs(backward.mean()) else backward
     return float((e - e.mean()) @ trainer / ((e - e.mean()) @ engine))
@@ -143,17 +150,20 @@ def _extremes(d: Floats, q: Floats) -> tuple[float, float]:
 
 
 def routing(gap: Gap, level: float) -> Answer:
-    """Share of tokens beyond 10 scales and 0.1 nats, on both sides, that crowd in documents and whose d does not repeat."""
+    """Share of tokens beyond ±10 scales and ±0.1 nats that crowd in documents and whose d does not repeat."""
     beyond = is_outlier(gap)
     mean = mean_over(beyond.astype(float), gap.observation)
     up = float((gap.difference[beyond] > 0).mean()) if beyond.any() else 0.0
     spread, pairs = _clustering(gap, beyond), at_pairs(gap)
-    evidence = f"{mean.value:.2%} of the tokens are more than 10 scales and 0.1 nats apart ({up:.0%} of them upwards); documents differ in their number {spread:.1f} times as much as by chance{shown(pairs)}"
+    evidence = (
+        f"{mean.value:.2%} of the tokens are more than 10 scales and 0.1 nats apart ({up:.0%} of them upwards); "
+        f"documents differ in their number {spread:.1f} times as much as by chance{shown(pairs)}"
+    )
     p, is_large = p_above(mean, _TAIL_BY_CHANCE), mean.value >= 0.001 and 0.1 <= up <= 0.9
     if is_large and p <= level and pairs is not None and pairs.value >= OF_WEIGHTS:
         return cannot_tell("routing", f"{evidence}, as with other token ids or weights")
     if mean.value >= MOST_OUTLIERS and is_large and p <= level and spread < _CROWDED:
-        return cannot_tell("routing", f"{evidence}: too evenly for other experts alone; dropout does so, too")
+        return cannot_tell("routing", f"{evidence}: too evenly for other experts alone; dropout would look the same")
     return decided("routing", p, level, is_large and spread >= _CROWDED, evidence, share=mean.value, clustering=spread)
 
 

@@ -1,4 +1,4 @@
-"""Causes that show between documents or along them: their begin, their age, who made them."""
+"""Causes that show between documents or along them: their start, the age of their weights, which worker made them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,23 +16,23 @@ _MOST = 20.0  # scales that a token counts with at most
 _LEAST_SURPRISE = 0.05  # nats
 _FEWEST_TOKENS = 4  # of a document that counts
 _FEWEST_DOCUMENTS = 4  # of a group
-_EARLY = 8  # tokens that are the begin of a response
+_EARLY = 8  # tokens at the start of a response
 
 
 def _uncertain(gap: Gap) -> Gap:
-    """Without the tokens of which both sides are certain: their d is nearly 0 whatever is wrong."""
+    """Drop tokens of which both sides are certain: their d is nearly 0 under every cause."""
     return gap.where(gap.surprise > _LEAST_SURPRISE)
 
 
-def _behind(gap: Gap) -> Gap:
-    """The tokens behind the begin, where they are enough."""
+def _after_start(gap: Gap) -> Gap:
+    """The tokens after the start of their response, if they are enough."""
     late = gap.position >= 4 * _EARLY
     return gap.where(late) if late.sum() > 0.3 * len(late) else gap
 
 
 def _sizes(gap: Gap, noise: Noise) -> Floats:
-    """[T] |d - centre| over its mean among the tokens of like surprise behind the begin; each at most 20 scales."""
-    like = _behind(gap)
+    """[T] |d - center| over its mean among tokens of similar surprise after the start; each at most 20 scales."""
+    like = _after_start(gap)
     sizes, of_like = (np.minimum(np.abs(noise.standardised(each)), _MOST) for each in (gap, like))
     count = np.bincount(bins_of(like), minlength=len(noise.scale))
     mean = np.bincount(bins_of(like), weights=of_like, minlength=len(noise.scale)) / np.maximum(count, 1)
@@ -41,7 +41,7 @@ def _sizes(gap: Gap, noise: Noise) -> Floats:
 
 
 def template(gap: Gap, level: float) -> tuple[Answer, int]:
-    """|d| at the first 8 tokens of a response against that of the later half; the test, and how many tokens it lasts."""
+    """|d| at a response's first 8 tokens compared with its second half; the test, and how many tokens it lasts."""
     gap = _uncertain(gap)
     last = np.zeros(len(gap.step), int)
     np.maximum.at(last, gap.document, gap.position)
@@ -51,9 +51,9 @@ def template(gap: Gap, level: float) -> tuple[Answer, int]:
     early, late = early & both, late & both
     if len(np.unique(gap.document[early])) < FEWEST:
         return cannot_tell(
-            "template", f"fewer than {FEWEST} documents have trained tokens at their begin and 16 behind it"
+            "template", f"fewer than {FEWEST} documents have trained tokens at their start and 16 after it"
         ), 0
-    noise = noise_of(_behind(gap))
+    noise = noise_of(_after_start(gap))
     sizes = _sizes(gap, replace(noise, centre=np.zeros_like(noise.centre)))
     usual = float(sizes[late].mean())
     mean = mean_over(sizes[early] - 1.6 * usual, gap.document[early])
@@ -71,25 +71,25 @@ def template(gap: Gap, level: float) -> tuple[Answer, int]:
 def _of_documents(gap: Gap) -> tuple[Floats, np.ndarray]:
     """Log mean size of d of every document that has tokens, and their numbers."""
     gap = _uncertain(gap)
-    size, count = _sizes(gap, noise_of(_behind(gap))), np.bincount(gap.document, minlength=len(gap.step))
+    size, count = _sizes(gap, noise_of(_after_start(gap))), np.bincount(gap.document, minlength=len(gap.step))
     total = np.bincount(gap.document, weights=size, minlength=len(gap.step))
     there = np.flatnonzero(count >= _FEWEST_TOKENS)
     return np.log(total[there] / count[there] + 0.05), there
 
 
 def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
-    """Documents of each worker, rank, file and so on against all others; the test, and the documents [D] that are not of a bad one."""
+    """Documents of each worker, rank, file … against all others; the test, and the documents [D] outside bad groups."""
     values, there = _of_documents(gap)
     fine, found = np.ones(len(gap.step), bool), []
     for factor, labels in gap.groups.items():
         found += [(p, factor, *rest) for p, *rest in _against_others(values, [labels[i] for i in there])]
     if not found:
-        why = f"no two workers, data_parallel_ranks or files have {_FEWEST_DOCUMENTS} documents each, so documents cannot be compared by them"
+        why = f"no two workers, data_parallel_ranks or files have {_FEWEST_DOCUMENTS} documents each to compare"
         return cannot_tell("group", why), fine
     found.sort(key=lambda each: each[0])
     bad = [each for each in found if each[0] * len(found) <= level and abs(each[3]) >= 0.35]
     if sum(each[4].sum() for each in bad) > 0.7 * len(there):
-        bad = bad[:1]  # most would be bad: the surest one, and what is left is tested
+        bad = bad[:1]  # most would be bad: remove the surest one only, and test the other documents
     for each in bad:
         fine[there[each[4]]] = False
     shown = [
@@ -101,7 +101,8 @@ def groups(gap: Gap, level: float) -> tuple[Answer, Booleans]:
 
 
 def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, Any, float, Booleans]]:
-    """p (Welch), label, distance and members of every group of 4 documents; against those whose median is not far from the usual."""
+    """p (Welch), label, distance and members of every group of at least 4 documents, against the groups of usual
+    median."""
     numbers = {label: i for i, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
     codes = np.array([numbers.get(label, len(numbers)) for label in labels], dtype=np.int64)
     order = np.argsort(codes, kind="stable")
@@ -131,7 +132,7 @@ def _against_others(values: Floats, labels: Sequence[Any]) -> list[tuple[float, 
 
 
 def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:
-    """Number, mean and variance of values, without some of them."""
+    """Number, mean and variance of values, some of them excluded."""
     count = len(values) - len(without)
     if count < 2:
         return count, 0.0, 0.0
@@ -142,12 +143,12 @@ def _moments(values: Floats, without: Floats) -> tuple[int, float, float]:
 
 
 def staleness(gap: Gap, level: float) -> tuple[Answer, Floats]:
-    """Log size of d against the age of the weights; the test, and [D] the factor by which age has multiplied d."""
+    """Regress log |d| on the age of the weights; the test, and [D] the factor by which age has multiplied d."""
     values, there = _of_documents(gap)
     known = ~np.isnan(gap.weight_version).any()
     age = (gap.step - gap.weight_version if known else gap.step - gap.step.min()).astype(float)
     x, ones = age[there], np.ones(len(gap.step))
-    what = "step - weight_version" if known else "steps since the begin of the rollouts (no weight_version is given)"
+    what = "step - weight_version" if known else "steps since the first rollouts (no weight_version is given)"
     if len(np.unique(x)) < (2 if known else 3) or len(x) < FEWEST:
         return cannot_tell("staleness", f"all documents have the same {what}"), ones
     centred = x - x.mean()

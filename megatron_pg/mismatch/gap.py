@@ -1,4 +1,4 @@
-"""The trained tokens of rollouts as columns, and views of a part of them."""
+"""The trained tokens of rollouts as columns, and selections of them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 _BASE = 0x9E3779B97F4A7C15  # odd
-_BLOCK = 512  # tokens of a document that count as one observation: a longer one is several
+_BLOCK = 512  # tokens of a document that count as one observation; a longer document is several observations
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,13 @@ class Gap:
     position: Integers  # [T] in the response, from 0
     document: Integers  # [T] in [0, D), not decreasing
     step: Integers  # [D] optimizer step
-    weight_version: Floats  # [D] step whose weights the engine had, NaN where not known
-    likeliest: NDArray[np.float32] | None = (
-        None  # [T, K] log q of the engine's likeliest tokens, descending, -inf where there is none
-    )
-    rank: Integers | None = None  # [T] of the sampled token among them, K: it is none of them, -1: they are not known
-    pair: Integers | None = None  # [T] numbers of the token and the one before it
-    place: NDArray[np.uint64] | None = (
-        None  # [T] hash of the step, the prompt and the response up to and with this token
-    )
-    has_support: bool = False  # whether the trainer's are over what the engine could have sampled
-    groups: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # by what divides documents: [D] labels, None where not known
+    weight_version: Floats  # [D] step whose weights the engine had, NaN if not known
+    topk: NDArray[np.float32] | None = None  # [T, K] log q of the engine's top-k tokens, descending, padded with -inf
+    rank: Integers | None = None  # [T] rank of the sampled token in the top-k, K: not in it, -1: not known
+    pair: Integers | None = None  # [T] one number for the token and the one before it
+    place: NDArray[np.uint64] | None = None  # [T] hash of the step, the prompt and the response including this token
+    has_support: bool = False  # the trainer's values are normalized over the sampling masks
+    groups: dict[str, list[Any]] = field(default_factory=dict)  # by factor: [D] labels, None if not known
 
     @property
     def difference(self) -> Floats:
@@ -45,21 +39,21 @@ class Gap:
 
     @property
     def surprise(self) -> Floats:
-        """[T] -(log π + log q)/2, nats: how unlikely the token was, with the two sides treated alike."""
+        """[T] -(log π + log q)/2, nats: how unlikely the token was, on the average of both sides."""
         return -(self.trainer + self.engine) / 2
 
     @property
     def observation(self) -> Integers:
-        """[T] numbers of what is taken for independent: documents, long ones in blocks of 512 tokens."""
+        """[T] number of the independent observation: a document, or a block of 512 tokens of a long one."""
         return self.document * 2**24 + self.position // _BLOCK
 
     def divided(self, factors: Floats) -> "Gap":
-        """With d divided by factors [D] of the documents."""
+        """Divide d by factors [D] of the documents."""
         return replace(self, trainer=self.engine + self.difference / factors[self.document])
 
     def where(self, mask: Booleans | Integers) -> "Gap":
-        """The tokens of a mask or of numbers; documents keep theirs."""
-        names = ("engine", "trainer", "ids", "position", "document", "likeliest", "rank", "pair", "place")
+        """Select tokens by a mask or by indices; documents keep their numbers."""
+        names = ("engine", "trainer", "ids", "position", "document", "topk", "rank", "pair", "place")
         known = [name for name in names if getattr(self, name) is not None]
         return replace(self, **{name: getattr(self, name)[mask] for name in known})
 
@@ -69,8 +63,9 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
 
     Args:
         samples: `megatron_pg.Sample`s.
-        files: the name of each one's file.
-        by: names of the user's own `x_` fields that divide documents into groups, beside worker, data_parallel_rank and file.
+        files: the file name of each sample.
+        by: names of the user's own `x_` fields that divide documents into groups, in addition to worker,
+            data_parallel_rank and file.
 
     Raises:
         ValueError: a sample has no `rollout_logprobs`, none has a field of `by`, or no token is trained.
@@ -78,14 +73,14 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     names = iter(files) if files is not None else None
     fields = ("engine", "trainer", "ids", "position", "document", "pair", "place")
     columns: dict[str, list] = {name: [] for name in fields}
-    likeliest: list[tuple | None] = []
+    topk: list[tuple | None] = []
     groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
     step, version, has_support = [], [], False
     for number, sample in enumerate(samples):
         if sample.rollout_logprobs is None:
             raise ValueError(
-                f"sample {sample.sample_id} has no rollout_logprobs, so there is nothing to compare old_logprobs with. Have the engine "
-                "return the log-probability of every token that it samples, and write them."
+                f"sample {sample.sample_id} has no rollout_logprobs to compare old_logprobs with. Have the engine "
+                "return the log-probability of every token that it samples, and record it."
             )
         kept = sample.loss_mask.numpy().nonzero()[0]
         columns["engine"].append(sample.rollout_logprobs.numpy()[kept])
@@ -98,7 +93,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         columns["document"].append(np.full(len(kept), number))
         columns["pair"].append(tokens[at - 1] * 2**31 + drawn)
         columns["place"].append(_places(tokens, sample.step or 0)[at])
-        likeliest.append(_likeliest(sample, kept, drawn))
+        topk.append(_topk(sample, kept, drawn))
         has_support |= sample.support is not None
         step.append(sample.step or 0)
         version.append(np.nan if sample.weight_version is None else sample.weight_version)
@@ -108,11 +103,11 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         for name in by:
             groups[name].append(None if name not in sample.extra else str(sample.extra[name]))
     if not sum(map(len, columns["engine"])):
-        raise ValueError("no token is trained (loss_mask is 0 everywhere), so nothing can be compared. Give rollouts.")
+        raise ValueError("no token is trained: loss_mask is 0 everywhere. Give rollouts with trained tokens.")
     if absent := [name for name in by if not any(label is not None for label in groups[name])]:
-        raise ValueError(f"no sample has the field {absent[0]}, so nothing can be compared by it. Is it misspelt?")
+        raise ValueError(f"no sample has the field {absent[0]} to compare by. Check its spelling.")
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    joined |= _side_by_side(likeliest, [len(each) for each in columns["engine"]])
+    joined |= _joined_topk(topk, [len(column) for column in columns["engine"]])
     return Gap(
         **joined,
         has_support=has_support,
@@ -128,8 +123,8 @@ def _places(tokens: Integers, step: int) -> NDArray[np.uint64]:
     return np.cumsum((tokens + 1).astype(np.uint64) * powers, dtype=np.uint64) + np.uint64(step)
 
 
-def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:
-    """[n, K] the engine's values at the kept tokens, descending, and the rank of each token that was sampled."""
+def _topk(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np.float32], Integers] | None:
+    """[n, K] the engine's top-k values at the kept tokens, descending, and the rank of each sampled token."""
     if sample.rollout_topk is None:
         return None
     ids, values = (each.numpy()[kept] for each in (sample.rollout_topk.ids, sample.rollout_topk.logprobs))
@@ -141,8 +136,8 @@ def _likeliest(sample: Any, kept: Integers, drawn: Integers) -> tuple[NDArray[np
     return np.take_along_axis(values, order, axis=1), rank
 
 
-def _side_by_side(parts: list[tuple | None], lengths: list[int]) -> dict[str, Any]:
-    """`likeliest` and `rank` of all tokens; nothing where no sample has any."""
+def _joined_topk(parts: list[tuple | None], lengths: list[int]) -> dict[str, Any]:
+    """`topk` and `rank` of all tokens; empty if no sample has a top-k."""
     width = max((part[0].shape[1] for part in parts if part is not None), default=0)
     if width < 2:
         return {}
@@ -156,10 +151,10 @@ def _side_by_side(parts: list[tuple | None], lengths: list[int]) -> dict[str, An
 
 
 def _without_added(values: NDArray[np.float32], rank: Integers) -> dict[str, Any]:
-    """Without the sampled token that engines add to the likeliest, one more than usual, where it is none of them."""
+    """Remove the sampled token that engines append to the top-k if it is not in it."""
     count = np.isfinite(values).sum(axis=1)
     longest = count == count.max()
     if (count == count.max() - 1).any() and (rank[longest] == count.max() - 1).all():
         values[longest, count.max() - 1] = -np.inf
         rank = np.where(longest, values.shape[1], rank)
-    return {"likeliest": values, "rank": rank}
+    return {"topk": values, "rank": rank}

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_pg.mismatch.gap import Floats, Integers
 
-FEWEST = 12  # observations below which nothing is said
+FEWEST = 12  # observations that a test needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ def mean_over(values: Floats, observation: Integers) -> Mean:
 
 
 def tail(t: float, freedom: int) -> float:
-    """P(T > t) of Student's t, by Wallace's normal approximation (relative error below 2 % for ten degrees of freedom)."""
+    """P(T > t) of Student's t, by Wallace's normal approximation (relative error below 2 % for ten degrees of
+    freedom)."""
     if freedom < 1 or math.isnan(t):
         return 1.0
     if math.isinf(t):

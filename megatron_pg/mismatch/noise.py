@@ -10,12 +10,12 @@ EDGES = np.array(
     [0, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2, 3, 4, 5, 6.5, 8, 10, 13, np.inf]
 )  # nats of surprise
 _FEWEST = 60  # tokens of a bin
-_LEAST_SHARE = 0.3  # of the scale at 0.4 to 4 nats: what certain tokens are measured with at least
+_LEAST_SHARE = 0.3  # of the scale at 0.4 to 4 nats: the least scale of certain tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Centre and robust scale of d in bins of surprise; bins with few tokens take those of their neighbour."""
+    """Center and robust scale of d in bins of surprise; bins with few tokens use their neighbors'."""
 
     centre: Floats  # [bins] median of d
     scale: Floats  # [bins] 1.4826 · median |d - centre|
@@ -28,12 +28,12 @@ class Noise:
 
 
 def bins_of(gap: Gap) -> np.ndarray:
-    """[T] the bin of EDGES that a token's surprise is in."""
+    """[T] the bin of EDGES that contains a token's surprise."""
     return np.clip(np.searchsorted(EDGES, gap.surprise, side="right") - 1, 0, len(EDGES) - 2)
 
 
 def noise_of(gap: Gap) -> Noise:
-    """The noise model of these tokens; medians leave out what a minority of them has."""
+    """The noise model of these tokens; medians ignore what a minority of tokens has."""
     bins, d = bins_of(gap), gap.difference
     count = np.bincount(bins, minlength=len(EDGES) - 1).astype(float)
     centre, scale = np.full(len(count), np.nan), np.full(len(count), np.nan)

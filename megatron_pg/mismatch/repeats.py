@@ -1,4 +1,5 @@
-"""Whether d repeats: other weights give a token the same d again, while dropout and the rounding of logits are like chance."""
+"""Whether d repeats: with other weights a token has the same d again; dropout and rounding of logits act like
+chance."""
 
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ _FEWEST_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of the variance of d, and the p-values of: it is at most, it is at least, a bound."""
+    """A share of the variance of d, and the p-values of the share being at most, and at least, a bound."""
 
     value: float
     p_above: float
@@ -25,7 +26,7 @@ class Share:
 
 
 def at_pairs(gap: Gap, bound: float = BY_CHANCE) -> Share | None:
-    """Share of the variance of d that repeats where the same two tokens follow each other in other documents; None: too few do.
+    """Share of the variance of d that repeats at the same two tokens in other documents; None if there are too few.
 
     Sums of d over the other documents are unbiased, so the share is 0 if d is chance.
     """
@@ -47,7 +48,8 @@ def at_pairs(gap: Gap, bound: float = BY_CHANCE) -> Share | None:
 
 
 def at_places(gap: Gap, side: Floats, bound: float) -> Share | None:
-    """Variance of a side between samples of a step that have the same tokens up to this one, over that of d; None: too few do."""
+    """Variance of a side between samples of a step with the same tokens so far, over the variance of d; None if too
+    few."""
     if gap.place is None:
         return None
     uncertain = gap.surprise > _LEAST_SURPRISE
@@ -72,7 +74,10 @@ def _share(part: Floats, whole: Floats, bound: float, observation: Integers) -> 
 
 
 def shown(pairs: Share | None) -> str:
-    """What `at_pairs` found, to be added to the evidence."""
+    """The result of `at_pairs`, to append to the evidence."""
     if pairs is None:
         return ""
-    return f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (other weights: above {OF_WEIGHTS:.0%})"
+    return (
+        f"; {pairs.value:.0%} of the variance repeats at the same two tokens in other documents (other weights: above "
+        f"{OF_WEIGHTS:.0%})"
+    )

@@ -1,8 +1,8 @@
-"""Whether the tokens were drawn from the distribution that the engine reports, where it reports its likeliest tokens.
+"""Whether the tokens were drawn from the distribution that the engine reports, if it reports top-k log-probabilities.
 
-The K that are reported and all others together are categories with known probabilities. Every other way of drawing, a temperature
-or a truncation, gives them others. Where nothing is wrong, the likelihood of an alternative over that of what is reported is
-above e^x with a chance of at most e^-x (Markov), however the tokens depend on each other and whatever the alternative is.
+The K reported tokens, and all others together, are categories with known probabilities; a temperature or a truncation
+changes these. If nothing is wrong, the likelihood ratio of any alternative to the report exceeds e^x with probability
+at most e^-x (Markov), no matter how the tokens depend on each other.
 """
 
 import math
@@ -19,14 +19,14 @@ _FEWEST, _MOST = 200, 50_000  # tokens
 _TEMPERATURES = np.geomspace(0.5, 2.0, 31)
 _SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
 _COUNTS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256)
-_STRAY = 1e-3  # of the tokens, which an alternative lets be drawn from all: rounding at the bound
+_STRAY = 1e-3  # share of tokens that an alternative draws from the whole vocabulary: rounding at the bound
 _LEAST = 1e-6  # probability of all tokens that are not reported
 _CLEARLY = 10.0  # nats that a further number must bring
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way of drawing: at `temperature` times the reported one, from the likeliest that hold `share`, or from `count` of them."""
+    """A way to sample: at `temperature` times the reported one, with top-p `share` or top-k `count`."""
 
     temperature: float = 1.0
     share: float | None = None
@@ -38,20 +38,20 @@ class _Way:
 
     def __str__(self) -> str:
         parts = [f"at {self.temperature:.3f} times the reported temperature"] if self.temperature != 1.0 else []
-        parts += [f"from the likeliest tokens that hold {self.share:g} (top-p)"] if self.share is not None else []
-        parts += [f"from the {self.count} likeliest tokens (top-k)"] if self.count is not None else []
+        parts += [f"with top-p {self.share:g}"] if self.share is not None else []
+        parts += [f"with top-k {self.count}"] if self.count is not None else []
         return ", ".join(parts)
 
 
 def sampling(gap: Gap, level: float) -> Answer:
-    """The likeliest way of drawing against the reported one."""
-    if gap.likeliest is None or gap.rank is None:
-        return cannot_tell("sampling", "the rollouts have no rollout_topk, the engine's likeliest tokens")
+    """The most likely way to sample, compared with the reported one."""
+    if gap.topk is None or gap.rank is None:
+        return cannot_tell("sampling", "the rollouts have no rollout_topk, the engine's top-k log-probabilities")
     known = (gap.rank >= 0).nonzero()[0]
     if len(known) < _FEWEST:
-        return cannot_tell("sampling", f"of fewer than {_FEWEST} tokens the engine's likeliest are known")
+        return cannot_tell("sampling", f"fewer than {_FEWEST} tokens have the engine's top-k log-probabilities")
     known = known[:: -(-len(known) // _MOST)]
-    log_q, rank = gap.likeliest[known].astype(float), gap.rank[known]
+    log_q, rank = gap.topk[known].astype(float), gap.rank[known]
     gains = dict(_gains(log_q, rank))
     way, gain = _plainest(gains)
     p = min(1.0, len(gains) * math.exp(-min(max(gain, 0.0), 700.0)))
@@ -60,7 +60,7 @@ def sampling(gap: Gap, level: float) -> Answer:
     probabilities = _probabilities(log_q, way.temperature)
     kept = float((probabilities * _kept(probabilities, way)).sum(axis=1).mean())
     drawn = str(way) or "as reported"
-    evidence = f"{len(known)} tokens are drawn {drawn}: likelier than as reported by {gain:.1f} nats"
+    evidence = f"{len(known)} tokens are drawn {drawn}: {gain:.1f} nats more likely than as reported"
     is_large = abs(math.log(way.temperature)) >= 0.02 or kept <= 0.995
     return decided(
         "sampling",
@@ -76,7 +76,7 @@ def sampling(gap: Gap, level: float) -> Answer:
 
 
 def _gains(log_q: Floats, rank: Integers) -> Iterator[tuple[_Way, float]]:
-    """Every way, and its log-likelihood beyond the reported one's."""
+    """Every way to sample, and its log-likelihood minus the reported one's."""
     own = np.log(_of_drawn(_probabilities(log_q, 1.0), rank))
     truncations = [_Way(), *(_Way(share=c) for c in _SHARES), *(_Way(count=k) for k in _COUNTS if k <= log_q.shape[1])]
     for temperature in _TEMPERATURES:
@@ -93,7 +93,7 @@ def _gains(log_q: Floats, rank: Integers) -> Iterator[tuple[_Way, float]]:
 
 
 def _plainest(gains: dict[_Way, float]) -> tuple[_Way, float]:
-    """The best way with both numbers, or with one, or none, where a further one brings little."""
+    """The best way with both numbers, or with one or none if a further number adds little."""
     ways = [
         [_Way()],
         [way for way in gains if not way.is_truncated],
@@ -108,7 +108,7 @@ def _plainest(gains: dict[_Way, float]) -> tuple[_Way, float]:
 
 
 def _probabilities(log_q: Floats, temperature: float) -> Floats:
-    """[n, K + 1] of the reported tokens and of all others, each of which is taken to be as likely as the last that is reported."""
+    """[n, K + 1] of the reported tokens and of all others together, each assumed as likely as the last reported one."""
     inverse, q = 1.0 / temperature, np.exp(log_q)
     others = np.maximum(1.0 - q.sum(axis=1, keepdims=True), _LEAST)
     last = np.where(q > 0, q, 1.0).min(axis=1, keepdims=True)
@@ -131,7 +131,7 @@ def _kept(probabilities: Floats, way: _Way) -> NDArray[np.bool_]:
 
 
 def _temperature(log_q: Floats, rank: Integers, way: _Way) -> float:
-    """The likeliest temperature over the reported tokens that the way keeps, by Newton's method on its inverse."""
+    """The most likely temperature over the reported tokens that the way keeps, by Newton's method on its inverse."""
     inverse = 1.0 / way.temperature
     kept = _kept(_probabilities(log_q, way.temperature), way)
     inside = kept[np.arange(len(rank)), rank] & (rank < log_q.shape[1])

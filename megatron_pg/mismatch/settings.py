@@ -1,4 +1,4 @@
-"""What engine and trainer are said to do, against what their log-probabilities show."""
+"""The sampling settings that the user states, compared with what the log-probabilities show."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _RANGES = {  # which numbers are valid, and in words
     "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
     "top_k": (
         lambda value: 1 <= value < math.inf and value == int(value),
-        "a whole number from 1 on (leave it out if it is off)",
+        "a whole number of at least 1 (leave it out if it is off)",
     ),
 }
 _CLOSE = 1.02  # of temperatures
@@ -26,7 +26,7 @@ _CLOSE = 1.02  # of temperatures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The engine's sampling settings, and the temperature that the trainer's log-probabilities are at; None: not said."""
+    """The engine's sampling settings, and the temperature of the trainer's log-probabilities; None if not stated."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -38,27 +38,29 @@ class Settings:
         """From `temperature=0.7,top_p=0.9,top_k=50`, any of them.
 
         Raises:
-            ValueError: what is wrong with it.
+            ValueError: an unknown or repeated name, or a number out of range.
         """
         given: dict[str, float] = {}
         for part in filter(None, engine.split(",")):
             name, equals, text = part.partition("=")
             if name not in _RANGES or not equals or name in given:
-                raise ValueError(f"{part!r} is none of {', '.join(f'{each}=…' for each in _RANGES)}, each once")
+                raise ValueError(
+                    f"{part!r} is not one of {', '.join(f'{known}=…' for known in _RANGES)}, each given once"
+                )
             given[name] = float(text) if _NUMBER.fullmatch(text) else math.nan
             is_valid, words = _RANGES[name]
             if not is_valid(given[name]):
                 raise ValueError(f"{part} is not {words}")
         count = given.pop("top_k", None)
         if trainer_temperature is not None and "temperature" not in given:
-            raise ValueError(f"the trainer's temperature {trainer_temperature:g} needs the engine's beside it")
+            raise ValueError(f"the trainer's temperature {trainer_temperature:g} needs the engine's, too")
         if trainer_temperature is not None and not _is_positive(trainer_temperature):
             raise ValueError(f"the trainer's temperature {trainer_temperature:g} is not a finite number above 0")
         return cls(**given, top_k=None if count is None else int(count), trainer_temperature=trainer_temperature)
 
     @property
     def truncation(self) -> str:
-        """In words; empty where nothing is cut off."""
+        """In words; empty if nothing is truncated."""
         parts = [f"top_p {self.top_p:g}"] if self.top_p not in (None, 1.0) else []
         return " and ".join([*parts, *([f"top_k {self.top_k}"] if self.top_k is not None else [])])
 
@@ -71,9 +73,9 @@ class Settings:
 
 
 def against(settings: Settings, tests: list[Answer], *, has_support: bool = False) -> list[Answer]:
-    """The tests, with what the settings say of them: a setting of which the log-probabilities show nothing is found as `sampling`.
+    """Add the settings to the results: a setting that the log-probabilities do not show is found as `sampling`.
 
-    `has_support`: both sides are over what could be sampled, so that a truncation shows nothing.
+    `has_support`: both sides are normalized over the sampling masks, so a truncation does not show.
     """
     by_cause = {test.cause: test for test in tests}
     unseen = [
@@ -84,11 +86,15 @@ def against(settings: Settings, tests: list[Answer], *, has_support: bool = Fals
     if (ratio := settings.ratio) is not None and by_cause["temperature"].outcome == "found":
         estimate = by_cause["temperature"].estimate["trainer_over_engine"]
         agrees = 1 / _CLOSE < estimate / ratio < _CLOSE
-        said = "as the settings say" if agrees else f"the settings say {ratio:.3f}, so another one acts"
+        said = (
+            "as the settings state"
+            if agrees
+            else f"the settings state {ratio:.3f}, but another temperature is in effect"
+        )
         changed["temperature"] = _with(by_cause["temperature"], said)
     sampling = by_cause["sampling"]
     if sampling.outcome == "found":
-        changed["sampling"] = _with(sampling, f"the settings say {_shown(settings)}")
+        changed["sampling"] = _with(sampling, f"the settings state {_shown(settings)}")
     elif unseen:
         changed["sampling"] = Answer("sampling", "found", "; ".join(unseen), None, {"settings": _shown(settings)})
     return [changed[test.cause] for test in tests]
@@ -99,8 +105,8 @@ def _unseen_temperature(settings: Settings, by_cause: Mapping[str, Answer]) -> l
     if ratio is None or 1 / _CLOSE < ratio < _CLOSE or by_cause["temperature"].outcome != "not found":
         return []
     return [
-        f"the settings say temperatures {settings.temperature:g} (engine) and {settings.trainer_temperature:g} (trainer), and the "
-        "log-probabilities do not differ so: one side's are those of another temperature"
+        f"the settings state temperatures {settings.temperature:g} (engine) and {settings.trainer_temperature:g} "
+        "(trainer), but the log-probabilities do not differ by them: one side has another temperature"
     ]
 
 
@@ -108,7 +114,7 @@ def _unseen_truncation(settings: Settings, by_cause: Mapping[str, Answer]) -> li
     if not settings.truncation or by_cause["truncation"].outcome != "not found":
         return []
     return [
-        f"the settings say {settings.truncation}, and no probability is missing: both sides are before the truncation"
+        f"the settings state {settings.truncation}, but no probability is missing: both sides are before the truncation"
     ]
 
 

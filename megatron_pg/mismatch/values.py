@@ -9,7 +9,7 @@ from megatron_pg.mismatch.causes import Answer, cannot_tell, decided
 from megatron_pg.mismatch.gap import Booleans, Floats, Gap, Integers
 from megatron_pg.mismatch.inference import binomial_tail, mean_over, p_above
 
-_LEAST = 0.25  # nats: a softmax in float32 rounds smaller log-probabilities to few bits by itself
+_LEAST = 0.25  # nats: a float32 softmax itself rounds smaller log-probabilities to few bits
 _ON_GRID_BY_CHANCE = 2.0**-8  # at 0.25 nats and logits up to 64; 2^-16 for exact float32 values
 _BLOCK = 32  # consecutive tokens that are aligned together
 _LAGS = (-2, -1, 1, 2)
@@ -25,7 +25,7 @@ def on_grid(values: Floats) -> Booleans:
 
 
 def grid(gap: Gap, level: float) -> Answer:
-    """Share of values on bfloat16's grid, which hits a float32 by chance once in 2^16 and, after cancellation, once in 2^8."""
+    """Share of values on bfloat16's grid; a float32 is there by chance once in 2^16, after cancellation once in 2^8."""
     shares, p = {}, 1.0
     for side in ("engine", "trainer"):
         values = getattr(gap, side)
@@ -33,12 +33,15 @@ def grid(gap: Gap, level: float) -> Answer:
         hits = int(on_grid(values).sum())
         shares[side] = hits / max(len(values), 1)
         p = min(p, 2 * binomial_tail(hits, len(values), _ON_GRID_BY_CHANCE))
-    evidence = f"{shares['engine']:.1%} of the engine's and {shares['trainer']:.1%} of the trainer's values are on bfloat16's grid"
+    evidence = (
+        f"{shares['engine']:.1%} of the engine's and {shares['trainer']:.1%} of the trainer's values are on bfloat16's "
+        "grid"
+    )
     return decided("bfloat16_grid", p, level, max(shares.values()) >= 0.05, evidence, share=shares)
 
 
 def rounding_scale(gap: Gap) -> Floats:
-    """[T] the standard deviation that rounding to bfloat16 has brought into d, 0 where neither value is on the grid."""
+    """[T] standard deviation that rounding to bfloat16 adds to d, 0 if neither value is on the grid."""
     variance = np.zeros(len(gap.engine))
     for values in (gap.engine, gap.trainer):
         _, exponent = np.frexp(values)
@@ -50,7 +53,7 @@ def rounding_scale(gap: Gap) -> Floats:
 
 
 def _blocks(gap: Gap) -> np.ndarray:
-    """[T] the number of the block of consecutive tokens that a token is in."""
+    """[T] number of the block of consecutive tokens that contains the token."""
     gaps = (np.diff(gap.position, prepend=-2) != 1) | (np.diff(gap.document, prepend=-1) != 0)
     runs = np.cumsum(gaps)
     begin = np.flatnonzero(gaps)[runs - 1]
@@ -58,7 +61,7 @@ def _blocks(gap: Gap) -> np.ndarray:
 
 
 def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, np.ndarray]:
-    """Mean of min(|log π[t] - log q[t + lag]|, 1) of every block, and the number of pairs that it is over."""
+    """Mean of min(|log π[t] - log q[t + lag]|, 1) of every block, and its number of pairs."""
     size = int(blocks[-1]) + 1
     t = np.arange(max(0, -lag), len(blocks) - max(0, lag))
     t = t[blocks[t] == blocks[t + lag]]
@@ -68,11 +71,11 @@ def _distances(gap: Gap, lag: int, blocks: np.ndarray) -> tuple[Floats, np.ndarr
 
 
 def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
-    """Blocks of 32 consecutive tokens that agree at another lag and not at 0; the test, and the tokens as they agree."""
+    """Blocks of 32 consecutive tokens that agree at another lag but not at 0; the test, and the realigned tokens."""
     blocks = _blocks(gap)
     here, pairs = _distances(gap, 0, blocks)
     usable = (pairs >= 8) & (here > 0.1)
-    # unrelated sides agree by chance in a block of a hundred, and then at any lag
+    # Unrelated sides agree by chance in one block of a hundred, and then at any lag.
     if not (pairs >= 8).any():
         return cannot_tell("shift", "no document has 8 consecutive trained tokens"), gap
     best, best_lag = 0.7 * here, np.zeros(len(here), int)
@@ -91,7 +94,8 @@ def shift(gap: Gap, level: float) -> tuple[Answer, Gap]:
 
 
 def realigned(gap: Gap, lag: int) -> Gap:
-    """The tokens of all documents, at lag 0 or, where they agree better there, at this one; others' last tokens are left out."""
+    """The tokens of all documents at lag 0, or at `lag` for documents that agree better there; unpaired tokens are
+    dropped."""
     pairs = [_pairs(gap, each) for each in (0, lag)]
     size = len(gap.step)
     sums = []
@@ -107,7 +111,7 @@ def realigned(gap: Gap, lag: int) -> Gap:
 
 
 def _pairs(gap: Gap, lag: int) -> tuple[Integers, Integers]:
-    """Tokens t, and those of their documents that stand `lag` further."""
+    """Tokens t, and the tokens of the same document `lag` positions later."""
     t = np.arange(max(0, -lag), len(gap.position) - max(0, lag))
     fits = (gap.document[t] == gap.document[t + lag]) & (gap.position[t + lag] - gap.position[t] == lag)
     return t[fits], t[fits] + lag
@@ -126,17 +130,19 @@ def _elsewhere(gap: Gap, mask: Booleans) -> Integers:
 
 
 def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
-    """Whole: the sides are unrelated at every token. In part: tokens that the trainer does not expect have ids of their own.
+    """Whole vocabulary: the sides are unrelated at every token. Part of it: unexpected tokens share a few ids.
 
-    Returns the test and [T] the tokens that remain when those ids are left out (none where it is the whole vocabulary).
+    Returns the test, and [T] the tokens without those ids (no token if it is the whole vocabulary).
     """
     related = agreement(gap)
-    gross = gap.difference < np.minimum(
-        gap.engine, -2.0
-    )  # less than q squared: no temperature up to twice the other does this
+    # Less than q squared: no temperature up to twice the other one does this.
+    gross = gap.difference < np.minimum(gap.engine, -2.0)
     if gap.difference.mean() < -0.5 and (related < UNRELATED or gross.mean() > 0.5):
         mean = mean_over(gap.difference, gap.observation)
-        evidence = f"the sides are nearly unrelated (rank correlation {related:.2f}), log π - log q is {mean.value:.1f} nats on average"
+        evidence = (
+            f"the sides are nearly unrelated (rank correlation {related:.2f}), log π - log q is {mean.value:.1f} nats "
+            "on average"
+        )
         p = p_above(mean_over(-gap.difference, gap.observation))
         return decided("vocabulary", p, level, True, evidence, share=1.0), np.zeros(len(gap.ids), bool)
     of_id, gross_of_id = _elsewhere(gap, np.ones(len(gap.ids), bool)), _elsewhere(gap, gross)
@@ -147,11 +153,11 @@ def vocabulary(gap: Gap, level: float) -> tuple[Answer, Booleans]:
     among = float(hits.sum() / max(number, 1))
     share = float(hits[judged].mean()) if judged.any() else 0.0
     bad = np.unique(gap.ids[hits])
-    evidence = "the trainer gives no token less than the square of the engine's probability"
+    evidence = "the trainer's probability is at least the square of the engine's at every token"
     if number:
         evidence = (
-            f"the trainer gives {number} tokens less than the square of the engine's probability, and {among:.0%} of them "
-            f"have one of {len(bad)} ids for which most tokens are so"
+            f"the trainer gives {number} tokens less than the square of the engine's probability, and {among:.0%} of "
+            f"them have one of {len(bad)} ids for which most tokens are so"
         )
     test = decided(
         "vocabulary", p, level, share >= 0.0005 and among >= 0.3, evidence, share=share, ids=bad[:20].tolist()

@@ -3,7 +3,7 @@
 A user's own has the same signature as ours, `fn(tokens, parameters) -> [T]`; docs/adding.md shows one.
 """
 
-from megatron_pg.objectives.objective import Objective, objective_of
-from megatron_pg.objectives.tokens import MAX_LOG_RATIO, Parameters, Tokens
+from megatron_pg.objectives.interface.objective import Objective, objective_of
+from megatron_pg.objectives.interface.tokens import MAX_LOG_RATIO, Parameters, Tokens
 
 __all__ = ["MAX_LOG_RATIO", "Objective", "Parameters", "Tokens", "objective_of"]

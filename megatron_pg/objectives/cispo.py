@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import Parameters, Tokens
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 
 def cispo(tokens: Tokens, parameters: Parameters) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.objectives.grpo import grpo
-from megatron_pg.objectives.tokens import Parameters, Tokens, bounded
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens, bounded
 
 
 def dual_clip(tokens: Tokens, parameters: Parameters) -> Tensor:

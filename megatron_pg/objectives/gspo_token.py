@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron_pg.objectives.grpo import clipped_surrogate
-from megatron_pg.objectives.tokens import Parameters, Tokens
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 
 def gspo_token(tokens: Tokens, parameters: Parameters) -> Tensor:

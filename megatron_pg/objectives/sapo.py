@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import Parameters, Tokens
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
 
 def sapo(tokens: Tokens, parameters: Parameters) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.tokens import MAX_LOG_RATIO, Parameters, Tokens, unclamped
+from megatron_pg.objectives.interface.tokens import MAX_LOG_RATIO, Parameters, Tokens, unclamped
 
 
 def vespo(tokens: Tokens, parameters: Parameters) -> Tensor:

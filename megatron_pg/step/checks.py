@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch import PackedBatch
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.flags.megatron import FUSES_UNDER_FSDP, core_version
-from megatron_pg.step.collectives import all_gather_rows, broadcast_text
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
+from megatron_pg.plan.errors import ContractError, StepPlanError
+from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.support import members
 from megatron_pg.step.context_groups import ContextGroups
-from megatron_pg.step.errors import ContractError, StepPlanError
-from megatron_pg.step.plan import StepPlan
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.support import members
 
 _WITH_STATE = {"MambaMixer", "GatedDeltaNet"}  # named, because their modules lie elsewhere in every release
 

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.batch.context_ranks import run_sizes
-from megatron_pg.step.collectives import all_gather_rows
-from megatron_pg.step.errors import ContractError
+from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.errors import ContractError
 
 
 class ContextGroups:

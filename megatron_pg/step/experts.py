@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
-from megatron_pg.step.errors import ContractError
+from megatron_pg.plan.errors import ContractError
 
 
 class RoutingReplay(Protocol):
     """How the user's model takes the engine's experts in the place of its router's choice (R3, arXiv:2510.11370).
 
-    `examples/routing_replay.py` is one for Megatron's own `RouterReplay`.
+    `examples/loop/routing_replay.py` is one for Megatron's own `RouterReplay`.
     """
 
     def forward(self, model: nn.Module, experts: Tensor) -> AbstractContextManager[None]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.metrics import Reduction
-from megatron_pg.step.collectives import all_gather_rows, broadcast_text, device_of
-from megatron_pg.step.documents import StepDocuments
-from megatron_pg.step.errors import ContractError, NonFiniteLossError
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, device_of
+from megatron_pg.plan.documents import StepDocuments
+from megatron_pg.plan.errors import ContractError, NonFiniteLossError
+from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.loss import Diagnostics
-from megatron_pg.step.plan import StepPlan
 
 Found = Mapping[LocalBatch, Diagnostics]  # of this rank's micro-batches, in the order of their forwards
 _CHECKS = 7  # values before the metrics in what is gathered

@@ -1,7 +1,7 @@
 """One optimizer step through Megatron's schedule: plan, run, check.
 
     1. take this step's K micro-batches and plan them: one exchange over the data-parallel group; under --docs-per-step K is
-       found first (`megatron_pg.step.documents`)
+       found first (`megatron_pg.plan.documents`)
     2. run Megatron's forward-backward function over them, with the weights that came out
     3. one all-gather for the checks and all metrics, one host read, before the optimizer moves
 
@@ -23,6 +23,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
+from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
+from megatron_pg.plan.errors import ContractError, StepPlanError, lost_peer_named
+from megatron_pg.plan.microbatches import Counted, count, slice_step
+from megatron_pg.plan.plan import StepPlan, check_count, plan_from_table
+from megatron_pg.plan.selection import select
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
+from megatron_pg.plan.support import without_missing
+from megatron_pg.plan.table import LocalTable, PlanRule
 from megatron_pg.step.checks import (
     agree,
     always_averages,
@@ -37,9 +46,6 @@ from megatron_pg.step.checks import (
     take,
 )
 from megatron_pg.step.context_groups import ContextGroups
-from megatron_pg.step.contract import Contract
-from megatron_pg.step.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
-from megatron_pg.step.errors import ContractError, StepPlanError, lost_peer_named
 from megatron_pg.step.experts import (
     RoutingReplay,
     check_experts,
@@ -48,14 +54,8 @@ from megatron_pg.step.experts import (
     router_losses_to_scale,
 )
 from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
-from megatron_pg.step.microbatches import Counted, count, slice_step
+from megatron_pg.step.loss_scaling import Contract
 from megatron_pg.step.model_loss import ModelLoss
-from megatron_pg.step.plan import StepPlan, check_count, plan_from_table
-from megatron_pg.step.selection import select
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.shared_documents import SharedDocumentAccumulator
-from megatron_pg.step.support import without_missing
-from megatron_pg.step.table import LocalTable, PlanRule
 
 
 class PolicyGradientStep:

@@ -9,8 +9,8 @@ from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
 from megatron_pg.metrics.table import red_flags
+from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.findings import StepReport
-from megatron_pg.step.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, may_
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import HeadCall
 from megatron_pg.metrics import TokenValues
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.plan.settings import LossSettings
 
 Totals = Mapping[str, Tensor]
 NONE: Totals = MappingProxyType({})

@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
-from megatron_pg.step.contract import Contract
-from megatron_pg.step.errors import ContractError
+from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
+from megatron_pg.step.loss_scaling import Contract
 from megatron_pg.step.mtp import DepthLoss, depth_head_loss, depth_loss, totals_of
-from megatron_pg.step.plan import StepPlan
-from megatron_pg.step.settings import LossSettings
 
 
 @dataclass(slots=True, eq=False)

@@ -18,9 +18,9 @@ from megatron_pg.batch.slicing import DepthFields
 from megatron_pg.kernels import CrossEntropy, Vocabulary, cross_entropy
 from megatron_pg.lm_head import head_cross_entropy
 from megatron_pg.lm_head.output_layer import HeadCall
+from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import head_of
-from megatron_pg.step.plan import StepPlan
-from megatron_pg.step.settings import LossSettings
 
 
 class DepthLoss(NamedTuple):

@@ -15,7 +15,7 @@ from rollout_files import HEADER, RECORD, damaged, malformed_lines
 
 from megatron_pg import read_rollouts
 from megatron_pg.cli import main
-from megatron_pg.cli.compare import digest_rollouts
+from megatron_pg.cli.rollouts.compare import digest_rollouts
 from megatron_pg.rollouts.lines import RolloutFileError
 
 ROOT = Path(__file__).parents[2]

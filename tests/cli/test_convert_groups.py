@@ -174,7 +174,7 @@ def test_a_file_and_the_standard_input_are_read_together(convert, files, tmp_pat
 
 
 def test_a_dump_that_changes_while_it_is_read_is_refused(convert, files, monkeypatch):
-    from megatron_pg.cli import dumps
+    from megatron_pg.cli.rollouts import dumps
 
     first, second = files([line("q", 1.0), line("q", 0.0)], [line("q", 0.0)])
     read, calls = dumps.READERS["jsonl"], []

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pg.cli import doctor, main
 from megatron_pg.cli.doctor import Probe, examine
-from megatron_pg.step.device import chosen
+from megatron_pg.kernels.device import chosen
 
 ROOT = Path(__file__).parents[2]
 HOOKS = {"pretrain_hook": False, "parse_hook": True}

@@ -54,7 +54,7 @@ def test_settings_that_the_numbers_do_not_show_are_said(write, capsys):
     code, out, _ = run(capsys, path, "--engine", "temperature=1,top_p=0.9", "--trainer-temperature", "1")
     assert code == 0
     assert (
-        "  sampling: the engine draws otherwise than it reports\n    the settings say top_p 0.9, and no probability"
+        "  sampling: the engine samples from another distribution than it reports\n    the settings state top_p 0.9, but no probability"
         in out
     )
     code, _, err = run(capsys, path, "--engine", "top_p=2")
@@ -115,7 +115,7 @@ def test_a_picture(suffix, write, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ({"rollout_logprobs": None}, (), "has no rollout_logprobs, so there is nothing to compare"),
+        ({"rollout_logprobs": None}, (), "has no rollout_logprobs to compare old_logprobs with"),
         ({"loss_mask": [0] * 40}, (), "no token is trained"),
         ({"worker": "a\nb"}, (), "worker="),
         ({"weight_version": -1}, (), "weight_version=-1 has the wrong type or range"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pg.cli import main
-from megatron_pg.cli.plot import small_curve, smoothed
+from megatron_pg.cli.runs.plot import small_curve, smoothed
 from megatron_pg.metrics.file import MetricsFile
 
 

@@ -141,7 +141,7 @@ def test_names_of_a_file_are_text_on_the_page(make_run, capsys, tmp_path):
 
 def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
     pytest.importorskip("plotly")
-    from megatron_pg.cli.report_page import MOST_POINTS, figure_of, thinned
+    from megatron_pg.cli.runs.report_page import MOST_POINTS, figure_of, thinned
 
     flat = figure_of("kl_new_old", {"a": {1: 1e-17, 2: 3e-17}}, {"a": ("solid", "#000")}, 0.6)
     low, high = flat.layout.yaxis.range
@@ -155,7 +155,7 @@ def test_noise_is_no_signal_and_long_runs_keep_their_extremes():
 
 
 def test_without_plotly_the_extra_is_named(make_run, capsys, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "megatron_pg.cli.report_page", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_pg.cli.runs.report_page", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "plotly", None)

@@ -30,8 +30,8 @@ from megatron_pg.flags.banner import banner
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.objectives.custom.loading import load_custom_objective
+from megatron_pg.plan.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 

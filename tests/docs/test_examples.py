@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import launches
 import processes
 import pytest
-import run_folder
 import torch
-from all_gather_attention import AllGatherAttention, allowed
-from digit_sort import DigitSort
-from list_programs import ListPrograms
+from cpu.all_gather_attention import AllGatherAttention, allowed
+from loop import run_folder
 from samples import make_sample
+from tasks.digit_sort import DigitSort
+from tasks.list_programs import ListPrograms
 
 from megatron_pg import RolloutWriter, add_arguments, read_rollouts, validate_args
 
@@ -130,9 +130,9 @@ def test_samples_that_are_sampled_again_stay_in_a_copy(tmp_path):
 def sampled_by_ranks(folder, full):
     """Rollouts of a policy that does not look at its prompts, by 1, 2 and 4 ranks, in the order of the step."""
     code = (
-        "import json, sys, types, torch, cpu_megatron\n"
+        "import json, sys, types, torch\nfrom cpu import cpu_megatron\n"
         "cpu_megatron.enable()\n"
-        "import sampling, task_samples\n"
+        "from tasks import sampling, task_samples\n"
         "class Uniform(sampling.Policy):\n"
         "    def _reader(self, prompts, max_tokens):\n"
         "        return lambda responses, rows: torch.full((len(rows), 20), 1 / 20).log()\n"
@@ -189,10 +189,10 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
     assert "has 3 tokens up to id 13; the model takes 4 tokens" in refusals
     assert "--pg-vocab-size 11 leaves out tokens of the task, which has 12" in refusals
     assert "--seq-length 12 is shorter than a prompt and its longest response of --task list_programs" in refusals
-    assert "--cached-sampling does not go with --task digit_sort" in refusals
-    assert "--cached-sampling does not go with context parallelism" in refusals
-    assert "--demonstrations-per-step 4 are no part of --global-batch-size 4" in refusals
-    assert "--demonstrations-per-step 1 are drawn beside what is sampled in steps" in refusals
+    assert "--cached-sampling does not support --task digit_sort" in refusals
+    assert "--cached-sampling does not support context parallelism" in refusals
+    assert "--demonstrations-per-step 4 is not a multiple of" in refusals
+    assert "--demonstrations-per-step 1 needs rollouts that this run samples in steps" in refusals
     assert (
         "--microbatch-means 2 reweighs token_mean of one rank in equal parts of --global-batch-size 4, not constant"
         in refusals
@@ -206,8 +206,8 @@ def test_the_example_refuses_sizes_that_do_not_divide_and_files_that_do_not_fit(
         "--discard-rollouts with",
     ):
         assert ignored in refusals
-    assert "--top-p 0.0 is no probability of rollouts that are sampled in steps" in refusals
-    assert "--top-p 0.9 is no probability of rollouts that are sampled in steps" in refusals
+    assert "--top-p 0.0 is not valid: it must be above 0" in refusals
+    assert "--top-p 0.9 is not valid: it must be above 0" in refusals
     assert "--fp8-format hybrid has no effect on the layers of --transformer-impl local" in refusals
     assert "--use-rope-scaling has no effect on the model of --hybrid-layer-pattern" in refusals
     assert "--hybrid-layer-pattern M-*- has M, which --transformer-impl local cannot build" in refusals

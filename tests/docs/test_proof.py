@@ -20,7 +20,7 @@ def collected(folder, full):
 
 
 def test_the_page_has_a_row_for_every_test_marked_as_proof_and_no_other(collected):
-    command = "run .venv/bin/python tests/support/proof.py none"
+    command = "run .venv/bin/python tests/helpers/proof.py none"
     assert [row for row in collected if row not in RECORD["rows"]] == [], f"rows without an entry: {command}"
     assert [row for row in RECORD["rows"] if row not in collected] == [], f"rows that no test has: {command}"
     assert {row: entry["part"] for row, entry in RECORD["rows"].items()} == {
@@ -38,9 +38,9 @@ def test_the_page_is_written_from_the_record():
 def test_every_file_with_a_test_marked_as_proof_is_in_one_part():
     assert proof.part_of("unit/kernels/test_topk.py") == "kernels"
     assert proof.part_of("unit/test_cp_utils.py") == "units"
-    assert proof.part_of("properties/test_compile.py") == "kernels"
+    assert proof.part_of("compiled/test_compile.py") == "kernels"
     assert proof.part_of("properties/test_dyadic.py") == "properties"
-    assert "--ignore=tests/properties/test_soak.py" in proof.selection("properties")
+    assert "--ignore=tests/fuzz/test_soak.py" in proof.selection("fuzz")
     for paths in proof.PARTS.values():
         assert all((proof.TESTS / path).exists() for path in paths)
     with pytest.raises(ValueError, match=r"docs/test_pages\.py is marked as proof and in no part"):
@@ -55,12 +55,12 @@ def test_the_makefile_runs_parts_and_installs_what_they_need():
         command = ["make", "--dry-run", "--no-print-directory", "--always-make", "--file", str(root / "Makefile")]
         return subprocess.run([*command, "prove", *variables, *words], cwd=root, capture_output=True, text=True).stdout
 
-    assert "tests/support/proof.py ranks" in steps("PART=ranks")
+    assert "tests/helpers/proof.py ranks" in steps("PART=ranks")
     assert not re.search("triton-3.9.0|megatron-core-0.16.1|verl-0.9.1", steps("PART=ranks"))
     assert ".venv/triton-3.9.0" in steps("PART=kernels")
     assert ".venv/megatron-core-0.16.1" in steps("PART=releases")
     assert ".venv/verl-0.9.1" in steps("PART=hosts")
-    assert "tests/support/proof.py units -- -k exchange" in steps("PART=units", "ARGS=-k exchange")
+    assert "tests/helpers/proof.py units -- -k exchange" in steps("PART=units", "ARGS=-k exchange")
     whole = steps()
     assert all(each in whole for each in ("triton-3.9.0", "megatron-core-0.16.1", "verl-0.9.1"))
 

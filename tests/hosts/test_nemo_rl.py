@@ -14,11 +14,11 @@ from nemo_stand_in import Options, master_config
 from processes import environment
 
 from megatron_pg import ArgumentError
-from megatron_pg.hosts import nemo_flags
-from megatron_pg.hosts.nemo_loss import checked
+from megatron_pg.hosts.nemo_rl import flags as nemo_flags
+from megatron_pg.hosts.nemo_rl.loss import checked
 from megatron_pg.hosts.step import HostLossError
 from megatron_pg.nemo_rl import PolicyGradientLossFn, install, main
-from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
+from megatron_pg.plan.errors import NonFiniteLossError, StepPlanError
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about a reducer, and about gspo's clip
 TIS = {

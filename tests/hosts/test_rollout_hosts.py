@@ -18,7 +18,7 @@ from host_runs import LIMIT
 from simulation import Layout
 
 from megatron_pg.hosts.startup import check
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.plan.settings import LossSettings
 
 HOSTS = ("slime", "miles")
 LAYOUTS = tuple(hosts.LAYOUTS)

@@ -14,10 +14,10 @@ import torch
 from processes import ROOT, environment, run
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.hosts import verl_options
-from megatron_pg.hosts.verl import install
-from megatron_pg.hosts.verl_options import KEY, RESPONSE_LENGTH, checked
-from megatron_pg.hosts.verl_samples import samples_of
+from megatron_pg.hosts.verl import options as verl_options
+from megatron_pg.hosts.verl.install import install
+from megatron_pg.hosts.verl.options import KEY, RESPONSE_LENGTH, checked
+from megatron_pg.hosts.verl.samples import samples_of
 
 LIMIT = 1e-6  # of float32 against float64
 FOLDER = Path(os.environ.get("VERL", ROOT / ".venv" / "verl-0.9.1"))  # the Makefile installs it
@@ -33,7 +33,7 @@ def on_ranks(folder, full):
     env = environment()
     env["PYTHONPATH"] += os.pathsep + str(FOLDER)  # last: its wheels have a folder `tests` too
     runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "tests" / "ranks" / "verl_ranks.py")
+    script = str(ROOT / "tests/hosts/programs/verl_ranks.py")
     run([*runner, script, str(folder), "full" if full else "fast"], env)
     return json.loads((folder / "verl.json").read_text(encoding="utf-8"))
 

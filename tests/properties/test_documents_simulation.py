@@ -12,8 +12,8 @@ from document_streams import Taken, take_all
 from samples import divisor_of, random_step
 from simulation import Layout, Step
 
+from megatron_pg.plan.documents import Packing, StepRule
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.documents import Packing, StepRule
 
 LAYOUTS = [
     Layout(data=2),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_pg.cp_utils import padded_length, zigzag_index
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.step.plan import plan_from_table
-from megatron_pg.step.table import LocalTable, PlanRule
+from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.table import LocalTable, PlanRule
 
 DIVISOR = 64.0
 TRAINED = 256  # tokens of the step

@@ -13,7 +13,7 @@ from megatron_pg.kernels import grpo_loss
 from megatron_pg.kernels.logprobs import logprobs_and_entropy
 from megatron_pg.objectives import MAX_LOG_RATIO, Parameters
 from megatron_pg.objectives.grpo import clipped_surrogate
-from megatron_pg.objectives.tokens import ratio
+from megatron_pg.objectives.interface.tokens import ratio
 
 BOUNDS = {"eps": 1e-6, "atol": 1e-6, "rtol": 1e-5, "nondet_tol": 0.0}
 CLIP = {"clip_eps_low": EPS_LOW, "clip_eps_high": EPS_HIGH}

@@ -15,7 +15,7 @@ from simulation import Layout, Outcome, Step
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
 from megatron_pg.metrics import Reduction
-from megatron_pg.step.settings import features_of
+from megatron_pg.plan.settings import features_of
 
 LAYOUTS = [
     Layout(data=2, microbatches=2),

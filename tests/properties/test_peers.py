@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron_pg import add_arguments, validate_args
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics.table import METRICS
+from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.table import local_table_of
+from megatron_pg.plan.weights import token_factors, token_weights
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.plan import plan_from_table
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.table import local_table_of
-from megatron_pg.step.weights import token_factors, token_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning", "ignore::megatron_pg.ArgumentNotice")
 

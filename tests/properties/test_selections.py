@@ -23,12 +23,12 @@ from simulation import Layout
 from megatron_pg.batch import ContextRanks, pack
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.streams import Stream
+from megatron_pg.plan.microbatches import count
+from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.selection import select
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.table import SelectionFacts
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.microbatches import count
-from megatron_pg.step.plan import plan_from_table
-from megatron_pg.step.selection import select
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.table import SelectionFacts
 
 LAYOUTS = [
     Layout(microbatches=3, qkv_format="bshd"),

@@ -22,11 +22,11 @@ from stream_cases import Case, Flags
 from stream_oracle import StreamTerm
 
 from megatron_pg.batch import pack
+from megatron_pg.plan.plan import StepPlan, plan_from_table, plan_step
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.table import local_table_of
+from megatron_pg.plan.weights import token_factors, token_weights
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.step.plan import StepPlan, plan_from_table, plan_step
-from megatron_pg.step.settings import LossSettings
-from megatron_pg.step.table import local_table_of
-from megatron_pg.step.weights import token_factors, token_weights
 
 LAYOUTS = [
     Layout(),

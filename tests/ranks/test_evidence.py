@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import evidence
 import launches
 import processes
 import pytest
+from evidence import experiments as evidence
 
 from megatron_pg.args import add_arguments, validate_args
 
@@ -23,7 +23,7 @@ ARMS = f"{SMALL} --warm-up-iters 4 --save-interval 2 --train-iters"
 
 
 def program(folder: Path, what: str, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "examples" / "evidence.py"), what, *flags]
+    command = [sys.executable, str(ROOT / "examples/evidence/experiments.py"), what, *flags]
     given = ["--scale", "cpu", "--seeds", "1", "--runs", str(folder)]
     environment = processes.environment()
     return subprocess.run([*command, *given], capture_output=True, text=True, check=False, env=environment, cwd=folder)

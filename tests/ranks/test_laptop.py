@@ -28,7 +28,7 @@ def metrics(folder, full):
         return []
     for name in ("my_grpo.py", "launch.sh"):
         (folder / name).write_text(block(name), encoding="utf-8")
-    for name in ("cpu_megatron.py", "recipes/rollouts.jsonl"):
+    for name in ("cpu/cpu_megatron.py", "recipes/rollouts.jsonl"):
         shutil.copy(ROOT / "examples" / name, folder)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(processes.PACKAGE)}

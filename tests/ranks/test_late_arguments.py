@@ -19,7 +19,7 @@ def printed(folder, full):
     for ranks in CASES:
         place = folder / "_".join(map(str, ranks))
         place.mkdir()
-        script = processes.TESTS / "ranks" / "late_arguments.py"
+        script = processes.TESTS / "ranks/programs/late_arguments.py"
         processes.run([sys.executable, str(script), str(place), *map(str, ranks)], processes.environment())
         found[ranks] = "".join((place / f"{rank}.err").read_text(encoding="utf-8") for rank in range(2))
     return found

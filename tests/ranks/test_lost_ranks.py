@@ -46,7 +46,7 @@ def cases(full):
 
 @launches.launch
 def results(folder, full):
-    script = [sys.executable, str(processes.TESTS / "ranks" / "lost_ranks.py"), str(folder), str(WRITERS)]
+    script = [sys.executable, str(processes.TESTS / "ranks/programs/lost_ranks.py"), str(folder), str(WRITERS)]
     names = [case.name for case in cases_of(full)]
     processes.run([*script, *names], processes.environment(processes.ROOT / "examples" / "recipes"))
     return folder

@@ -69,7 +69,7 @@ def folder(request, full) -> Path:
 
 def check_contract(release: str, cases: int, evidence, *first: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(processes.TESTS / "support" / "contract.py"), str(cases)],
+        [sys.executable, str(processes.TESTS / "helpers/runs/contract.py"), str(cases)],
         env=processes.environment(*first),
         capture_output=True,
         text=True,

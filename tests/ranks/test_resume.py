@@ -109,6 +109,6 @@ def test_a_rollout_file_that_would_be_missed_or_overwritten_is_a_named_error(who
     run = rewound(whole, tmp_path / "again", STOP)
     before = (run / "rollouts.jsonl").read_bytes()
     done = launch(run, "--rollouts", str(run / "rollouts.jsonl"), check=False)
-    assert "is the file that this run would write anew" in done.stderr
+    assert "is the file that this run would overwrite" in done.stderr
     assert (run / "rollouts.jsonl").read_bytes() == before
     evidence(cases=2)

@@ -19,7 +19,7 @@ def test_a_started_process_imports_the_copy_that_the_tests_import(tmp_path):
     shutil.copytree(processes.PACKAGE / "megatron_pg", tmp_path / "megatron_pg")
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank.py").write_text("import megatron_pg\nprint(megatron_pg.__file__)\n")
-    support = processes.TESTS / "support"
+    support = processes.TESTS / "helpers/runs"
     environment = processes.ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{support}"}
     command = [sys.executable, "-c", STARTED, str(tmp_path / "ranks" / "rank.py")]
     done = subprocess.run(command, env=environment, cwd=support, capture_output=True, text=True, check=True)

@@ -46,12 +46,12 @@ REQUIRED = {
     "aggregation": (
         AGGREGATIONS,
         Place("an oracle", ("tests/oracles/oracle.py",)),
-        Place("hand-worked denominators", ("tests/support/samples.py",)),
+        Place("hand-worked denominators", ("tests/helpers/samples.py",)),
         Place("a row (make docs)", ("docs/aggregation.md",)),
     ),
     "correction": (
         [name for name in CORRECTIONS if name != "none"],
-        Place("a hand-worked value", ("tests/unit/objectives/test_corrections.py", "tests/unit/objectives/test_selections.py")),
+        Place("a hand-worked value", ("tests/unit/objectives/corrections/test_correction.py", "tests/unit/objectives/corrections/test_selections.py")),
         # a rejection is a level and a divergence: each pair is worked by hand
         Place("an oracle", ("tests/oracles/objective_oracle.py", "tests/oracles/selection_oracle.py", "tests/properties/test_peers.py"), not_for="_k[123]$"),
         Place("a row (make docs)", ("docs/objectives.md",)),
@@ -59,18 +59,18 @@ REQUIRED = {
     "KL estimator": (
         KL_ESTIMATORS,
         Place("an oracle", ("tests/oracles/objective_oracle.py",)),
-        Place("a hand-worked value", ("tests/unit/objectives/test_kl.py",)),
+        Place("a hand-worked value", ("tests/unit/objectives/terms/test_kl.py",)),
         Place("a row", ("docs/objectives.md",)),
     ),
     "stream kind": (
         KINDS,
         Place("an oracle", tuple(f"tests/oracles/{name}_oracle.py" for name in ("stream", "topk", "teacher", "selection"))),
-        Place("a hand-worked value", ("tests/unit/objectives/test_stream_kinds.py", "tests/unit/lm_head/test_teacher.py")),
+        Place("a hand-worked value", ("tests/unit/objectives/terms/test_stream_kinds.py", "tests/unit/lm_head/test_teacher.py")),
         Place("a row", ("docs/streams.md", "docs/objectives.md")),
     ),
     "metric": (
         [metric.name for metric in METRICS if metric.kind != "part"],
-        Place("an expected value", ("tests/oracles/*.py", "tests/support/*_cases.py", "tests/unit/metrics/*.py", "tests/unit/step/*.py")),
+        Place("an expected value", ("tests/oracles/*.py", "tests/helpers/cases/*_cases.py", "tests/unit/metrics/*.py", "tests/unit/step/*.py", "tests/unit/plan/*.py")),
         Place("a row (make docs)", ("docs/metrics.md",)),
     ),
 }  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 from megatron_pg.hosts.log import HostLog
 from megatron_pg.hosts.startup import check
 from megatron_pg.hosts.step import HostStep
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.findings import StepReport
-from megatron_pg.step.settings import LossSettings
 
 SETTINGS = LossSettings.from_args(check("host", {}, megatron={}).args)
 

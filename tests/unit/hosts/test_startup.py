@@ -9,7 +9,7 @@ from processes import environment
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.startup import TakenOver, check, check_signature, start
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.plan.settings import LossSettings
 
 
 def rows_of(given=(), **rest) -> dict[str, str]:

@@ -15,8 +15,8 @@ from simulation import Layout
 from megatron_pg.hosts.startup import check
 from megatron_pg.hosts.step import HostLossError, HostStep
 from megatron_pg.lm_head.output_layer import HeadCall
-from megatron_pg.step.errors import NonFiniteLossError, StepPlanError
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.plan.errors import NonFiniteLossError, StepPlanError
+from megatron_pg.plan.settings import LossSettings
 
 
 def farthest(*ranks: list) -> tuple[int, float]:

@@ -8,7 +8,7 @@ import torch
 from megatron_pg.kernels import grpo_loss, may_be_overwritten
 from megatron_pg.objectives import Parameters
 from megatron_pg.objectives.grpo import clipped_surrogate
-from megatron_pg.objectives.tokens import ratio
+from megatron_pg.objectives.interface.tokens import ratio
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 

@@ -11,7 +11,7 @@ from megatron_pg.kernels import Vocabulary, policy_gradient_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-LIMITS = {"torch": 1e-12, "triton": 2e-6}  # of float64 and float32, as tests/unit/kernels/test_triton_loss.py
+LIMITS = {"torch": 1e-12, "triton": 2e-6}  # of float64 and float32, as tests/unit/kernels/triton/test_loss.py
 
 pytestmark = [  # of Triton's interpreter, which computes in NumPy
     pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),

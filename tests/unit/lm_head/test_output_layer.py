@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
 from megatron_pg.metrics import Reduction
-from megatron_pg.step.errors import ContractError
+from megatron_pg.plan.errors import ContractError
 from megatron_pg.step.findings import gather_found
 from megatron_pg.step.loss import Diagnostics
 

@@ -12,7 +12,8 @@ from teacher_parts import SHARE, Parts
 
 from megatron_pg.batch.fields import StreamFields, TeacherStates, TopK
 from megatron_pg.declarations.streams import Stream
-from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss, teacher_triton
+from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss
+from megatron_pg.kernels.triton import teacher as teacher_triton
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 
 CUDA = torch.cuda.is_available()

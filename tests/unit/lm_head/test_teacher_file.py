@@ -7,7 +7,7 @@ from teacher_files import write_head
 
 from megatron_pg.args import validate_args
 from megatron_pg.lm_head.teacher_file import TeacherHead
-from megatron_pg.step.settings import LossSettings
+from megatron_pg.plan.settings import LossSettings
 
 WEIGHT = torch.arange(15.0).view(5, 3) - 7
 

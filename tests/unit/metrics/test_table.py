@@ -14,9 +14,9 @@ from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
-from megatron_pg.metrics.samples import SampleFacts, encode_facts, fact_sums, largest_facts, unit_facts
 from megatron_pg.metrics.table import LIMITS, Limit, red_flags
 from megatron_pg.objectives import objective_of
+from megatron_pg.plan.facts import SampleFacts, encode_facts, fact_sums, largest_facts, unit_facts
 from megatron_pg.rollouts.sample import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"

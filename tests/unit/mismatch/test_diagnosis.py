@@ -94,7 +94,7 @@ def test_two_causes_are_both_named(pair, world):
 @pytest.mark.proof("Mismatch: seeded faults of a GPT at three strengths, pairs and clean rollouts")
 def test_the_table_of_faults(full, evidence):
     if not full:
-        pytest.skip("minutes: the full tier, and `python tests/support/mismatch_table.py`")
+        pytest.skip("minutes: the full tier, and `python tests/helpers/cases/mismatch_table.py`")
     all_outcomes = outcomes(*language(), cases(4), seed=1)
     for kind, least in (("strong", 0.9), ("medium", 0.8)):
         hits, seeded = named(all_outcomes, kind)
@@ -132,7 +132,7 @@ def test_a_minority_of_doubtful_values_leaves_other_causes_untold():
     bad = np.arange(len(engine)) % 20 == 0
     trainer[bad] = trainer[np.roll(np.flatnonzero(bad), 1)]
     gap = gap_from(engine, trainer, ids=tokens)
-    assert alignment.doubt(gap, LEVEL).startswith("some values may be of different tokens")
+    assert alignment.doubt(gap, LEVEL).startswith("some values may belong to different tokens")
     assert not alignment.doubt(gap.where(~bad), LEVEL)
 
 
@@ -330,7 +330,7 @@ def test_a_shift_is_measured_and_undone(lag):
 
 
 def test_holes_in_the_loss_mask_are_no_neighbours():
-    """Tokens that stand beside each other in the columns and not in the document are not compared."""
+    """Tokens adjacent in the columns but not in the document are not compared."""
     logits, tokens, rng = contexts(14)
     engine = logprobs(logits, tokens)
     gap = gap_from(engine, np.minimum(engine + rng.normal(0, 0.01, len(engine)), 0), ids=tokens)

@@ -1,4 +1,4 @@
-"""How tokens were drawn, told from the engine's likeliest tokens; and what settings say against log-probabilities."""
+"""How tokens were drawn, from the engine's top-k log-probabilities, and stated settings compared with log-probabilities."""
 
 import math
 import re
@@ -22,7 +22,7 @@ VOCABULARY, TOP = 60, 32
 def drawn(
     seed: int, count: int = 4000, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = VOCABULARY
 ) -> Gap:
-    """Tokens drawn so, and the log-probabilities at temperature 1 of the 32 likeliest."""
+    """Tokens drawn so, and the log-probabilities at temperature 1 of the top 32."""
     rng = np.random.default_rng(seed)
     logits = -1.6 * np.log(np.arange(1, VOCABULARY + 1)) + rng.normal(0, 0.7, (count, VOCABULARY))
     logits = -np.sort(-logits, axis=1)
@@ -40,7 +40,7 @@ def drawn(
         document=np.repeat(np.arange(count // 40), 40),
         step=np.zeros(count // 40, int),
         weight_version=np.full(count // 40, np.nan),
-        likeliest=log_q[:, :TOP].astype(np.float32),
+        topk=log_q[:, :TOP].astype(np.float32),
         rank=np.minimum(chosen, TOP),
     )
 
@@ -68,7 +68,7 @@ def test_a_way_of_drawing_is_estimated(way, evidence):
     evidence(cases=1)
 
 
-@pytest.mark.proof("Mismatch: tokens drawn as reported are hardly ever called drawn otherwise")
+@pytest.mark.proof("Mismatch: tokens drawn as reported are rarely reported as drawn otherwise")
 def test_what_is_drawn_as_reported_has_large_p(full, evidence):
     ps = [sampling(drawn(100 + seed, 400), LEVEL).p for seed in range(400 if full else 60)]
     assert sum(p <= 0.05 for p in ps) <= 0.05 * len(ps)
@@ -79,9 +79,9 @@ def test_what_is_drawn_as_reported_has_large_p(full, evidence):
 @pytest.mark.parametrize("way", [module._Way(0.8), module._Way(1.0, 0.7), module._Way(1.25, None, 5)])
 def test_a_likelihood_is_that_of_a_loop(way):
     gap = drawn(3, 40)
-    probabilities = module._probabilities(gap.likeliest.astype(float), way.temperature)
+    probabilities = module._probabilities(gap.topk.astype(float), way.temperature)
     kept, wanted = module._kept(probabilities, way), []
-    for row, is_kept in zip(gap.likeliest.astype(float), kept, strict=True):
+    for row, is_kept in zip(gap.topk.astype(float), kept, strict=True):
         q = [math.exp(value) for value in row]
         weights = [each ** (1 / way.temperature) for each in q]
         weights.append((1 - sum(q)) / q[-1] * q[-1] ** (1 / way.temperature))  # so many like the last
@@ -95,8 +95,8 @@ def test_a_likelihood_is_that_of_a_loop(way):
     np.testing.assert_allclose(probabilities, wanted, rtol=1e-6)
 
 
-def test_without_the_likeliest_nothing_is_said():
-    bare = replace(drawn(4), likeliest=None, rank=None)
+def test_without_topk_the_test_cannot_tell():
+    bare = replace(drawn(4), topk=None, rank=None)
     assert sampling(bare, LEVEL).outcome == "cannot tell"
     few = drawn(5, 4000)
     few.rank[100:] = -1
@@ -116,12 +116,12 @@ def sample(number: int, topk: dict | None) -> Sample:
     )
 
 
-def test_columns_hold_the_likeliest_in_order_and_the_rank_of_what_was_drawn():
+def test_columns_hold_the_topk_in_order_and_the_rank_of_the_sampled_token():
     known = {"ids": [[2, 4, 3], [1, 2], [9, 8]], "logprobs": [[-2.0, -1.0, -3.0], [-0.5, -1.5], [-0.1, -3.0]]}
     gap = gap_of([sample(0, None), sample(1, known)])
     assert gap.rank.tolist() == [-1, -1, 0, 3]
-    assert gap.likeliest[2].tolist() == [-1.0, -2.0, -3.0]
-    assert gap.likeliest[3].tolist() == [-0.5, -1.5, -math.inf]
+    assert gap.topk[2].tolist() == [-1.0, -2.0, -3.0]
+    assert gap.topk[3].tolist() == [-0.5, -1.5, -math.inf]
     assert gap_of([sample(0, None)]).rank is None
 
 
@@ -129,7 +129,7 @@ def test_a_drawn_token_that_the_engine_has_added_is_none_of_the_likeliest():
     known = {"ids": [[4, 3], [1, 2, 7], [9, 8]], "logprobs": [[-0.5, -3.0], [-0.5, -1.5, -2.0], [-0.1, -3.0]]}
     gap = gap_of([sample(0, known)])
     assert gap.rank.tolist() == [0, 3]
-    assert gap.likeliest[1].tolist() == [-0.5, -1.5, -math.inf]
+    assert gap.topk[1].tolist() == [-0.5, -1.5, -math.inf]
 
 
 def test_an_empty_row_of_the_likeliest_changes_no_estimate():
@@ -174,23 +174,23 @@ def answers(**outcomes: str) -> list[Answer]:
 @pytest.mark.parametrize(
     ("engine", "trainer", "outcomes", "cause", "outcome", "says"),
     [
-        ("temperature=0.8", 1.0, {"temperature": "found"}, "temperature", "found", "as the settings say"),
+        ("temperature=0.8", 1.0, {"temperature": "found"}, "temperature", "found", "as the settings state"),
         (
             "temperature=0.5",
             1.0,
             {"temperature": "found"},
             "temperature",
             "found",
-            "the settings say 2.000, so another",
+            "the settings state 2.000, but another",
         ),
         ("temperature=0.5", 1.0, {}, "sampling", "found", "temperatures 0.5 .engine. and 1 .trainer."),
         ("temperature=0.5", 0.5, {}, "sampling", "not found", "numbers$"),
         ("temperature=0.5", None, {}, "sampling", "not found", "numbers$"),
-        ("top_p=0.9,top_k=50", None, {}, "sampling", "found", "top_p 0.9 and top_k 50, and no probability is missing"),
+        ("top_p=0.9,top_k=50", None, {}, "sampling", "found", "top_p 0.9 and top_k 50, but no probability is missing"),
         ("top_p=0.9", None, {"truncation": "found"}, "sampling", "not found", "numbers$"),
         ("top_p=0.9", None, {"truncation": "cannot tell"}, "sampling", "not found", "numbers$"),
         ("top_p=1", None, {}, "sampling", "not found", "numbers$"),
-        ("top_p=0.9", None, {"sampling": "found"}, "sampling", "found", "numbers; the settings say top_p 0.9$"),
+        ("top_p=0.9", None, {"sampling": "found"}, "sampling", "found", "numbers; the settings state top_p 0.9$"),
     ],
 )
 def test_settings_are_held_against_the_numbers(engine, trainer, outcomes, cause, outcome, says):
@@ -209,9 +209,9 @@ def test_a_truncation_that_the_trainer_replays_needs_no_trace():
 @pytest.mark.parametrize(
     ("engine", "trainer", "message"),
     [
-        ("top_p", None, "'top_p' is none of temperature="),
-        ("top_p=0.9,top_p=0.8", None, "each once"),
-        ("min_p=0.1", None, "'min_p=0.1' is none of"),
+        ("top_p", None, "'top_p' is not one of temperature="),
+        ("top_p=0.9,top_p=0.8", None, "each given once"),
+        ("min_p=0.1", None, "'min_p=0.1' is not one of"),
         ("top_p=x", None, "top_p=x is not a number above 0 and at most 1"),
         ("top_p=0", None, "above 0 and at most 1"),
         ("temperature=0", None, "temperature=0 is not a finite number above 0"),
@@ -219,11 +219,11 @@ def test_a_truncation_that_the_trainer_replays_needs_no_trace():
         ("temperature=1e400", None, "temperature=1e400 is not a finite number above 0"),
         ("temperature=1_0", None, "temperature=1_0 is not a finite number above 0"),
         ("temperature=٣", None, "temperature=٣ is not a finite number above 0"),
-        ("top_k=0", None, "top_k=0 is not a whole number from 1 on"),
-        ("top_k=-1", None, "top_k=-1 is not a whole number from 1 on .leave it out if it is off"),
-        ("top_k=inf", None, "top_k=inf is not a whole number from 1 on"),
-        ("top_k=1e400", None, "top_k=1e400 is not a whole number from 1 on"),
-        ("top_k=1.5", None, "top_k=1.5 is not a whole number from 1 on"),
+        ("top_k=0", None, "top_k=0 is not a whole number of at least 1"),
+        ("top_k=-1", None, "top_k=-1 is not a whole number of at least 1 .leave it out if it is off"),
+        ("top_k=inf", None, "top_k=inf is not a whole number of at least 1"),
+        ("top_k=1e400", None, "top_k=1e400 is not a whole number of at least 1"),
+        ("top_k=1.5", None, "top_k=1.5 is not a whole number of at least 1"),
         ("top_p=0.9", 1.0, "needs the engine's"),
         ("temperature=1", 0.0, "0 is not a finite number above 0"),
         ("temperature=1", math.inf, "inf is not a finite number above 0"),

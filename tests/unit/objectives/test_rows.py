@@ -9,10 +9,10 @@ from objective_parts import ESTIMATORS, build
 from megatron_pg.args import ArgumentError
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.kernels import rows
+from megatron_pg.kernels.triton import rows
 from megatron_pg.objectives import MAX_LOG_RATIO, Tokens, objective_of
-from megatron_pg.objectives.custom import load_custom_objective
-from megatron_pg.objectives.row import MOST_NUMBERS, in_torch
+from megatron_pg.objectives.custom.loading import load_custom_objective
+from megatron_pg.objectives.interface.row import MOST_NUMBERS, in_torch
 
 ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
 COUNT = 200_000

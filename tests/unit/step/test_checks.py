@@ -13,9 +13,9 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_pg import ContextRanks, Sample, StepPlan, pack
+from megatron_pg.plan.errors import ContractError, StepPlanError
 from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
-from megatron_pg.step.errors import ContractError, StepPlanError
 from megatron_pg.step.forward_step import PolicyGradientStep
 
 

@@ -8,8 +8,8 @@ from samples import make_sample
 from torch import nn
 
 from megatron_pg import Sample, pack
+from megatron_pg.plan.errors import ContractError
 from megatron_pg.step import experts
-from megatron_pg.step.errors import ContractError
 
 
 @pytest.fixture(params=[(0, 18), (0, 19)], ids=str)

@@ -14,12 +14,12 @@ from samples import make_sample, random_step
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics import Reduction
+from megatron_pg.plan.errors import ContractError, LostPeerError, NonFiniteLossError
+from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step import forward_step
-from megatron_pg.step.errors import ContractError, LostPeerError, NonFiniteLossError
 from megatron_pg.step.findings import Gathered, gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
-from megatron_pg.step.settings import LossSettings
 
 
 @pytest.mark.parametrize("words", [["--pg-fused-head"], ["--fp32-lm-head"], ["--fp32-lm-head", "--pg-fused-head"], []])

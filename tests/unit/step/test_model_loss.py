@@ -11,7 +11,7 @@ from samples import make_sample
 
 from megatron_pg.batch import LocalBatch, pack, slice_batch
 from megatron_pg.metrics import Reduction
-from megatron_pg.step.contract import Contract
+from megatron_pg.step.loss_scaling import Contract
 from megatron_pg.step.model_loss import ModelLoss
 
 FACTOR, VOCABULARY = 0.25, 12

@@ -1,0 +1,1 @@
+"""Subcommands that read rollout files: convert, compare, mismatch."""

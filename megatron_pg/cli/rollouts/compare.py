@@ -1,0 +1,336 @@
+"""`megatron-pg compare`: one rollout file under every aggregation, at the first step over it (new policy = old).
+
+There the ratio is 1, so a trained token's loss is -A and its gradient coefficient is -A under every objective with a
+ratio: the gradient mass of a token is w·|A|. Weights come from `plan_step`, as in training.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
+from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.flags.aggregation import is_usable_divisor
+from megatron_pg.rollouts.fields import POLICY, Id
+from megatron_pg.rollouts.printable import printable
+
+
+class Row(NamedTuple):
+    """One sample of the objective: its ids, its lengths, and the sums of the advantages A over its trained tokens."""
+
+    step: int
+    prompt_id: Id
+    rollout_id: Id
+    length: int  # response tokens
+    trained: int  # trained tokens
+    advantage: float  # Σ A
+    magnitude: float  # Σ |A|
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What one aggregation makes of the file."""
+
+    loss: float | None  # mean over the steps of Σ w·(-A); None where its scale is not given
+    masses: list[float]  # Σ w·|A| of each sample
+    ess: float  # (Σ w)² / (T·Σ w²), mean over the steps
+    heaviest: float  # T·max w / Σ w, largest of the steps
+
+
+class Tally(NamedTuple):
+    """What a stream has of one sample."""
+
+    step: int
+    rollout_id: Id
+    trained: int
+
+
+_LARGEST = 2.0**128 - 2.0**104  # float32
+Comparisons = Mapping[str, Comparison]  # by aggregation
+Tallies = dict[str, list[Tally]]  # by stream
+Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `compare`."""
+    parser.add_argument(
+        "rollouts", metavar="ROLLOUTS", help="a rollout file (docs/rollout_file.md); megatron-pg convert makes them"
+    )
+    scale = "L of constant, without which its loss has no scale and is not shown"
+    parser.add_argument("--divisor", type=float, metavar="L", help=scale)
+    top = "prompts to list, by their largest share (default 5)"
+    parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
+    add_picture_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the comparison and draw it."""
+    if options.top < 0:
+        raise InputError(f"--top {options.top} is negative, so no number of prompts. Give 0 or more.")
+    if options.divisor is not None and not is_usable_divisor(options.divisor):
+        raise InputError(f"--divisor {options.divisor:g} is not finite and > 0. Give a number of tokens.")
+    check_picture(options)
+    rows, tallies = digest_rollouts(options.rollouts)
+    if not rows:
+        raise InputError(
+            f"{show_path(options.rollouts)}: no sample is of the objective's stream, {POLICY}, so there is nothing to compare. The streams of the file: "
+            f"{', '.join(sorted(tallies))}."
+        )
+    found = compare(rows, options.divisor, show_path(options.rollouts))
+    lengths, prompts = by_length(rows, found), by_prompt(rows, found)
+    if options.output:
+        _draw(options, lengths, prompts)
+    document = _document(options, rows, found, lengths, prompts) | {"streams": by_stream(tallies)}
+    if options.json:
+        show_json(document)
+    else:
+        _show(document)
+    return 0
+
+
+def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
+    """The objective's samples of a whole rollout file, and what each stream has of it; one sample at a time is held.
+
+    Raises:
+        RolloutFileError: the file that `read_rollouts` refuses, with its message.
+    """
+    from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
+
+    tallies: Tallies = {}
+    rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
+    with progress(f"reading {show_path(path)}", size) as update:
+        for sample in iterate_rollouts(path, update=update):
+            for stream in (sample.stream, *sample.masks):
+                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(stream).sum()))
+                tallies.setdefault(stream, []).append(tally)
+            if sample.stream != POLICY:
+                continue
+            advantages = sample.advantages[sample.loss_mask]
+            sums = float(advantages.sum()), float(advantages.abs().sum())
+            ids = sample.step, sample.prompt_id, sample.rollout_id
+            rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
+    return rows, tallies
+
+
+def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, Comparison]:
+    """Every aggregation on the file's steps.
+
+    Raises:
+        InputError: a prompt group or rollout lies in two steps, a step cannot be planned, or an advantage is too large.
+    """
+    from megatron_pg.batch import check_boundaries  # imports torch
+
+    if large := next((row for row in rows if not row.magnitude <= _LARGEST), None):
+        raise InputError(
+            f"{path}: the advantages of rollout {large.rollout_id} in step {large.step} add up to {large.magnitude:.4g}, and training computes "
+            f"in float32, which ends at {_LARGEST:.4g}, so its loss would be infinite. Correct them."
+        )
+    steps: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        steps.setdefault(row.step, []).append(i)
+    try:
+        check_boundaries([[rows[i] for i in step] for step in steps.values()])
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+    return {mode: _compare_one(rows, steps, mode, divisor, path) for mode in AGGREGATIONS}
+
+
+def _compare_one(
+    rows: Sequence[Row], steps: Mapping[int, list[int]], mode: str, divisor: float | None, path: str
+) -> Comparison:
+    masses, losses, ess, heaviest = [0.0] * len(rows), [], [], []
+    for step, indices in steps.items():
+        inside = [rows[i] for i in indices]
+        weights = [1 / d for d in _denominators(inside, mode, divisor, f"{path}: step {step}")]
+        trained = [(w, row.trained) for w, row in zip(weights, inside, strict=True) if row.trained]
+        total, tokens = math.fsum(w * n for w, n in trained), sum(n for _, n in trained)
+        losses.append(math.fsum(-w * row.advantage for w, row in zip(weights, inside, strict=True)))
+        ess.append(total * total / (math.fsum(w * w * n for w, n in trained) * tokens))
+        heaviest.append(tokens * max(w for w, _ in trained) / total)
+        for i, w in zip(indices, weights, strict=True):
+            masses[i] = w * rows[i].magnitude
+    has_scale = mode != "constant" or divisor is not None
+    return Comparison(fmean(losses) if has_scale else None, masses, fmean(ess), max(heaviest))
+
+
+def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: str) -> list[float]:
+    from megatron_pg.plan.plan import plan_step  # imports torch
+
+    try:
+        plan = plan_step(
+            [row.trained for row in rows],
+            aggregation=mode,
+            divisor=(divisor or 1.0) if mode == "constant" else None,
+            rollout_ids=[row.rollout_id for row in rows],
+            prompt_ids=[row.prompt_id for row in rows],
+        )
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from error
+    return plan.denominators.tolist()
+
+
+# --- shares ---
+
+
+def by_stream(tallies: Tallies) -> list[dict[str, Any]]:
+    """What each stream has, the objective first; empty without further streams."""
+    if len(tallies) < 2:
+        return []
+    total = sum(tally.trained for each in tallies.values() for tally in each)
+    return [
+        {
+            "stream": name,
+            "samples": len(each),
+            "rollouts": len({(tally.step, tally.rollout_id) for tally in each}),
+            "trained_tokens": (own := sum(tally.trained for tally in each)),
+            "share": own / total if total else None,
+        }
+        for name, each in sorted(tallies.items(), key=lambda item: (item[0] != POLICY, item[0]))
+    ]
+
+
+def by_length(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
+    """By response length, in powers of two."""
+    exponents = [row.length.bit_length() - 1 for row in rows]  # 2^e <= length < 2^(e+1)
+    names = {e: f"{2**e}" if e == 0 else f"{2**e}-{2 ** (e + 1) - 1}" for e in sorted(set(exponents))}
+    return _units(rows, found, "length", names, exponents)
+
+
+def by_prompt(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
+    """By prompt, in the order of the file."""
+    prompts = [row.prompt_id for row in rows]
+    return _units(rows, found, "prompt_id", {prompt: str(prompt) for prompt in prompts}, prompts)
+
+
+def _units(
+    rows: Sequence[Row], found: Comparisons, kind: str, names: Mapping[Any, str], of_row: Sequence
+) -> list[Unit]:
+    found_in: dict[Any, list[int]] = {unit: [] for unit in names}
+    for i, unit in enumerate(of_row):
+        found_in[unit].append(i)
+    totals = {mode: math.fsum(each.masses) for mode, each in found.items()}  # 0 where all advantages are
+
+    def share(mode: str, inside: list[int]) -> float | None:
+        masses, total = found[mode].masses, totals[mode]
+        return math.fsum(masses[i] for i in inside) / total if total else None
+
+    return [
+        {kind: names[unit], "samples": len(inside), "trained_tokens": sum(rows[i].trained for i in inside)}
+        | {"share": {mode: share(mode, inside) for mode in found}}
+        for unit, inside in found_in.items()
+    ]
+
+
+def effective(shares: Sequence[float | None]) -> float | None:
+    """Number of equal shares that are as uneven as these: (Σ s)² / Σ s²."""
+    known = [share for share in shares if share is not None]
+    squares = sum(share * share for share in known)
+    return sum(known) ** 2 / squares if squares else None
+
+
+# --- output ---
+
+
+def _document(
+    options: argparse.Namespace, rows: Sequence[Row], found: Comparisons, lengths: list[Unit], prompts: list[Unit]
+) -> dict[str, object]:
+    heaviest = sorted(prompts, key=lambda unit: -max(share or 0.0 for share in unit["share"].values()))
+    return {
+        "rollouts": str(options.rollouts),
+        "samples": len(rows),
+        "steps": len({row.step for row in rows}),
+        "prompts": len(prompts),
+        "trained_tokens": sum(row.trained for row in rows),
+        "divisor": options.divisor,
+        "aggregations": {
+            mode: {
+                "loss": each.loss,
+                "gradient_mass": math.fsum(each.masses) if each.loss is not None else None,
+                "aggregation_ess": each.ess,
+                "heaviest_token": each.heaviest,
+                "effective_prompts": effective([unit["share"][mode] for unit in prompts]),
+            }
+            for mode, each in found.items()
+        },
+        "by_length": lengths,
+        "by_prompt": heaviest[: options.top],
+    }
+
+
+def _show(document: Mapping) -> None:
+    """The document as text."""
+    say(
+        "{}: {samples} samples, {steps} steps, {prompts} prompts, {trained_tokens} trained tokens; at the first step over them "
+        "(r = 1)".format(show_path(document["rollouts"]), **document)
+    )
+    rows = [
+        (
+            mode,
+            "needs --divisor" if each["loss"] is None else f"{each['loss']:+.4g}",
+            f"{each['aggregation_ess']:.3f}",
+            f"{each['heaviest_token']:.1f}",
+            _text(each["effective_prompts"], ".1f"),
+        )
+        for mode, each in document["aggregations"].items()
+    ]
+    say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
+    say("  ESS: (Σw)²/(T·Σw²), 1 when every token weighs the same; heaviest token: T·max w/Σw")
+    if document["streams"]:
+        cells = [
+            (
+                each["stream"],
+                str(each["samples"]),
+                str(each["rollouts"]),
+                str(each["trained_tokens"]),
+                _text(each["share"], ".1%"),
+            )
+            for each in document["streams"]
+        ]
+        say("streams of the file; the aggregations above count the objective's alone")
+        say(table(("stream", "samples", "rollouts", "trained tokens", "share of all"), cells))
+        say(
+            f"  where a trainer divides all of them by one count of tokens, the objective is scaled by its share, {cells[0][-1]}"
+        )
+    say("share of the gradient mass Σ w·|A| by response length")
+    say(_share_table("tokens", document["by_length"]))
+    if document["by_prompt"]:
+        say("share of the gradient mass by prompt, largest first")
+        say(_share_table("prompt", document["by_prompt"]))
+
+
+def _share_table(head: str, units: Sequence[Unit]) -> str:
+    rows = []
+    for name, samples, tokens, shares in (unit.values() for unit in units):
+        percentages = [_text(share, ".1%") for share in shares.values()]
+        rows.append((printable(name, limit=32), str(samples), str(tokens), *percentages))
+    return table((head, "samples", "trained tokens", *AGGREGATIONS), rows)
+
+
+def _text(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _draw(options: argparse.Namespace, lengths: Sequence[Unit], prompts: Sequence[Unit]) -> None:
+    width, last = 0.8 / len(AGGREGATIONS), len(AGGREGATIONS) - 1
+    with picture(options, 1, 2, (11, 4.2)) as (figure, ((left, right),)):
+        for n, mode in enumerate(AGGREGATIONS):
+            at = [i + (n - last / 2) * width for i in range(len(lengths))]
+            left.bar(at, [100 * (unit["share"][mode] or 0) for unit in lengths], width, label=mode)
+            heights = sorted((100 * (unit["share"][mode] or 0) for unit in prompts), reverse=True)
+            style = {"linewidth": 1.8 + 1.4 * (last - n), "linestyle": ("-", "--")[n % 2]}  # seen where they coincide
+            right.plot(range(len(heights) + 1), [0, *accumulate(heights)], label=mode, **style)
+        left.set_xticks(range(len(lengths)), [unit["length"] for unit in lengths], rotation=30, ha="right")
+        left.set(xlabel="response length, tokens", ylabel="share of the gradient mass, %", title="by response length")
+        right.set(xlabel="prompts, heaviest first", ylabel="cumulated share, %", title="by prompt", ylim=(0, 102))
+        right.xaxis.get_major_locator().set_params(integer=True)
+        for axes in (left, right):
+            axes.legend(fontsize=8)
+            axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
+        figure.suptitle(printable(Path(options.rollouts).name), fontsize=11)

@@ -1,0 +1,160 @@
+"""`megatron-pg mismatch`: why the trainer's log-probabilities are not the rollout engine's, from rollout files alone."""
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
+from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path
+from megatron_pg.mismatch.causes import CAUSES, Answer
+from megatron_pg.mismatch.diagnosis import LEVEL, Diagnosis, diagnose
+from megatron_pg.mismatch.gap import Gap, gap_of
+from megatron_pg.mismatch.noise import EDGES, bins_of, noise_of
+from megatron_pg.mismatch.settings import Settings
+from megatron_pg.rollouts.fields import POLICY
+
+if TYPE_CHECKING:
+    from megatron_pg.rollouts.sample import Sample
+
+_VERDICTS = {
+    "found": "{number} found",
+    "noise": "nothing found: the difference is what rounding to bfloat16 does to a model",
+    "unexplained": "the difference is more than the noise of bfloat16, and is none of the causes below",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `mismatch`."""
+    files = "rollout files that hold rollout_logprobs (docs/rollout_file.md); several are compared with each other, too"
+    parser.add_argument("rollouts", nargs="+", metavar="ROLLOUTS", help=files)
+    level = f"chance of a false alarm in rollouts without a fault, over all tests together (default {LEVEL:g})"
+    parser.add_argument("--level", type=float, default=LEVEL, metavar="P", help=level)
+    by = "a field of your own (x_…) that divides samples into groups to compare, beside worker, data_parallel_rank and file"
+    parser.add_argument("--by", action="append", metavar="FIELD", help=by)
+    engine = (
+        "the engine's sampling settings, any of temperature, top_p and top_k, for instance temperature=0.7,top_p=0.95"
+    )
+    parser.add_argument("--engine", default="", metavar="NAME=VALUE[,...]", help=engine)
+    trainer = "the temperature of the trainer's log-probabilities (--pg-temperature), beside that of --engine"
+    parser.add_argument("--trainer-temperature", type=float, metavar="T", help=trainer)
+    add_picture_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the diagnosis and draw it."""
+    if not 0 < options.level < 1:
+        raise InputError(f"--level {options.level:g} is no chance. Give more than 0 and less than 1.")
+    check_picture(options)
+    try:
+        settings = Settings.parse(options.engine, options.trainer_temperature)
+    except ValueError as error:
+        raise InputError(f"--engine {options.engine}: {error}. Give what is known.") from error
+    gap = read_gap(options.rollouts, options.by or ())
+    found = diagnose(gap, options.level, settings)
+    if options.output:
+        _draw(options, gap)
+    if options.json:
+        counts = {"documents": len(np.unique(gap.document)), "tokens": len(gap.engine), "level": options.level}
+        show_json({"rollouts": list(map(str, options.rollouts))} | counts | found.document())
+    else:
+        _show(options.rollouts, gap, found)
+    return 0
+
+
+def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
+    """The trained tokens of all files.
+
+    Raises:
+        RolloutFileError: a file that `read_rollouts` refuses, with its message.
+        InputError: a file is given twice, or holds nothing to compare, or no field of `by`.
+    """
+    if again := [
+        path for i, path in enumerate(paths) if Path(path).absolute() in map(Path.absolute, map(Path, paths[:i]))
+    ]:
+        raise InputError(
+            f"{show_path(again[0])}: is given twice, so its documents would count twice. Give every file once."
+        )
+    several, (samples, files) = len(paths) > 1, itertools.tee(_samples(paths))  # read in step, so one sample is held
+    try:
+        return gap_of((sample for sample, _ in samples), (name for _, name in files) if several else None, by)
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise InputError(f"{', '.join(map(show_path, paths))}: {error}") from error
+
+
+def _samples(paths: Sequence[str]) -> Iterator[tuple["Sample", str]]:
+    """The objective's, which the engine has sampled, each with its file."""
+    from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
+
+    for path in paths:
+        size = Path(path).stat().st_size if Path(path).is_file() else 0
+        with progress(f"reading {show_path(path)}", size) as update:
+            for sample in iterate_rollouts(path, update=update):
+                if sample.stream == POLICY:
+                    yield sample, show_path(path)
+
+
+# --- output ---
+
+
+def _show(paths: Sequence[str], gap: Gap, found: Diagnosis) -> None:
+    of_all = found.summary
+    count = f"{len(np.unique(gap.document))} samples, {len(gap.engine)} trained tokens"
+    say(f"{', '.join(map(show_path, paths))}: {count}; d = log π (trainer) - log q (engine)")
+    say(f"  mean d {of_all['mean']:+.2e}, mean |d| {of_all['mean_abs']:.2e}, k3 {of_all['k3']:.2e} nats")
+    say(_VERDICTS[found.verdict].format(number=len(found.found)))
+    for test in found.found:
+        say(f"  {test.cause}: {CAUSES[test.cause].title}{_estimate(test)}")
+        say(f"    {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")
+        say(f"    → {CAUSES[test.cause].advice}")
+    for outcome, words in (("not found", "not found"), ("cannot tell", "cannot tell")):
+        if tests := [test for test in found.tests if test.outcome == outcome]:
+            say(words)
+            for test in tests:
+                say(f"  {test.cause:<15} {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")
+
+
+def _estimate(test: Answer) -> str:
+    """What a reader wants to know first."""
+    texts = {
+        "temperature": "; trainer's = engine's × {trainer_over_engine:.3f}",
+        "sampling": "; kept mass {kept:.3f}, temperature × {temperature:.3f}",
+        "truncation": "; kept mass {kept:.3f}",
+        "padding": "; {missing:.2%} of the probability",
+        "shift": "; by {lag:+d}, in {share:.0%} of the blocks",
+    }
+    return "" if test.p is None else texts.get(test.cause, "").format(**test.estimate)
+
+
+def _p(p: float) -> str:
+    return f"{p:.1g}" if p >= 1e-12 else "< 1e-12"
+
+
+def _draw(options: argparse.Namespace, gap: Gap) -> None:
+    """d over the engine's log-probability, its scale over the surprise, its size along and between documents."""
+    d, size = gap.difference, np.abs(gap.difference)
+    shown = np.random.default_rng(0).permutation(len(d))[:20_000]
+    limit = max(float(np.quantile(size, 0.999)), 1e-6)
+    with picture(options, 2, 2, (11, 7.5)) as (figure, ((left, right), (below, last))):
+        left.plot(gap.engine[shown], d[shown], ".", markersize=1.5, alpha=0.4)
+        left.set(xlabel="log q, nats", ylabel="d = log π - log q, nats", ylim=(-limit, limit), title="tokens")
+        noise, used = noise_of(gap), np.unique(bins_of(gap))
+        at = np.append(EDGES[1:-1], EDGES[-2] * 1.3)[used]
+        right.loglog(at, np.maximum(noise.scale[used], 1e-8), "o-")
+        right.set(xlabel="-(log π + log q)/2, nats, up to", ylabel="scale of d, nats", title="noise model")
+        edges = np.unique(np.geomspace(1, gap.position.max() + 2, 24).astype(int)) - 1
+        where = np.searchsorted(edges, gap.position, side="right") - 1
+        means = np.bincount(where, weights=size) / np.maximum(np.bincount(where), 1)
+        below.plot(edges[: len(means)] + 1, means, "o-")
+        below.set(xscale="log", xlabel="token of the response", ylabel="mean |d|, nats", title="along documents")
+        numbers, index = np.unique(gap.document, return_inverse=True)
+        last.plot(gap.step[numbers], np.bincount(index, weights=size) / np.bincount(index), ".", alpha=0.6)
+        last.set(yscale="log", xlabel="step", ylabel="mean |d| of a document, nats", title="documents")
+        for axes in (left, right, below, last):
+            axes.grid(alpha=0.3)
+        figure.suptitle(", ".join(Path(path).name for path in options.rollouts[:3]), fontsize=11)

@@ -1,0 +1,1 @@
+"""Subcommands that read a run's metrics: plot, report."""

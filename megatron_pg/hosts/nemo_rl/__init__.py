@@ -1,0 +1,1 @@
+"""NeMo-RL: the loss in its Megatron worker, planned by its driver."""

@@ -1,0 +1,123 @@
+"""NeMo-RL's Megatron worker, by a launcher: a loss function in the place of its own, and a driver that plans the steps.
+
+NeMo-RL has no path, registry or entry point for losses, so `main` runs its script in a process where three names are ours:
+the class of the loss, `setup`, before which everything is checked, and `Policy.train`, which ships rows to the workers.
+"""
+
+import functools
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.flags.banner import banner_of, describe
+from megatron_pg.hosts.nemo_rl import flags as nemo_flags
+from megatron_pg.hosts.nemo_rl import rows as nemo_rows
+from megatron_pg.hosts.nemo_rl.loss import VERSION, PolicyGradientLossFn, checked
+from megatron_pg.hosts.startup import check_signature
+from megatron_pg.hosts.step import HostLossError
+
+_SIGNATURES = {
+    "nemo_rl.algorithms.grpo:setup": ("master_config",),
+    "nemo_rl.algorithms.grpo:ClippedPGLossFn": ("cfg",),
+    "nemo_rl.algorithms.utils:calculate_kl": (
+        *("logprobs", "logprobs_reference", "kl_type", "input_clamp_value", "output_clamp_value"),
+    ),
+    "nemo_rl.models.policy.lm_policy:Policy.train": ("self", "data", "loss_fn", "eval_mode", "gbs", "mbs"),
+}
+
+
+def install() -> None:
+    """Put ours in the place of NeMo-RL's names, in the driver, once.
+
+    Raises:
+        ArgumentError: one of them is another than the adapter was written for.
+    """
+    for path, parameters in _SIGNATURES.items():
+        check_signature(VERSION, path, parameters)
+    import nemo_rl.algorithms.grpo as grpo
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    if grpo.ClippedPGLossFn is PolicyGradientLossFn:
+        return
+    grpo.ClippedPGLossFn.__init__ = _not_theirs
+    grpo.setup, grpo.ClippedPGLossFn = _checked_before(grpo.setup), PolicyGradientLossFn
+    Policy.train = _planned(Policy.train)
+
+
+def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
+    """Where NeMo-RL has other trainers, which import the class by themselves."""
+    raise ArgumentError(
+        [
+            (
+                "E70",
+                "this script makes NeMo-RL's own ClippedPGLossFn, so it would train without megatron_pg's loss; run one that calls "
+                "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py",
+            )
+        ]
+    )
+
+
+def _checked_before(setup: Callable) -> Callable:
+    """NeMo-RL's setup, behind our checks and the banner."""
+
+    @functools.wraps(setup)
+    def checked_setup(master_config: Any, *rest: Any, **named: Any) -> Any:
+        args, rows = checked(nemo_flags.options_of(master_config), [*nemo_flags.refused_of_policy(master_config)])
+        known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
+        sys.stdout.write(banner_of([*known, *rows]) + "\n")
+        found = setup(master_config, *rest, **named)
+        parts = found if isinstance(found, tuple) else (found,)
+        if not any(isinstance(part, PolicyGradientLossFn) for part in parts):
+            raise HostLossError(
+                "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's, so nothing is trained. Use a release of NeMo-RL "
+                "that docs/hosts lists."
+            )
+        return found
+
+    return checked_setup
+
+
+def _planned(train: Callable) -> Callable:
+    """`Policy.train` for rows with the weights of their steps."""
+
+    signature = inspect.signature(train)
+
+    @functools.wraps(train)
+    def planned_train(self: Any, *rest: Any, **named: Any) -> Any:
+        given = signature.bind(self, *rest, **named).arguments
+        data, loss = given["data"], given["loss_fn"]
+        if not isinstance(loss, PolicyGradientLossFn):
+            return train(self, *rest, **named)
+        rows_per_step = given.get("gbs") or self.cfg["train_global_batch_size"]
+        plans = nemo_rows.plan_steps(data, loss.planning, rows_per_step)
+        try:
+            results = train(self, *rest, **named)
+        finally:
+            for name in [name for name in data if name.startswith(nemo_rows.COLUMN)]:
+                del data[name]
+        metrics = results["all_mb_metrics"]
+        if f"{nemo_rows.SUM}nonfinite" not in metrics:
+            raise HostLossError(
+                "NeMo-RL's workers have trained by another loss than megatron_pg's, and the optimizer has moved. Resume from the last "
+                "checkpoint with a release of NeMo-RL that docs/hosts lists."
+            )
+        nemo_rows.exact(metrics, loss.planning, plans)
+        metrics |= nemo_rows.mismatch(data, rows_per_step, loss.estimator)
+        return results
+
+    return planned_train
+
+
+def main(words: Sequence[str]) -> None:
+    """Run NeMo-RL's script `words[0]` with our loss."""
+    if not words:
+        sys.exit(
+            "usage: python -m megatron_pg.nemo_rl examples/run_grpo.py [its options; ours below loss_fn.megatron_pg]"
+        )
+    install()
+    sys.argv, sys.path[0] = [*words], str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")

@@ -1,0 +1,194 @@
+"""The wiring of slime and miles: their hooks, which have the same names, and a launcher that adds our flags to theirs.
+
+`init` sets the paths of the other hooks on the arguments that the trainer reads afterwards; a hook of the user's is called before
+ours. Nothing of a host is imported before `init` or `main`.
+"""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.flags.spelling import meant_flags
+from megatron_pg.flags.streams import own_tokens
+from megatron_pg.hosts.rollout import flags as rollout_flags
+from megatron_pg.hosts.startup import (
+    Checked,
+    add_host_arguments,
+    attribute,
+    check,
+    check_signature,
+    defaults,
+    first_of,
+    start,
+)
+
+_INIT = "custom_megatron_init_path"
+_BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
+_BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
+_HOOKS = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
+_USERS = "users_hooks_of_megatron_pg"  # the argument that keeps the user's paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What one of them has that the other has not."""
+
+    name: str  # of its package, and of our module
+    version: str  # with which the adapter was run
+    signatures: Mapping[str, Sequence[str]]  # parameters of the functions that it relies on, by `module:name`
+    logs: Sequence[str]  # where releases of it have their logger, `module:function` of (args, metrics, step_key)
+    carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields that its batches can have
+    names_streams: bool = False  # samples say which stream they are of
+    hooks: Mapping[str, str] = field(default_factory=dict)  # further arguments that are paths: functions of our module
+    refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about its own flags
+
+
+class RolloutHost:
+    """The loss inside one of them; one in a process."""
+
+    def __init__(self, declaration: Declaration):
+        self.declaration = declaration
+        self._hooks = {
+            name: f"megatron_pg.{declaration.name}.{function}"
+            for name, function in (_HOOKS | dict(declaration.hooks)).items()
+        }
+        self.trainer: Any = None  # a RolloutTrainer, from `init` on
+        self.streams: frozenset[str] = frozenset()  # those with tokens of their own, likewise
+        self._log = ""  # where the host has its logger, likewise
+
+    def checked(self, args: argparse.Namespace) -> Checked:
+        """Our arguments, and the host's that are ours now.
+
+        Raises:
+            ArgumentError: with every violation at once.
+        """
+        return check(
+            self.declaration.name,
+            rollout_flags.given(args),
+            megatron=vars(args),
+            taken_over=rollout_flags.taken_over(args),
+            refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
+            carried=self.declaration.carried,
+            names_streams=self.declaration.names_streams,
+        )
+
+    def init(self, args: argparse.Namespace) -> None:
+        """The host's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
+
+        A second call with the same arguments changes nothing.
+
+        Raises:
+            ArgumentError: flags contradict each other, or the host's functions are others than the adapter was written for.
+        """
+        declared, loss = self.declaration, f"megatron_pg.{self.declaration.name}.loss"
+        if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
+            return
+        found = self.checked(args)
+        for path, parameters in declared.signatures.items():
+            check_signature(declared.version, path, parameters)
+        self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
+        from megatron_pg.hosts.log import HostLog
+        from megatron_pg.hosts.rollout.trainer import CONTRACT, RolloutTrainer, is_writer
+
+        settings, rows = start(declared.name, found, contract=CONTRACT, says=is_writer())
+        log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
+        self.streams = own_tokens(found.args)
+        self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
+        users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
+        setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})
+        for name, path in self._hooks.items():
+            setattr(args, name, path)
+        args.loss_type, args.custom_loss_function_path = "custom_loss", loss
+        self.users_hook(args, _INIT, args)
+
+    def loss(
+        self, args: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The host's `--custom-loss-function-path`; metrics go another way, where none costs a host sync."""
+        return self.trainer.loss(batch["unconcat_tokens"], logits), {}
+
+    def before_train_step(
+        self,
+        args: argparse.Namespace,
+        rollout_id: int,
+        step_id: int,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+    ) -> None:
+        """The host's `--custom-megatron-before-train-step-hook-path`."""
+        self.users_hook(args, _BEFORE_STEP, args, rollout_id, step_id, model, optimizer, scheduler)
+        self.trainer.begin_step(rollout_id, step_id, model, optimizer)
+
+    def before_log_prob(self, args: argparse.Namespace, model: Sequence[Any], store_prefix: str) -> None:
+        """The host's `--custom-megatron-before-log-prob-hook-path`: log-probabilities have the loss's precision."""
+        self.users_hook(args, _BEFORE_LOG_PROB, args, model, store_prefix)
+        self.trainer.head.install(model)
+
+    def users_hook(self, args: argparse.Namespace, name: str, *values: object) -> None:
+        """Call the function that the user has set for a hook, if there is one."""
+        if path := vars(args)[_USERS].get(name):
+            attribute(":".join(path.rsplit(".", 1)))(*values)
+
+    def main(self, words: Sequence[str]) -> None:
+        """Run the host's script `words[0]` with our flags among its own."""
+        name = self.declaration.name
+        if not words:
+            sys.exit(f"usage: python3 -m megatron_pg.{name} train.py [flags of {name} and of megatron_pg]")
+        check_signature(self.declaration.version, f"{name}.utils.arguments:parse_args", ["add_custom_arguments"])
+        arguments: Any = import_module(f"{name}.utils.arguments")
+        theirs = arguments.parse_args
+
+        def parse_args(add_custom_arguments: Callable | None = None) -> argparse.Namespace:
+            parsers: list[argparse.ArgumentParser] = []
+            args = theirs(add_custom_arguments=lambda parser: _with_ours(parser, add_custom_arguments, parsers))
+            _refuse_misspelt(words[1:], parsers)
+            self.checked(args)
+            setattr(args, _USERS, {_INIT: vars(args).get(_INIT)})
+            setattr(args, _INIT, self._hooks[_INIT])
+            return args
+
+        arguments.parse_args = parse_args
+        sys.argv, sys.path[0] = [*words], str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+    def _to_host(self, args: argparse.Namespace) -> Callable[[Mapping[str, float], int | None], None]:
+        def log(metrics: Mapping[str, float], number: int | None) -> None:
+            named = {f"train/pg/{name}": value for name, value in metrics.items()}
+            attribute(self._log)(args, named | {"train/step": number}, step_key="train/step")
+
+        return log
+
+
+def _with_ours(
+    parser: argparse.ArgumentParser, users: Callable | None, parsers: list[argparse.ArgumentParser]
+) -> argparse.ArgumentParser:
+    """Their parser with our flags in it; the reducer's path is a flag of both, with one meaning."""
+    for each in (parser, *parser._action_groups):
+        each.conflict_handler = "resolve"
+    parsers.append(parser)
+    return add_host_arguments(parser if users is None else users(parser))
+
+
+def _refuse_misspelt(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> None:
+    """A host may leave a flag that it does not know unread, which would be one of ours lost."""
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
+    ours = [f"--{name.replace('_', '-')}" for name in defaults()]
+    violations = []
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known and (meant := meant_flags(flag, ours)) is not None:
+            hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+            violations.append(
+                ("E70", f"{flag} is no flag of the host and none of megatron_pg, so it would do nothing{hint}")
+            )
+    if violations:
+        raise ArgumentError(violations)

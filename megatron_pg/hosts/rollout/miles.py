@@ -1,0 +1,92 @@
+"""miles: slime's hooks, but for one that hands over the data; a rollout is taken where the trainer makes its iterators."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
+from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.startup import attribute
+
+_ITERATORS = "miles.backends.megatron_utils.actor:get_data_iterator"
+_REFUSED = {
+    "true_on_policy_mode": "rounds log-probabilities to bfloat16",
+    "use_dynamic_global_batch_size": "changes the number of rollouts of a step behind the loss's back",
+    "delay_split_train_data_by_dp": "cuts the data on the trainer's side, without a schedule of micro-batches",
+    "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks",
+    "multi_lora_n_adapters": "gives every adapter a batch of its own",
+    "observe_training_entropy": "is a metric of the loss that ours replaces; --pg-metrics with_entropy has it",
+    "debug_disable_optimizer": "steps no optimizer, before which metrics are combined",
+}
+
+
+def _refused(args: argparse.Namespace) -> Iterator[str]:
+    if args.rollout_top_p != 1.0:
+        yield f"--rollout-top-p {args.rollout_top_p}: the batches do not say which tokens were kept, and the loss reads all logits; use 1.0"
+    for name, reason in _REFUSED.items():
+        if vars(args).get(name):
+            yield f"--{name.replace('_', '-')} {reason}, so it cannot go with this loss; remove it"
+
+
+HOST = RolloutHost(
+    Declaration(
+        name="miles",
+        version="miles 31f1ca96",
+        logs=("miles.utils.tracking_utils.tracking:log",),
+        refused=_refused,
+        signatures={
+            "miles.backends.training_utils.loss:loss_function": [
+                *("args", "batch", "num_microbatches", "logits", "apply_megatron_loss_scaling", "num_rollouts")
+            ],
+            "miles.backends.megatron_utils.model:train_one_step": [
+                *("args", "rollout_id", "step_id", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
+                *("num_microbatches", "num_rollouts", "witness_info", "attempt"),
+            ],
+            _ITERATORS: ["args", "model", "rollout_data"],
+        },
+    )
+)
+_taken: dict[str, Any] = {}  # the next rollout, filled further until its first step
+
+
+def init(args: argparse.Namespace) -> None:
+    """miles' `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
+
+    Raises:
+        ArgumentError: flags contradict each other, or miles' functions are others than the adapter was written for.
+    """
+    HOST.init(args)
+    import miles.backends.megatron_utils.actor as actor
+
+    theirs = attribute(_ITERATORS)
+    if theirs.__module__ == __name__:
+        return
+
+    def get_data_iterator(args: argparse.Namespace, model: Sequence[Any], rollout_data: dict[str, Any]) -> Any:
+        _taken["data"] = rollout_data
+        return theirs(args, model, rollout_data)
+
+    actor.get_data_iterator = get_data_iterator
+
+
+def before_train_step(args: argparse.Namespace, rollout_id: int, step_id: int, *rest: Any) -> None:
+    """miles' `--custom-megatron-before-train-step-hook-path`: the first of a rollout plans all of them."""
+    if step_id == 0:
+        HOST.trainer.plan(_rollout(args, _taken.pop("data")))
+    HOST.before_train_step(args, rollout_id, step_id, *rest)
+
+
+def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
+    if "micro_batch_indices" not in data:
+        raise ValueError(
+            "the rollout data have no micro_batch_indices: miles has cut this batch on the trainer's side (multimodal data, fewer rollouts "
+            "than --global-batch-size, several replicas), where the samples of a micro-batch are not known before it. Use none of these."
+        )
+    return Rollout(
+        data=data,
+        rollouts_per_step="num_rollouts",
+        old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
+        rewards=None,  # of the whole rollout only, without the order of the ranks' parts
+        samples_per_prompt=args.n_samples_per_prompt,
+        row_width=data["max_seq_lens"][0] if args.qkv_format == "bshd" else None,
+    )

@@ -1,0 +1,61 @@
+"""slime: every hook that the loss needs is one of its documented ones."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
+from megatron_pg.hosts.rollout.samples import Rollout
+
+_DATA = "rollout_data_postprocess_path"
+HOST = RolloutHost(
+    Declaration(
+        name="slime",
+        version="slime 624b824a",
+        logs=("slime.utils.logging_utils:log", "slime.observability.logging_utils:log"),
+        carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "support"),
+        names_streams=True,
+        hooks={_DATA: "plan"},
+        signatures={
+            "slime.backends.megatron_utils.loss:loss_function": [
+                *("args", "batch", "num_microbatches", "step_global_batch_size", "logits")
+            ],
+            "slime.backends.megatron_utils.model:train_one_step": [
+                *("args", "rollout_id", "step_id", "data_iterator", "model", "optimizer", "opt_param_scheduler"),
+                *("num_microbatches", "step_global_batch_size"),
+            ],
+            "slime.backends.megatron_utils.loss:policy_loss_function": [
+                *("args", "batch", "logits", "sum_of_sample_mean")
+            ],
+        },
+    )
+)
+
+
+def init(args: argparse.Namespace) -> None:
+    """slime's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
+
+    Raises:
+        ArgumentError: flags contradict each other, or slime's functions are others than the adapter was written for.
+    """
+    HOST.init(args)
+    if not HOST.trainer.corrects:
+        # under a custom loss slime makes old log-probabilities by a pass of their own, though one step's are the loss's
+        import slime.backends.megatron_utils.loss as losses
+
+        args.loss_type, losses.policy_loss_function = "policy_loss", HOST.loss
+
+
+def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+    """slime's `--rollout-data-postprocess-path`: on every rank, after the advantages, before training."""
+    HOST.users_hook(args, _DATA, args, rollout_id, rollout_data)
+    rollout = Rollout(
+        data=rollout_data,
+        rollouts_per_step="global_batch_sizes",
+        old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
+        rewards=rollout_data.get("local_raw_reward"),
+        samples_per_prompt=args.n_samples_per_prompt,
+        sources=rollout_data.get("source_names"),
+        streams=HOST.streams,
+    )
+    HOST.trainer.plan(rollout)

@@ -1,0 +1,214 @@
+"""What slime and miles share: a rollout whose data are cut into optimizer steps and micro-batches before they are trained.
+
+Both give a loss function the samples of one micro-batch and multiply what it returns by K/N·D·C (with --calculate-per-token-loss
+by C), K micro-batches, N rollouts, D·C ranks; then Megatron divides by K·D·C (by C·T̃). So N·S (T̃·S) comes back to S, where T̃
+counts a fully masked sample as one token, as they do.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.cp_utils import padded_length
+from megatron_pg.hosts.head import HostHead
+from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.step import HostLossError, HostStep
+from megatron_pg.plan.collectives import all_gather_rows
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.findings import StepReport
+
+CONTRACT = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
+
+
+class _Work(NamedTuple):
+    """A micro-batch of a planned step."""
+
+    step: HostStep
+    members: list[int]  # by their places among the step's samples
+    scale: float  # of S in what the host is given
+    row_width: int | None
+
+
+class RolloutTrainer:
+    """The loss in the loop of one of them.
+
+    Args:
+        settings: the loss settings.
+        log: on the rank that writes the steps; None elsewhere.
+        per_token: the host's --calculate-per-token-loss.
+    """
+
+    def __init__(self, settings: LossSettings, log: HostLog | None, *, per_token: bool):
+        self._settings, self._log, self._per_token = settings, log, per_token
+        self.head = HostHead(settings)
+        self._steps: list[HostStep] = []
+        self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host hands on
+        self._numbers, self._current = (0, 0), HostStep(settings)  # the host's rollout, and its number of the step
+        self._report: StepReport | None = None
+        self._rollout: Rollout | None = None  # whose tokens must live as long as their ids are used
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the loss compares old log-probabilities with the rollout engine's."""
+        return self._settings.correction.name != "none"
+
+    def plan(self, rollout: Rollout) -> None:
+        """Plan every optimizer step of a rollout; every rank must call.
+
+        Raises:
+            StepPlanError: on every rank of the data-parallel group.
+            HostLossError: the rollout's data have another form than the adapter reads.
+        """
+        rollout.check_schedule()
+        self._steps, self._work, self._rollout = [], {}, rollout
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            self._steps = [HostStep(self._settings) for _ in rollout.counts]
+            return
+        data, context = parallel_state.get_data_parallel_group(), parallel_state.get_context_parallel_group()
+        samples, error = [], None
+        try:
+            samples = rollout.samples(context)
+            if self._settings.plan_rule.needs_prompt_ids:
+                _check_numbers(samples)
+        except Exception as failure:  # travels to the other ranks with the first step's plan
+            error = failure
+        for microbatches, count in zip(rollout.steps(), rollout.counts, strict=True):
+            of_step = _samples_or_error(samples, [i for members in microbatches for i in members], error)
+            groups = {"data": data, "context": context}
+            step = HostStep.planned(self._settings, of_step, **groups, on_policy=rollout.is_on_policy)
+            self._steps.append(step)
+            scale, first = float(count) if not self._per_token else _counted_tokens(of_step(), data), 0
+            for members in microbatches:
+                places = list(range(first, first := first + len(members)))
+                self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
+
+    def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
+        """What the host is given for a micro-batch: N·S, with the per-token flag T̃·S.
+
+        Args:
+            tokens: whole tokens of its samples, the tensors that the rollout has.
+            logits: [b, s, V / tp], the model's output.
+        """
+        work = self._work.get(id(tokens[0])) if len(tokens) else None
+        if work is None or work.step is not self._current:
+            raise HostLossError(
+                "the trainer computes the loss of a micro-batch that is not one of the optimizer step in progress: it has copied the "
+                "samples' tokens, or has not called the hook before the step. Use a release of the trainer that docs/hosts lists."
+            )
+        step, members, scale, width = work
+        size = parallel_state.get_context_parallel_world_size()
+        lengths = [padded_length(len(each), size) if width is None else width for each in tokens]
+        filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
+        if len(tokens) != len(members) or filling < 0:
+            raise HostLossError(
+                f"the trainer's micro-batch has {len(tokens)} samples and {logits.shape[0] * logits.shape[1]} rows of logits, where the "
+                f"rollout's schedule has {len(members)} samples and {sum(lengths) // size} tokens on this rank. Use a release of the trainer "
+                "that docs/hosts lists."
+            )
+        call = self.head.take(logits)  # with hidden states [s, b, H], where logits are [b, s, V / tp]
+        padded = [*lengths, *([filling] if filling else [])]
+        local = step.slice(members, padded, logits.device, side_by_side=call is not None and width is not None)
+        grad_scale = size * (scale if self._per_token else parallel_state.get_data_parallel_world_size())
+        if call is not None:
+            return scale * step.head_loss(local, call, grad_scale)
+        group = parallel_state.get_tensor_model_parallel_group()
+        return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
+
+    def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
+        """Before the forwards of optimizer step `number` of the rollout: head, checks before gradients are reduced, and the log."""
+        self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
+        self.head.install(model)
+        config = get_model_config(model[0])
+        if not isinstance(config.finalize_model_grads_func, _Around):
+            config.finalize_model_grads_func = _Around(config.finalize_model_grads_func, before=self._check)
+        if self._log is not None and not isinstance(optimizer.step, _Around):
+            optimizer.step = _Around(optimizer.step, behind=lambda result: self._write(optimizer, result))
+
+    def _check(self) -> None:
+        self._report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+        if self._current is self._steps[-1]:  # the host frees the rollout's data before its rollout engine wakes up
+            self._rollout, self._work = None, {}
+
+    def _write(self, optimizer: Any, result: Any) -> None:
+        if not (isinstance(result, tuple) and len(result) == 3):
+            raise HostLossError(
+                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros). Use a release of the trainer "
+                "that docs/hosts lists."
+            )
+        is_done, grad_norm, _ = result
+        groups = optimizer.param_groups
+        self._log.write(
+            *self._numbers,
+            self._report,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            learning_rate=float(groups[0]["lr"]) if groups else None,
+            skipped=not is_done,
+        )
+
+
+class _Around:
+    """A function with something before or behind it; one that it is already around is known by its type."""
+
+    def __init__(
+        self,
+        function: Callable,
+        *,
+        before: Callable[[], None] = lambda: None,
+        behind: Callable[[Any], None] = lambda result: None,
+    ):
+        self._function, self._before, self._behind = function, before, behind
+
+    def __call__(self, *positional: object, **keywords: object) -> Any:
+        self._before()
+        result = self._function(*positional, **keywords)
+        self._behind(result)
+        return result
+
+
+def is_writer() -> bool:
+    """Whether this rank writes the steps: the first of the last pipeline stage."""
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+def _check_numbers(samples: Sequence[Sample]) -> None:
+    """Refuse sample indices that two rollouts share: they are not those of a data source, which tell prompts apart.
+
+    Raises:
+        ValueError: there is such an index.
+    """
+    first: dict[str, object] = {}
+    for sample in [sample for sample in samples if sample.prompt_id is not None]:
+        if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:
+            raise ValueError(
+                f"sample index {sample.sample_id} is of rollouts {first[sample.sample_id]} and {sample.rollout_id}, so it does not number the "
+                "samples, and prompts, n indices in a row, would be mixed up under prompt_mean. Leave the index of a sample as the "
+                "data source gave it, or use another aggregation."
+            )
+
+
+def _samples_or_error(
+    samples: Sequence[Sample], mine: Sequence[int], error: Exception | None
+) -> Callable[[], list[Sample]]:
+    def of_step() -> list[Sample]:
+        if error is not None:
+            raise error
+        return [samples[i] for i in mine]
+
+    return of_step
+
+
+def _counted_tokens(samples: Sequence[Sample], group: ProcessGroup) -> float:
+    """T̃: trained tokens of the step, at least one of each sample."""
+    mine = torch.tensor([sum(max(sample.num_trained, 1) for sample in samples)])
+    return float(all_gather_rows(mine, group).sum())

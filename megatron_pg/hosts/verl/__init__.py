@@ -1,0 +1,1 @@
+"""verl: the loss in its Megatron engine."""

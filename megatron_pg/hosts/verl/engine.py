@@ -1,0 +1,204 @@
+"""What is ours of verl's Megatron engine: the step's plan, the loss, the count of tokens, log-probabilities and metrics.
+
+verl hands its engine a rank's whole mini-batch. The engine cuts it, gathers the log-probabilities of whole samples on every
+context-parallel rank (only a rank's own part has a gradient), and takes D·S of each micro-batch:
+
+    flag off:  × K (verl), × C ÷ K (schedule), ÷ D·C (DDP)
+    flag on:   × R / D (verl), ÷ Σ counts (finalize): R, the tokens of the step, once the count is mended
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import LocalBatch
+from megatron_pg.flags.banner import banner_of
+from megatron_pg.hosts.head import output_layers
+from megatron_pg.hosts.log import HostLog
+from megatron_pg.hosts.startup import attribute, start
+from megatron_pg.hosts.step import HostStep
+from megatron_pg.hosts.verl.logprobs import Logprobs
+from megatron_pg.hosts.verl.options import checked
+from megatron_pg.hosts.verl.samples import samples_of
+from megatron_pg.lm_head.output_layer import check_layer
+from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.step.findings import StepReport, before_finalize
+
+CONTRACT = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) bring it back to Σwℓ"
+FUSED = "verl.models.mcore.model_forward_fused"
+ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
+_ROW = "megatron_pg_row"  # column that carries a row's place through verl's cut into micro-batches
+_Theirs: Any = object  # verl's class, which `install` puts behind ours
+
+
+class PolicyGradientEngine(_Theirs):
+    """What is ours of an engine; verl's own class comes behind it."""
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
+        self._actor = None if engine_config.forward_only else vars(engine_config).get(ACTOR)
+        found = checked(engine_config, model_config, self._actor)
+        self._settings, self._rows = start("verl", found, contract=CONTRACT, says=False)
+        self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
+        self._metrics_file = found.args.pg_metrics_file
+        self._step: HostStep | None = None
+        self._places: list[int | None] = []  # of the mini-batch's rows among the step's samples
+        self._report: StepReport | None = None
+        self._log: HostLog | None = None
+        self._batch, self._ends_batch = (
+            1,
+            True,
+        )  # the global step that is trained, and whether this is its last mini-batch
+        self._logprobs = Logprobs(self._settings)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def initialize(self) -> None:
+        """verl's, with the banner before the model is built."""
+        if torch.distributed.get_rank() == 0 and self._actor is not None:
+            sys.stdout.write(banner_of([*self._rows.items()]) + "\n")
+            sys.stdout.flush()
+        super().initialize()
+        if self.engine_config.use_fused_kernels:
+            for layer in output_layers(self.module):
+                check_layer(layer, is_fused=True)
+        if self._actor is not None and self.is_mp_src_rank_with_outputs() and self.get_data_parallel_rank() == 0:
+            self._log = HostLog(self._settings, self._rows, self._metrics_file)
+
+    def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
+        """verl's. Lines of metrics.jsonl after the checkpoint's global step are superseded.
+
+        Raises:
+            ValueError: the path has no global step.
+        """
+        super().load_checkpoint(local_path, *rest, **more)
+        found = re.search(r"global_step_(\d+)", str(local_path))
+        if found is None and self._metrics_file is not None:
+            raise ValueError(
+                f"pg_metrics_file {self._metrics_file} cannot continue, because the checkpoint's path {local_path} has no folder "
+                "global_step_N. Resume from a checkpoint as verl's trainer names it, or remove pg_metrics_file."
+            )
+        self._batch = int(found[1]) + 1 if found else 1
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable, forward_only: bool = False) -> dict:
+        """verl's; a training step is planned before it, and checked and measured behind it."""
+        if forward_only:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        self._step = HostStep.planned(
+            self._settings, lambda: self._samples(data, loss_function), data=self.get_data_parallel_group()
+        )
+        self._ends_batch = bool(attribute("verl.utils.tensordict_utils:get")(data, "update_lr_scheduler", True))
+        set_value = attribute("verl.utils.tensordict_utils:assign_non_tensor")
+        set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
+        data[_ROW] = torch.arange(len(data))
+        try:
+            with before_finalize(get_model_config(self.module[0]), self._check):
+                output = super().forward_backward_batch(data, None, forward_only)
+        finally:
+            self._step = None
+        if self.is_mp_src_rank_with_outputs():
+            named = {f"pg/{name}": [value] for name, value in self._report.metrics.items()}
+            output["metrics"] |= {"actor/pg_loss": named["pg/pg_loss"], **named}
+        return output
+
+    def _check(self) -> None:
+        has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
+
+    def optimizer_step(self) -> Any:
+        """verl's, and the step's line."""
+        norm = super().optimizer_step()
+        if self._log is not None:
+            number = None if norm is None else float(norm)
+            rate = attribute("verl.utils.megatron.optimizer:get_megatron_last_lr")(self.optimizer)
+            self._log.write(self._batch, None, self._report, grad_norm=number, learning_rate=rate, skipped=False)
+        self._batch += self._ends_batch
+        return norm
+
+    def _samples(self, data: Any, loss_function: Any) -> list:
+        """The step's samples; what cannot be trained is refused here, on every rank."""
+        function, given = getattr(loss_function, "func", loss_function), getattr(loss_function, "keywords", {})
+        if getattr(function, "__name__", "") != "ppo_loss" or given.get("config") is not self._actor:
+            raise StepPlanError(
+                f"verl trains by {getattr(function, '__name__', function)} of a configuration that was not seen when the engine was built, so its "
+                "flags would be lost; use the actor of verl's PPO trainer, without distillation"
+            )
+        get = attribute("verl.utils.tensordict_utils:get")
+        if self._settings.plan_rule.needs_prompt_ids and not get(data, "update_lr_scheduler", True):
+            raise StepPlanError(
+                "prompt_mean with several mini-batches in a batch, which cut prompt groups; make actor.ppo_mini_batch_size the "
+                "batch's, or use another aggregation"
+            )
+        rows = samples_of(data)
+        counted: Iterator[int] = iter(range(len(rows)))
+        self._places = [None if row is None else next(counted) for row in rows]
+        return [row for row in rows if row is not None]
+
+    def forward_step(
+        self, batch_iter: Iterator, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: partial
+    ) -> tuple:
+        """verl's, with our loss for its own while a step is trained."""
+        batch = next(batch_iter)
+        temperatures = {float(value) for value in torch.as_tensor(batch["temperature"]).flatten()}
+        if len(temperatures) != 1:
+            raise ValueError(
+                f"one micro-batch has the temperatures {sorted(temperatures)}; use one rollout.temperature"
+            )
+        (self._logprobs.temperature,) = temperatures
+        if self.engine_config.use_fused_kernels:  # set anew, because a process may have several engines
+            self._logprobs.sequence_parallel = self.tf_config.sequence_parallel
+            fused: Any = import_module(FUSED)
+            fused.linear_cross_entropy = self._logprobs.linear_cross_entropy
+        if self._step is not None:
+            loss = partial(self._loss, self._step, *self._slice(batch, next(model.parameters()).device))
+            postprocess_micro_batch_func = partial(postprocess_micro_batch_func, loss_function=loss)
+        return super().forward_step(iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
+
+    def _slice(self, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
+        """The micro-batch as the step knows it, and how many positions of filling rows are before it."""
+        members: list[int] = []
+        widths: list[int] = []
+        skipped = 0
+        for row, width in zip(batch[_ROW].tolist(), batch["input_ids"].offsets().diff().tolist(), strict=True):
+            if (place := self._places[row]) is not None:
+                members.append(place)
+                widths.append(width)
+            elif members:
+                widths[-1] += width
+            else:
+                skipped += width
+        return self._step.slice(members, widths, device), skipped
+
+    def _loss(
+        self, step: HostStep, local: LocalBatch, skipped: int, model_output: dict, data: Any, dp_group: ProcessGroup
+    ) -> tuple[Tensor, dict]:
+        """D·S; metrics go another way, where each would cost a host sync."""
+        entropy = model_output["entropy"].values()[skipped:] if "entropy" in model_output else None
+        total = step.logprobs_loss(local, model_output["log_probs"].values()[skipped:], entropy)
+        return total * self.get_data_parallel_size(), {}
+
+    def postprocess_micro_batch_func(
+        self, output: Any, data: Any, forward_only: bool, loss_function: Any, local_cp_size: int | None = None
+    ) -> tuple:
+        """verl's, with this context-parallel rank's own count of tokens: ⌊n/C⌋ everywhere would lose up to C - 1 of n."""
+        found = super().postprocess_micro_batch_func(output, data, forward_only, loss_function, local_cp_size)
+        if len(found) == 2:
+            return found
+        group = self.get_context_parallel_group()
+        count = self._routed_num_tokens(data)
+        own = count // group.size() + (group.rank() < count % group.size())
+        return found[0], own.to(torch.int), found[2]
+
+    def _lm_head_logits_processor(
+        self, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **rest: Any
+    ) -> dict[str, Tensor]:
+        """By our kernel, which divides by the temperature itself."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        return self._logprobs.of_logits(logits, label, group, calculate_entropy=calculate_entropy)

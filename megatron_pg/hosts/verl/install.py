@@ -1,0 +1,93 @@
+"""verl, Megatron engine: `actor_rollout_ref.model.external_lib=megatron_pg.verl` puts our engine before verl's own.
+
+verl imports that module in every worker before it reads the actor's configuration and builds the engine; nothing of it is changed
+but the entry of its registry, and its actor's configuration is noted when it is made.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.hosts.startup import attribute, check_signature
+from megatron_pg.hosts.verl.options import RESPONSE_LENGTH
+
+VERSION = "verl 0.9.1"  # with which this was run
+_ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+_SIGNATURES = {
+    f"{_ENGINE}.__init__": ("self", "model_config", "engine_config", "optimizer_config", "checkpoint_config"),
+    f"{_ENGINE}.forward_backward_batch": ("self", "data", "loss_function", "forward_only"),
+    f"{_ENGINE}.forward_step": (
+        *("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func"),
+    ),
+    f"{_ENGINE}.postprocess_micro_batch_func": (
+        *("self", "output", "data", "forward_only", "loss_function", "local_cp_size"),
+    ),
+    f"{_ENGINE}._lm_head_logits_processor": (
+        *("self", "logits", "label", "temperature", "calculate_sum_pi_squared", "calculate_entropy"),
+        *("distillation_use_topk", "distillation_only", "logits_processor_func", "batch", "data_format"),
+    ),
+    f"{_ENGINE}._routed_num_tokens": ("self", "data"),
+    f"{_ENGINE}.optimizer_step": ("self",),
+    f"{_ENGINE}.load_checkpoint": ("self", "local_path"),
+    "verl.utils.kernel.linear_cross_entropy:LinearCrossEntropy.forward": (
+        *("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
+    ),
+    "verl.workers.utils.losses:ppo_loss": ("config", "model_output", "data", "dp_group"),
+    "verl.workers.engine.base:EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
+    "verl.workers.engine_workers:omega_conf_to_dataclass": ("config",),
+}
+
+
+def install() -> None:
+    """Put our engine before verl's engine of language models under Megatron, in this process.
+
+    Raises:
+        ArgumentError: verl's functions are others than the adapter was written for.
+    """
+    installed = getattr(import_module("verl"), "__version__", "an unknown version")
+    for path, parameters in _SIGNATURES.items():
+        check_signature(f"{VERSION} (here is {installed})", path, parameters)
+    from megatron_pg.hosts.verl.engine import ACTOR, PolicyGradientEngine
+
+    theirs, registry = attribute(_ENGINE), attribute("verl.workers.engine.base:EngineRegistry")
+    engines = registry._engines["language_model"]["megatron"]
+    ours = type(theirs.__name__, (PolicyGradientEngine, theirs), {})
+    engines |= {device: ours for device, found in engines.items() if found is theirs}
+    config, workers = attribute("verl.workers.config:McoreActorConfig"), import_module("verl.workers.engine_workers")
+    if config.__post_init__.__module__ != __name__:
+        config.__post_init__ = _noted(config.__post_init__, ACTOR)
+        vars(workers)["omega_conf_to_dataclass"] = _checked(workers.omega_conf_to_dataclass)
+
+
+def _noted(finish: Callable[[Any], None], name: str) -> Callable[[Any], None]:
+    """The end of making an actor's configuration: the part that its engine receives then has the whole."""
+
+    def finish_and_note(actor: Any) -> None:
+        finish(actor)
+        vars(actor.engine)[name] = actor
+
+    return finish_and_note
+
+
+def _checked(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """How verl's worker makes its configurations, before it builds a model: what it has beside the actor's is known here."""
+
+    def convert_and_check(config: Any, *rest: Any, **more: Any) -> Any:
+        target = config.get("_target_") if hasattr(config, "get") else None
+        if str(target).endswith(".DistillationConfig") and config.get("enabled"):
+            text = "distillation.enabled=True trains by another loss than megatron_pg's. Set it to False."
+            raise ArgumentError([("E70", text)])
+        found = convert(config, *rest, **more)
+        if isinstance(found, attribute("verl.workers.config:ActorConfig")):
+            if found.strategy != "megatron":
+                text = (
+                    f"actor.strategy={found.strategy} does not use megatron_pg's loss, which is for verl's Megatron engine. Set it to megatron "
+                    "(--config-name=ppo_megatron_trainer), or remove actor_rollout_ref.model.external_lib."
+                )
+                raise ArgumentError([("E70", text)])
+            length = attribute("omegaconf:OmegaConf").select(config._get_parent(), "rollout.response_length")
+            vars(found).update({} if length is None else {RESPONSE_LENGTH: length})
+        return found
+
+    return convert_and_check

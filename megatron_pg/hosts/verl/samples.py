@@ -1,0 +1,64 @@
+"""A rank's mini-batch of verl as samples."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.rollouts.sample import Sample
+
+_OPTIONAL = {"rollout_log_probs": "rollout_logprobs", "ref_log_prob": "ref_logprobs"}
+_RESPONSES = ("response_mask", "old_log_probs", "advantages", *_OPTIONAL, "rm_scores")
+
+
+def samples_of(data: Any) -> list[Sample | None]:
+    """The samples of a mini-batch, a TensorDict; None for the rows that verl adds to fill up a batch.
+
+    Prompts are told apart by `uid`, rollouts by `uid` and `session_id`; without a session every row is a rollout of its own.
+
+    Raises:
+        StepPlanError: the batch has another form, or what another correction has made of it.
+    """
+    if "rollout_is_weights" in data:
+        raise StepPlanError(
+            "the batch has rollout_is_weights of algorithm.rollout_correction, which would correct the loss beside --pg-correction or be "
+            "lost; set algorithm.rollout_correction.rollout_is=null, and pg_correction to what is meant"
+        )
+    if not data["response_mask"].is_nested:
+        raise StepPlanError(
+            "response_mask is padded, as verl's trainers before V1 have it, so prompts and responses cannot be told apart; use "
+            "trainer.use_v1=True"
+        )
+    rows = {name: _rows(data[name]) for name in ("input_ids", *_RESPONSES) if name in data}
+    none = [None] * len(data)
+    uids, sessions = _column(data, "uid") or none, _column(data, "session_id") or none
+    return [_sample(rows, i, uid, session) for i, (uid, session) in enumerate(zip(uids, sessions, strict=True))]
+
+
+def _rows(nested: Tensor) -> Sequence[Tensor]:
+    return nested.cpu().unbind()
+
+
+def _column(data: Any, name: str) -> list | None:
+    """One value per row; None where there is no such column."""
+    return data.get(name).tolist() if name in data else None
+
+
+def _sample(rows: dict[str, Sequence[Tensor]], i: int, uid: Any, session: Any) -> Sample | None:
+    mask = rows["response_mask"][i]
+    if str(uid).startswith("pad") and not mask.any():
+        return None
+    optional = {ours: rows[theirs][i] for theirs, ours in _OPTIONAL.items() if theirs in rows}
+    return Sample.build(
+        tokens=rows["input_ids"][i],
+        response_length=len(mask),
+        loss_mask=mask,
+        old_logprobs=rows["old_log_probs"][i],
+        advantage=rows["advantages"][i],
+        prompt_id=None if uid is None else str(uid),
+        rollout_id=None if uid is None or session is None else f"{uid}/{session}",
+        sample_id=f"{uid}/{session} (row {i})",
+        reward=float(rows["rm_scores"][i].sum()) if "rm_scores" in rows else None,
+        **optional,
+    )

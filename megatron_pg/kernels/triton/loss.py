@@ -1,0 +1,147 @@
+"""The Triton implementation of `grpo_loss`: one launch where the whole row is here, else statistics, exchange, gradient."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.declarations.one_launch import Path, path_of
+from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.triton.support import support_rows_of
+from megatron_pg.kernels.triton.surrogate import loss_and_slopes, surrogate_loss
+from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.triton.topk import topk_rows_of
+from megatron_pg.kernels.triton.topk_loss import topk_loss
+from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy, rows_of, write_gradient
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+RESCALE_BLOCK = 8192
+# The schedule multiplies in float32, so an upstream gradient that should be D * C may come a few roundings beside it.
+ROUNDING = tl.constexpr(2.0**-21)
+
+
+def triton_loss(
+    logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, grad_scale: float, entropy: bool, inplace: bool
+) -> PolicyGradientLoss:
+    """See `megatron_pg.kernels.policy_gradient_loss`."""
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    restriction = policy_loss.restriction(entropy)
+    if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
+        logits = logits.contiguous()  # where ids are hidden in rows, each has its own
+    if policy_loss.is_by_token and trains and fits_one_launch(logits, policy_loss, vocabulary, entropy=entropy):
+        options = {"grad_scale": grad_scale, "entropy": entropy}
+        return PolicyGradientLoss(*_OneLaunch.apply(logits, policy_loss, vocabulary, inplace, options))
+    fields = policy_loss.fields
+    targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
+    if (ids := policy_loss.topk_ids) is not None:
+        ids = ids.contiguous()
+        outputs = topk_rows_of(logits, targets, mask, ids, vocabulary, inplace=inplace)
+        return topk_loss(policy_loss, outputs, ids, vocabulary)
+    if restriction is not None:
+        logprobs, entropies = support_rows_of(logits, targets, mask, restriction, vocabulary, inplace=inplace)
+    elif policy_loss.row:
+        return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
+    else:
+        logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
+    return surrogate_loss(policy_loss, logprobs, entropies) if policy_loss.row else policy_loss(logprobs, entropies)
+
+
+def fits_one_launch(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
+    """Whether the one-launch kernel does the work for these rows: they are whole and fit, and it was tried here or agrees."""
+    if vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
+        return False
+    path = path_on(logits.device)
+    if not path.takes:
+        return False
+    from megatron_pg.kernels.triton import one_launch, self_test  # an earlier Triton has no such language
+
+    if not one_launch.supports(logits, vocabulary):
+        return False
+    return path.is_tried or self_test.agrees(logits, policy_loss, vocabulary, entropy=entropy)
+
+
+@lru_cache
+def path_on(device: torch.device) -> Path:
+    """How losses with a row are computed on a GPU."""
+    return path_of(torch.cuda.get_device_capability(device), triton.__version__)
+
+
+class _OneLaunch(torch.autograd.Function):
+    """The gradient is made in the forward for the upstream gradient `grad_scale`, and corrected if another comes."""
+
+    @staticmethod
+    def forward(ctx, logits, policy_loss, vocabulary, inplace, options):
+        from megatron_pg.kernels.triton import one_launch
+
+        gradient = logits.detach() if inplace else torch.empty_like(logits)
+        found = one_launch.loss_and_gradient(logits, gradient, policy_loss, vocabulary, **options)
+        if inplace:  # whoever saved the logits gets an error, not a wrong gradient
+            torch.autograd.graph.increment_version(logits)
+        ctx.gradient, ctx.grad_scale = gradient, options["grad_scale"]
+        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
+        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
+        return found.loss, *found.per_token
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, *_):
+        if ctx.gradient is None:
+            raise RuntimeError(
+                "backward ran a second time through one grpo_loss, whose gradient was made once and handed over. "
+                "Call grpo_loss again, or use impl='torch'."
+            )
+        from megatron_pg.kernels.triton import one_launch
+
+        gradient, ctx.gradient = ctx.gradient, None
+        rescale_kernel[(4 * one_launch.multiprocessors(gradient.device),)](
+            gradient,
+            grad_loss,
+            ctx.grad_scale,
+            *gradient.shape,
+            gradient.stride(0),
+            BLOCK=RESCALE_BLOCK,
+            num_warps=8,
+            **FUSED,
+        )
+        return gradient, None, None, None, None
+
+
+class _TwoPasses(torch.autograd.Function):
+    """A loss that has a row: the logits are read in the forward, and read and their gradient written in the backward."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, mask, policy_loss, vocabulary, inplace):
+        rows = rows_of(logits, targets, mask, vocabulary)
+        found, slope, bend = loss_and_slopes(policy_loss, rows.logprobs, rows.entropy)
+        ctx.save_for_backward(logits, targets, mask, *rows, slope, bend)
+        ctx.vocabulary, ctx.inplace = vocabulary, inplace
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(values for values in found.per_token if values is not None))
+        return found.loss, *found.per_token
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, *_):
+        logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        slopes = slope, bend
+        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary, grad_loss=grad_loss)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None, None
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rescale_kernel(gradient, grad_loss, grad_scale, rows, columns, stride, BLOCK: tl.constexpr):
+    """gradient *= grad_loss / grad_scale, decided on the device; nothing is read or written if they agree."""
+    factor = tl.load(grad_loss).to(tl.float32) / grad_scale
+    if (factor < 1.0 - ROUNDING) | (factor > 1.0 + ROUNDING) | (factor != factor):
+        for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+            for start in range(0, columns, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                at = gradient + tl.cast(row, tl.int64) * stride + column
+                value = tl.load(at, mask=column < columns).to(tl.float32)
+                tl.store(at, (value * factor).to(gradient.dtype.element_ty), mask=column < columns)

@@ -1,0 +1,123 @@
+"""What a loss reads of whole sequences, in one launch: sums in float64 and in a fixed order, added over context-parallel ranks.
+
+`PolicyLoss`, the specification, takes a dozen launches for each of them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.kernels.policy_loss import PolicyLoss
+from megatron_pg.kernels.triton.terms import numbers_of
+from megatron_pg.kernels.triton.tiles import FUSED
+
+BLOCK = 1024
+LOG_RATIO, ADVANTAGE, DRIFT, OWN, WEIGHT, SUMS = (tl.constexpr(i) for i in range(6))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceFields:
+    """What `surrogate_kernel` reads of sequences."""
+
+    slots: Tensor  # [T] int64, S where there is no sequence
+    counts: Tensor  # [S] float64, trained tokens of the whole sequence, at least 1
+    sums: Tensor  # [5, S] float64 over the whole sequence: log-ratio, A, anchor minus log π, what the objective averages, weights
+    constants: dict[str, Any]
+
+
+def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields:
+    """The sums over the sequences of all context-parallel ranks, which call with the same terms and sequences."""
+    sequences: Any = policy_loss.fields.sequences  # which check_loss has asked for
+    terms = policy_loss.terms
+    is_corrected = policy_loss.fields.corrections is not None
+    constants = {
+        "OPSM": terms.opsm_anchor is not None,
+        "ONE_WEIGHT": terms.objective.has_one_loss_per_sequence and is_corrected,
+    }
+    count = len(sequences.counts)
+    sums = torch.empty(SUMS.value, count, dtype=torch.float64, device=logprobs.device)
+    if count:
+        _sum(policy_loss, logprobs, sums, constants)
+    sequences.over_ranks(sums)
+    return SequenceFields(sequences.slots.contiguous(), sequences.counts.contiguous(), sums, constants)
+
+
+def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
+    """Fills the sums of this rank's tokens."""
+    fields, row, anchor = policy_loss.fields, policy_loss.row, policy_loss.terms.opsm_anchor
+    averaged = row.load_averaged() if row is not None and row.load_averaged is not None else None
+    anchors = fields.mask if anchor is None else getattr(fields, anchor)
+    read = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
+    read += [fields.sequences.order, fields.sequences.lengths]
+    segment_kernel[(sums.shape[1],)](
+        logprobs,
+        *(values.contiguous() for values in read),
+        sums,
+        sums.shape[1],
+        *numbers_of(policy_loss),
+        AVERAGED=averaged,
+        **constants,
+        BLOCK=BLOCK,
+        num_warps=8,
+        **FUSED,
+    )
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def segment_kernel(
+    logprobs,
+    old_logprobs,
+    anchors,
+    advantages,
+    weights,
+    mask,
+    order,
+    lengths,
+    results,
+    sequences,
+    p0,
+    p1,
+    p2,
+    p3,
+    AVERAGED: tl.constexpr,
+    OPSM: tl.constexpr,
+    ONE_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One sequence per program: the sums of `SequenceFields` over its trained tokens."""
+    sequence = tl.program_id(0)
+    block = tl.arange(0, BLOCK)
+    first = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, sequence, BLOCK):
+        first += tl.load(lengths + start + block, start + block < sequence, 0)
+    tokens = order + tl.sum(first)
+    length = tl.load(lengths + sequence)
+    log_ratios = tl.zeros((BLOCK,), tl.float64)
+    rewards = tl.zeros((BLOCK,), tl.float64)
+    drifts = tl.zeros((BLOCK,), tl.float64)
+    owns = tl.zeros((BLOCK,), tl.float64)
+    shares = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, length, BLOCK):
+        here = start + block < length
+        token = tl.load(tokens + start + block, here, 0)
+        live = here & (tl.load(mask + token, here, 0) != 0)
+        logprob = tl.load(logprobs + token, live, 0.0)
+        log_ratio = logprob - tl.load(old_logprobs + token, live, 0.0).to(tl.float32)
+        advantage = tl.load(advantages + token, live, 0.0).to(tl.float32)
+        log_ratios += log_ratio.to(tl.float64)
+        rewards += advantage.to(tl.float64)
+        if OPSM:
+            drifts += (tl.load(anchors + token, live, 0.0).to(tl.float32) - logprob).to(tl.float64)
+        if AVERAGED is not None:
+            owns += tl.where(live, AVERAGED(log_ratio, advantage, (p0, p1, p2, p3)), 0.0).to(tl.float64)
+        if ONE_WEIGHT:
+            shares += tl.load(weights + token, live, 0.0).to(tl.float32).to(tl.float64)
+    tl.store(results + LOG_RATIO * sequences + sequence, tl.sum(log_ratios))
+    tl.store(results + ADVANTAGE * sequences + sequence, tl.sum(rewards))
+    tl.store(results + DRIFT * sequences + sequence, tl.sum(drifts))
+    tl.store(results + OWN * sequences + sequence, tl.sum(owns))
+    tl.store(results + WEIGHT * sequences + sequence, tl.sum(shares))

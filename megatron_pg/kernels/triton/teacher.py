@@ -1,0 +1,446 @@
+"""`teacher` by kernels: student and teacher are read side by side, once for the statistics and once for the gradient.
+
+Statistics are of `tiles`, in the log2 domain: m, s, t and the target's logit of the student, n, w of the teacher as m, s, and
+
+    x = Σ 2^u (u - d) under the forward,  Σ 2^d (d - u) under the reverse,     d = z c - m,  u = y c - n
+
+A summand is 0 where its power of two is, however far the other policy; both policies equal, every summand is 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.kernels.teacher import Form, Slopes, TeacherRows
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy
+from megatron_pg.kernels.triton.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+MIX, WRITE = Walk(warps=8, unroll=4), Walk(warps=1, unroll=8)
+
+
+def statistics(student: Tensor, teacher: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> Tensor:
+    """[T, 7] float32 of this rank's columns: m, s, t, the target's logit, 0 if it is not here, n, w and x."""
+    shares = torch.empty(len(student), 7, dtype=torch.float32, device=student.device)
+    statistics_kernel[(len(student),)](
+        student,
+        teacher,
+        targets,
+        shares,
+        vocabulary.valid,
+        vocabulary.first,
+        student.stride(0),
+        teacher.stride(0),
+        log2_scale(vocabulary),
+        **READ.options(student),
+        FORM=form.name,
+    )
+    return shares
+
+
+def combine(shares: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> TeacherRows:
+    """As of `teacher`."""
+    ranks, rows, _ = shares.shape
+    out = torch.empty(len(TeacherRows._fields), rows, dtype=torch.float32, device=shares.device)
+    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
+        shares,
+        targets,
+        out,
+        ranks,
+        rows,
+        vocabulary.size,
+        log2_scale(vocabulary),
+        FORM=form.name,
+        BLOCK=COMBINE_ROWS,
+        **FUSED,
+    )
+    return TeacherRows(*out)
+
+
+def mixture_sums(student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form, vocabulary: Vocabulary) -> Tensor:
+    """As of `teacher`."""
+    sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
+    mixture_kernel[(len(student),)](
+        student,
+        teacher,
+        *_sums_of(rows),
+        sums,
+        vocabulary.valid,
+        student.stride(0),
+        teacher.stride(0),
+        log2_scale(vocabulary),
+        **MIX.options(student),
+        NUMBERS=_numbers_of(form),
+    )
+    return sums
+
+
+def write_gradient(
+    student: Tensor,
+    teacher: Tensor,
+    out: Tensor,
+    targets: Tensor,
+    rows: TeacherRows,
+    slopes: Slopes,
+    form: Form,
+    vocabulary: Vocabulary,
+) -> None:
+    """As of `teacher`, in any floating dtype."""
+    blocks = WRITE.blocks(student, student.shape[1])
+    gradient_kernel[(len(student) * blocks,)](
+        student,
+        teacher,
+        out,
+        targets,
+        *_sums_of(rows),
+        rows.entropy,
+        rows.centres,
+        *(slope.contiguous() for slope in slopes),
+        student.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        vocabulary.size,
+        blocks,
+        student.stride(0),
+        teacher.stride(0),
+        out.stride(0),
+        log2_scale(vocabulary),
+        **WRITE.options(student),
+        FORM=form.name,
+        NUMBERS=_numbers_of(form),
+    )
+
+
+def _sums_of(rows: TeacherRows) -> tuple[Tensor, ...]:
+    return rows.peaks, rows.totals, rows.teacher_peaks, rows.teacher_totals
+
+
+def _numbers_of(form: Form) -> tuple[float, float]:
+    """β and 1 - β of a jsd."""
+    return (0.0, 0.0) if form.share is None else (form.share, 1.0 - form.share)
+
+
+@triton.jit
+def _times(power, value):
+    """Their product, 0 where the power is."""
+    return tl.where(power == 0, 0.0, power * value)
+
+
+@triton.jit
+def moved(m, s, t, n, w, x, peak, top, FORM: tl.constexpr):
+    """s, t, w and x of maxima m and n, as they are of others."""
+    drop = m - peak
+    fall = n - top
+    scale = tl.exp2(drop)
+    fade = tl.exp2(fall)
+    if FORM == "forward_kl":
+        x = (x + w * (fall - drop)) * fade
+    elif FORM == "reverse_kl":
+        x = (x + s * (drop - fall)) * scale
+    return s * scale, (t + s * drop) * scale, w * fade, x
+
+
+@triton.jit
+def add_pairs(m, s, t, n, w, x, students, teachers, c, FORM: tl.constexpr):
+    """Adds tuples of tiles to each thread's statistics, as `tiles.accumulate` does."""
+    peak = m
+    top = n
+    for k in tl.static_range(len(students)):
+        peak = tl.maximum(peak, tl.max(students[k], axis=1) * c)
+        top = tl.maximum(top, tl.max(teachers[k], axis=1) * c)
+    s, t, w, x = moved(m, s, t, n, w, x, peak, top, FORM)
+    for k in tl.static_range(len(students)):
+        d = tl.fma(students[k], c, -peak[:, None])
+        u = tl.fma(teachers[k], c, -top[:, None])
+        of_student = tl.exp2(d)
+        of_teacher = tl.exp2(u)
+        if FORM == "forward_kl":
+            x += tl.sum(_times(of_teacher, u - d), axis=1)
+        elif FORM == "reverse_kl":
+            x += tl.sum(_times(of_student, d - u), axis=1)
+        s += tl.sum(of_student, axis=1)
+        t += tl.sum(of_student * tl.maximum(d, LOWEST), axis=1)
+        w += tl.sum(of_teacher, axis=1)
+    return peak, s, t, top, w, x
+
+
+@triton.jit
+def _pair_of_tiles(z_row, y_row, group, TILE: tl.constexpr, UNROLL: tl.constexpr):
+    """The group's tiles of both rows, float32."""
+    of_student = ()
+    of_teacher = ()
+    for k in tl.static_range(UNROLL):
+        at = (group * UNROLL + k) * TILE
+        of_student = of_student + (tl.load(z_row + at).to(tl.float32),)
+        of_teacher = of_teacher + (tl.load(y_row + at).to(tl.float32),)
+    return of_student, of_teacher
+
+
+@triton.jit
+def statistics_kernel(
+    students,
+    teachers,
+    targets,
+    shares,
+    valid,
+    first,
+    student_stride,
+    teacher_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """One row per program: shares[row] = m, s, t, the target's logit, 0 where another rank owns it, n, w, x."""
+    row = tl.program_id(0).to(tl.int64)
+    TILE: tl.constexpr = THREADS * WORDS
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    m = tl.full((THREADS,), FLOOR, tl.float32)
+    s = tl.zeros((THREADS,), tl.float32)
+    t = tl.zeros((THREADS,), tl.float32)
+    n = m
+    w = s
+    x = s
+    target = tl.load(targets + row) - first
+    owned = (target >= 0) & (target < valid)
+    target_logit = tl.load(students + row * student_stride + target, mask=owned, other=0.0).to(tl.float32)
+    z_row = students + row * student_stride + offsets
+    y_row = teachers + row * teacher_stride + offsets
+    full = valid // (TILE * UNROLL)
+    for group in range(full):
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL)
+        m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, of_student, of_teacher, c, FORM)
+    for start in range(full * (TILE * UNROLL), valid, TILE):
+        here = offsets < valid - start
+        z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
+        y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
+        m, s, t, n, w, x = add_pairs(m, s, t, n, w, x, (z,), (y,), c, FORM)
+    peak = tl.max(m, 0)
+    top = tl.max(n, 0)
+    s, t, w, x = moved(m, s, t, n, w, x, peak, top, FORM)
+    found = (peak, tl.sum(s, 0), tl.sum(t, 0), target_logit, top, tl.sum(w, 0), tl.sum(x, 0))
+    for k in tl.static_range(len(found)):
+        tl.store(shares + row * len(found) + k, found[k])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """The ranks' shares of each row, in rank order, to results [8, rows] in the order of `TeacherRows`."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    m = tl.full((BLOCK,), FLOOR, tl.float32)
+    n = m
+    for rank in range(ranks):
+        share = shares + (rank * rows + row) * 7
+        m = tl.maximum(m, tl.load(share, here, 0.0))
+        n = tl.maximum(n, tl.load(share + 4, here, 0.0))
+    s = tl.zeros((BLOCK,), tl.float32)
+    t = s
+    w = s
+    x = s
+    target_logit = s
+    for rank in range(ranks):
+        share = shares + (rank * rows + row) * 7
+        s2, t2, w2, x2 = moved(
+            tl.load(share, here, 0.0),
+            tl.load(share + 1, here, 1.0),
+            tl.load(share + 2, here, 0.0),
+            tl.load(share + 4, here, 0.0),
+            tl.load(share + 5, here, 1.0),
+            tl.load(share + 6, here, 0.0),
+            m,
+            n,
+            FORM,
+        )
+        s += s2
+        t += t2
+        w += w2
+        x += x2
+        target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
+    target = tl.load(targets + row, here, 0)
+    logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
+    logprob = tl.where((target >= 0) & (target < vocab_size), logprob, float("nan"))
+    gap = tl.log2(s) - tl.log2(w)
+    if FORM == "reverse_kl":
+        divergence = LN2 * (x / s - gap)
+        centre = divergence
+    else:  # of a jsd neither is read
+        divergence = LN2 * (x / w + gap)
+        centre = tl.full((BLOCK,), -1.0, tl.float32)
+    found = (logprob, entropy, m, s, divergence, centre, n, w)
+    for k in tl.static_range(len(found)):
+        tl.store(results + k * rows + row, found[k], here)
+
+
+@triton.jit
+def _over_mixture(log_q, log_p, NUMBERS: tl.constexpr):
+    """log2 of q and of p over the mixture β p + (1 - β) q, and what part of the larger q and p are, from base-2 logarithms."""
+    gap = tl.where(log_p == log_q, 0.0, log_p - log_q)  # -inf - -inf would be NaN
+    smaller = tl.exp2(-tl.abs(gap))
+    of_p = tl.where(gap > 0, 1.0, smaller)
+    of_q = tl.where(gap > 0, smaller, 1.0)
+    log_m = tl.log2(NUMBERS[0] * of_p + NUMBERS[1] * of_q)  # over the larger's
+    return tl.minimum(-gap, 0.0) - log_m, tl.minimum(gap, 0.0) - log_m, of_q, of_p
+
+
+@triton.jit
+def add_mixtures(of_p, of_q, students, teachers, c, ends, NUMBERS: tl.constexpr):
+    """Adds tuples of tiles to each thread's Σ p log2(p / mixture) and Σ q log2(q / mixture)."""
+    m, n, log_s, log_w = ends
+    for k in tl.static_range(len(students)):
+        log_q = tl.fma(students[k], c, -m) - log_s
+        log_p = tl.fma(teachers[k], c, -n) - log_w
+        over_q, over_p, share_q, share_p = _over_mixture(log_q, log_p, NUMBERS)
+        larger = tl.exp2(tl.maximum(log_q, log_p))
+        of_p += tl.sum(_times(larger * share_p, over_p), axis=1)
+        of_q += tl.sum(_times(larger * share_q, over_q), axis=1)
+    return of_p, of_q
+
+
+@triton.jit
+def mixture_kernel(
+    students,
+    teachers,
+    peaks,
+    totals,
+    teacher_peaks,
+    teacher_totals,
+    sums,
+    valid,
+    student_stride,
+    teacher_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):
+    """One row per program: sums[row] = the jsd of this rank's columns, and Σ q f."""
+    row = tl.program_id(0).to(tl.int64)
+    TILE: tl.constexpr = THREADS * WORDS
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    z_row = students + row * student_stride + offsets
+    y_row = teachers + row * teacher_stride + offsets
+    of_p = tl.zeros((THREADS,), tl.float32)
+    of_q = of_p
+    ends = (
+        tl.load(peaks + row),
+        tl.load(teacher_peaks + row),
+        tl.log2(tl.load(totals + row)),
+        tl.log2(tl.load(teacher_totals + row)),
+    )
+    full = valid // (TILE * UNROLL)
+    for group in range(full):
+        of_student, of_teacher = _pair_of_tiles(z_row, y_row, group, TILE, UNROLL)
+        of_p, of_q = add_mixtures(of_p, of_q, of_student, of_teacher, c, ends, NUMBERS)
+    for start in range(full * (TILE * UNROLL), valid, TILE):
+        here = offsets < valid - start
+        z = tl.load(z_row + start, mask=here, other=float("-inf")).to(tl.float32)
+        y = tl.load(y_row + start, mask=here, other=float("-inf")).to(tl.float32)
+        of_p, of_q = add_mixtures(of_p, of_q, (z,), (y,), c, ends, NUMBERS)
+    # tensors first: the interpreter of Triton 3.7 cannot multiply a product of constants with one
+    centre = tl.sum(of_q, 0) * (NUMBERS[1] * LN2)
+    tl.store(sums + row * 2, tl.sum(of_p, 0) * (NUMBERS[0] * LN2) + centre)
+    tl.store(sums + row * 2 + 1, centre)
+
+
+@triton.jit
+def _pair_gradient(z, y, column, target, c, ends, factors, FORM: tl.constexpr, NUMBERS: tl.constexpr):
+    """2^d (constant + bend d) and what the divergence adds, and a more at the target."""
+    m, n, log_s, log_w = ends
+    constant, bend, a, pull = factors
+    d = tl.fma(z.to(tl.float32), c, -m)
+    u = tl.fma(y.to(tl.float32), c, -n)
+    power = tl.exp2(d)
+    gradient = power * tl.fma(tl.maximum(d, LOWEST), bend, constant)
+    if FORM == "forward_kl":
+        gradient -= tl.exp2(u) * pull
+    elif FORM == "reverse_kl":
+        gradient += _times(power, (d - u) * pull)
+    else:
+        over_q, _, _, _ = _over_mixture(d - log_s, u - log_w, NUMBERS)
+        gradient += _times(power, over_q * pull)
+    return tl.where(column == target, gradient + a, gradient)
+
+
+@triton.jit
+def gradient_kernel(
+    students,
+    teachers,
+    gradients,
+    targets,
+    peaks,
+    totals,
+    teacher_peaks,
+    teacher_totals,
+    entropies,
+    centres,
+    by_logprobs,
+    by_entropies,
+    by_divergences,
+    columns,
+    valid,
+    first,
+    vocab_size,
+    blocks,
+    student_stride,
+    teacher_stride,
+    gradient_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FORM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):
+    """One block of one row: c ln2 (a (δ_j - q_j) - e q_j (log q_j + H) + g q_j (f_j - Σ q f)); a, e, g the upstream gradients."""
+    TILE: tl.constexpr = THREADS * WORDS
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    target = tl.load(targets + row)
+    total = tl.load(totals + row)
+    teacher_total = tl.load(teacher_totals + row)
+    exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+    target -= first
+    # an objective that compares and clips has slope 0 where the log-probability is NaN
+    a = tl.where(exists, tl.load(by_logprobs + row), float("nan")) * (c * LN2)
+    e = tl.load(by_entropies + row) * (c * LN2)
+    g = tl.load(by_divergences + row) * (c * LN2)
+    log_s = tl.log2(total)
+    log_w = tl.log2(teacher_total)
+    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centres + row)) / total
+    if FORM == "forward_kl":
+        pull = g / teacher_total
+    elif FORM == "reverse_kl":
+        pull = g * LN2 / total
+        constant -= pull * (log_s - log_w)
+    else:
+        pull = g * LN2 * NUMBERS[1] / total
+    factors = (constant, -e * LN2 / total, a, pull)
+    ends = (tl.load(peaks + row), tl.load(teacher_peaks + row), log_s, log_w)
+    z_row = students + row * student_stride + start + offsets
+    y_row = teachers + row * teacher_stride + start + offsets
+    g_row = gradients + row * gradient_stride + start + offsets
+    column = offsets + start
+    dtype: tl.constexpr = gradients.dtype.element_ty
+    if start + TILE * UNROLL <= valid:  # then no mask, which no vector may share
+        of_student = ()
+        of_teacher = ()
+        for k in tl.static_range(UNROLL):
+            of_student = of_student + (tl.load(z_row + k * TILE),)
+            of_teacher = of_teacher + (tl.load(y_row + k * TILE),)
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            out = _pair_gradient(of_student[k], of_teacher[k], at, target, c, ends, factors, FORM, NUMBERS)
+            tl.store(g_row + k * TILE, out.to(dtype))
+    else:
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            here = at < valid
+            z = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
+            y = tl.load(y_row + k * TILE, mask=here, other=float("-inf"))
+            out = _pair_gradient(z, y, at, target, c, ends, factors, FORM, NUMBERS)
+            tl.store(g_row + k * TILE, tl.where(here, out, 0.0).to(dtype), mask=at < columns)

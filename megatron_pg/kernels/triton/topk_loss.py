@@ -1,0 +1,138 @@
+"""The loss from `TopKRows`, each divergence in one launch, and what else there is as if the teacher were not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.triton import divergences
+from megatron_pg.kernels.triton.surrogate import surrogate_loss
+from megatron_pg.kernels.triton.tiles import FUSED
+from megatron_pg.kernels.triton.topk_rows import block_of
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+
+def constants_of(stream: Stream) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    form = getattr(divergences, KINDS[stream.kind].function)
+    return {"FORM": form, "NUMBERS": divergences.numbers_of(stream.mixture), "TAIL_FLOOR": stream.tail_floor}
+
+
+def topk_loss(
+    policy_loss: PolicyLoss, outputs: Sequence[Tensor], ids: Tensor, vocabulary: Vocabulary
+) -> PolicyGradientLoss:
+    """What `policy_loss` makes of `TopKRows.outputs` and its `topk_ids`; differentiable."""
+    logprobs, entropy, head, tail = outputs
+    rest = policy_loss.without_topk
+    found = surrogate_loss(rest, logprobs, entropy) if rest.row else rest(logprobs, entropy)
+    added, values, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
+    own, others = iter(values), iter(() if found.stream_losses is None else found.stream_losses)
+    losses = [next(own if stream.reads_topk else others) for stream in policy_loss.terms.streams]
+    return replace(found, loss=found.loss + added, stream_losses=torch.stack(losses), student_mass=mass)
+
+
+class _Divergences(torch.autograd.Function):
+    """Of all streams over the teacher's likeliest tokens: the weighted sum, their losses [n, T], and the student's mass [T]."""
+
+    @staticmethod
+    def forward(ctx, head, tail, ids, policy_loss, vocabulary):
+        streams = [stream for stream in policy_loss.terms.streams if stream.reads_topk]
+        results = torch.empty(2 * len(streams) + 1, len(ids), dtype=torch.float32, device=ids.device)
+        weighted, values, mass = results.split([len(streams), len(streams), 1])
+        teacher = policy_loss.fields.teacher_topk
+        by_head, by_tail = torch.empty_like(head), torch.empty_like(tail)
+        for number, stream in enumerate(streams):
+            own = policy_loss.fields.of_stream(stream.name)
+            read = head, tail, ids, teacher.logprobs, teacher.tails, own.mask, own.weights
+            divergence_kernel[(len(ids),)](
+                *(each.contiguous() for each in read),
+                weighted[number],
+                values[number],
+                mass[0],
+                by_head,
+                by_tail,
+                ids.shape[1],
+                vocabulary.size,
+                stream.weight,
+                1.0 / policy_loss.terms.grad_divisor,
+                **constants_of(stream),
+                FIRST=number == 0,
+                **block_of(ids),
+                **FUSED,
+            )
+        ctx.save_for_backward(by_head, by_tail)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(values, mass)
+        return weighted.sum(), values, mass[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, *_):
+        by_head, by_tail = ctx.saved_tensors
+        return by_head * grad, by_tail * grad, None, None, None
+
+
+@triton.jit(do_not_specialize=["K"])
+def divergence_kernel(
+    heads,
+    tails,
+    ids,
+    logprobs,
+    teacher_tails,
+    mask,
+    weights,
+    weighted,
+    values,
+    masses,
+    by_heads,
+    by_tails,
+    K,
+    vocab_size,
+    coefficient,
+    slope_scale,
+    FORM: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TAIL_FLOOR: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: the divergence, weighted and not, and slope_scale times the derivatives of the weighted by log q and log Q_tail."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    token = tl.load(ids + row * K + k, k < K, -1)
+    named = token >= 0
+    own = tl.load(mask + row) != 0
+    head = tl.load(heads + row * K + k, named, 0.0)
+    exists = named & own
+    log_p = tl.load(logprobs + row * K + k, exists, 0.0).to(tl.float64)
+    value, slope = FORM(tl.where(exists, head, 0.0), log_p, NUMBERS)
+    divergence = tl.sum(tl.where(exists, value, 0.0), 0)
+    of_tail = tl.full([], 0.0, tl.float64)
+    if TAIL_FLOOR is not None:
+        has_tail = own & (tl.sum(named.to(tl.int32), 0) < vocab_size)
+        teacher = tl.where(has_tail, tl.load(teacher_tails + row).to(tl.float64), 1.0)
+        teacher = tl.where(teacher < TAIL_FLOOR, TAIL_FLOOR, teacher)  # NaN stays
+        log_q = tl.where(has_tail, tl.load(tails + row), 0.0)
+        value, of_tail = FORM(log_q, tl.log(teacher), NUMBERS)
+        divergence += tl.where(has_tail, value, 0.0)
+        of_tail = tl.where(has_tail, of_tail, 0.0)
+    weight = coefficient * tl.where(own, tl.load(weights + row).to(tl.float32), 0.0)
+    tl.store(values + row, divergence.to(tl.float32))
+    tl.store(weighted + row, weight * divergence.to(tl.float32))
+    by = (weight * slope_scale).to(tl.float64)
+    slope = by * tl.where(exists, slope, 0.0)
+    of_tail = by * of_tail
+    if FIRST:
+        mass = tl.sum(tl.where(named, tl.exp(head), 0.0), 0)
+        tl.store(masses + row, mass.to(tl.float32))
+    else:
+        slope += tl.load(by_heads + row * K + k, k < K, 0.0)
+        of_tail += tl.load(by_tails + row)
+    tl.store(by_heads + row * K + k, slope, k < K)
+    tl.store(by_tails + row, of_tail)

@@ -1,0 +1,411 @@
+"""Log-probabilities and entropy from vocabulary-parallel logits in Triton: read, exchange, and in the backward read and write.
+
+`megatron_pg.kernels.logprobs` is the specification. The forward reads the logits once and keeps four numbers per token; the
+backward makes the gradient, over the logits themselves if asked. Rows that are masked, or whose upstream gradient is
+zero, are not read.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.triton.tiles import (
+    FLOOR,
+    FUSED,
+    LN2,
+    LOWEST,
+    accumulate,
+    logprob_and_entropy,
+    merge,
+    minus_infinity,
+)
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+VECTOR_BYTES = 16  # of one load of one thread
+COMBINE_ROWS = 128
+
+
+class Walk(NamedTuple):
+    """How a program walks over a row: what is in flight covers the memory's latency, and no more than that fits at the row's end."""
+
+    warps: int
+    unroll: int  # tiles in flight, a vector of each thread in each
+
+    def options(self, logits: Tensor) -> dict[str, int]:
+        """How a kernel that walks over these logits is launched."""
+        return {
+            "THREADS": 32 * self.warps,
+            "WORDS": words_of(logits),
+            "UNROLL": self.unroll,
+            "num_warps": self.warps,
+        } | FUSED
+
+    def blocks(self, logits: Tensor, columns: int) -> int:
+        """Programs of a row of `columns`, each of which takes what is in flight at once."""
+        return triton.cdiv(columns, 32 * self.warps * self.unroll * words_of(logits))
+
+
+def words_of(logits: Tensor) -> int:
+    """Numbers in a vector."""
+    return VECTOR_BYTES // logits.element_size()
+
+
+READ, WRITE = Walk(warps=4, unroll=4), Walk(warps=2, unroll=8)
+
+
+def logprobs_and_entropy(
+    logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary, *, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
+
+    With them come the `totals` of `Rows`. Masked rows are not read; with `inplace` the backward writes the gradient over the logits.
+    """
+    return _LogprobsAndEntropy.apply(logits, targets, mask, vocabulary, inplace)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, mask, vocabulary, inplace):
+        rows = rows_of(logits, targets, mask, vocabulary)
+        ctx.save_for_backward(logits, targets, mask, *rows)
+        ctx.vocabulary, ctx.inplace = vocabulary, inplace
+        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
+        ctx.mark_non_differentiable(rows.totals)
+        return rows.logprobs, rows.entropy, rows.totals
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy, _):
+        if grad_logprobs is None and grad_entropy is None:  # of a loss that stops both
+            return None, None, None, None, None
+        logits, targets, mask, *rows = ctx.saved_tensors
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        slopes = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs, grad_entropy
+        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None, None
+
+
+def _is_shifted(*matrices: Tensor) -> bool:
+    """Whether rows begin beside multiples of a vector, all matrices' alike, and the first one on one.
+
+    Kernels then read from the multiple before each row, and hide what is not the row's.
+    """
+    words = words_of(matrices[0])
+    strides, dtypes = {each.stride(0) for each in matrices}, {each.dtype for each in matrices}
+    starts = all(each.data_ptr() % VECTOR_BYTES == 0 for each in matrices)
+    return starts and len(strides) == len(dtypes) == 1 and strides.pop() % words != 0
+
+
+def log2_scale(vocabulary: Vocabulary) -> float:
+    """c of `tiles`."""
+    return math.log2(math.e) / vocabulary.temperature
+
+
+def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
+    """[T] each of the whole vocabulary: in one launch where it is all here, else by `statistics`, an all-gather and `combine`."""
+    if vocabulary.ranks > 1:
+        return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
+    out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    _read(logits, targets, mask, out, vocabulary, whole=True)
+    return Rows(*out.unbind())
+
+
+def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[T, 4] float32 of this rank's columns: m, s, t of `tiles`, and the target's logit, 0 if it is not here."""
+    shares = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
+    _read(logits, targets, mask, shares, vocabulary, whole=False)
+    return shares
+
+
+def _read(
+    logits: Tensor, targets: Tensor, mask: Tensor, results: Tensor, vocabulary: Vocabulary, *, whole: bool
+) -> None:
+    statistics_kernel[(len(logits),)](
+        logits,
+        targets,
+        mask,
+        results,
+        len(logits),
+        vocabulary.valid,
+        vocabulary.first,
+        logits.stride(0),
+        log2_scale(vocabulary),
+        **READ.options(logits),
+        SHIFTED=_is_shifted(logits),
+        WHOLE=whole,
+    )
+
+
+def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
+    """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
+    ranks, rows, _ = shares.shape
+    out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
+    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
+        shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS, **FUSED
+    )
+    return Rows(*out.unbind())
+
+
+def write_gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    rows: Rows,
+    slopes: tuple[Tensor, Tensor | None],
+    vocabulary: Vocabulary,
+    grad_loss: Tensor | None = None,
+) -> None:
+    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits.
+
+    `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss. `grad_loss`: [] their factor; None: 1.
+    """
+    by_logprob, by_entropy = slopes
+    shifted = _is_shifted(logits, gradient)
+    lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
+    blocks = WRITE.blocks(logits, lead + logits.shape[1])
+    gradient_kernel[(len(logits) * blocks,)](
+        logits,
+        gradient,
+        targets,
+        mask,
+        rows.entropy,
+        rows.peaks,
+        rows.totals,
+        by_logprob.contiguous(),
+        by_logprob if by_entropy is None else by_entropy.contiguous(),
+        by_logprob if grad_loss is None else grad_loss,
+        len(logits),
+        logits.shape[1],
+        vocabulary.valid,
+        vocabulary.first,
+        vocabulary.size,
+        blocks,
+        logits.stride(0),
+        gradient.stride(0),
+        log2_scale(vocabulary),
+        **WRITE.options(logits),
+        SHIFTED=shifted,
+        BENDS=by_entropy is not None,
+        SCALED=grad_loss is not None,
+    )
+
+
+@triton.jit
+def _row_start(row, stride, WORDS: tl.constexpr, SHIFTED: tl.constexpr):
+    """Where reading begins, a multiple of a vector if `SHIFTED`, and the words from there to the row."""
+    start = row * stride
+    lead = 0
+    if SHIFTED:
+        lead = (start % WORDS).to(tl.int32)
+        start = start // WORDS * WORDS
+    return start, lead
+
+
+@triton.jit(do_not_specialize=["rows"])
+def statistics_kernel(
+    logits,
+    targets,
+    mask,
+    results,
+    rows,
+    valid,
+    first,
+    stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """One row per program: its statistics, or with `WHOLE` what `_store_row` makes of them; `first` is then 0.
+
+    Statistics are results[row] = m, s, t and the target's logit, 0 where another rank owns the target.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    TILE: tl.constexpr = THREADS * WORDS
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    m = tl.full((THREADS,), FLOOR, tl.float32)
+    s = tl.zeros((THREADS,), tl.float32)
+    t = tl.zeros((THREADS,), tl.float32)
+    target_logit = 0.0
+    owned = False
+    live = tl.load(mask + row) != 0
+    if live:
+        target = tl.load(targets + row) - first
+        owned = (target >= 0) & (target < valid)
+        target_logit = tl.load(logits + row * stride + target, mask=owned, other=0.0).to(tl.float32)
+        origin, lead = _row_start(row, stride, WORDS, SHIFTED)
+        z_row = logits + origin + offsets
+        end = valid + lead
+        begin = 0
+        if SHIFTED:
+            tile = tl.load(z_row, mask=(offsets >= lead) & (offsets < end), other=minus_infinity("plain"))
+            m, s, t = accumulate(m, s, t, (tile,), c, "plain", True)
+            begin = TILE
+        full = (end - begin) // (TILE * UNROLL)
+        for group in range(full):
+            tiles = ()
+            for k in tl.static_range(UNROLL):
+                at = begin + (group * UNROLL + k) * TILE
+                tiles = tiles + (tl.load(z_row + at),)
+            m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
+        if begin + full * (TILE * UNROLL) < end:
+            # whole tiles have one mask for all: one that no vector shares would make the loads scalar
+            whole = (end - begin) // TILE
+            at = begin + whole * TILE
+            tiles = (tl.load(z_row + at, mask=offsets < end - at, other=minus_infinity("plain")),)
+            for k in tl.static_range(UNROLL - 1):
+                i = full * UNROLL + k
+                tiles = tiles + (tl.load(z_row + begin + i * TILE, mask=i < whole, other=minus_infinity("plain")),)
+            m, s, t = accumulate(m, s, t, tiles, c, "plain", True)
+    peak, total, shifted = tl.reduce((m, s, t), 0, merge)
+    total = tl.where(live, total, 1.0)
+    if WHOLE:
+        _store_row(results + row, rows, peak, total, shifted, target_logit, c, owned, live, True)
+    else:
+        tl.store(results + row * 4, peak)
+        tl.store(results + row * 4 + 1, total)
+        tl.store(results + row * 4 + 2, shifted)
+        tl.store(results + row * 4 + 3, target_logit)
+
+
+@triton.jit
+def _store_row(result, rows, m, s, t, target_logit, c, exists, trained, here):
+    """Log-probability, entropy, m and s of rows, each `rows` numbers behind the one before."""
+    logprob, entropy = logprob_and_entropy(m, s, t, target_logit, c)
+    logprob = tl.where(exists, logprob, float("nan"))
+    tl.store(result, tl.where(trained, logprob, 0.0), here)
+    tl.store(result + rows, tl.where(trained, entropy, 0.0), here)
+    tl.store(result + 2 * rows, m, here)
+    tl.store(result + 3 * rows, s, here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, BLOCK: tl.constexpr):
+    """The ranks' shares of each row, in rank order, to results [4, rows]: log-probability, entropy, m and s."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    m = tl.full((BLOCK,), FLOOR, tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    t = tl.zeros((BLOCK,), tl.float32)
+    target_logit = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(ranks):
+        share = shares + (rank * rows + row) * 4
+        m, s, t = merge(
+            m, s, t, tl.load(share, here, 0.0), tl.load(share + 1, here, 1.0), tl.load(share + 2, here, 0.0)
+        )
+        target_logit += tl.load(share + 3, here, 0.0)  # a sum: a maximum would drop NaN
+    target = tl.load(targets + row, here, 0)
+    exists = (target >= 0) & (target < vocab_size)
+    trained = tl.load(mask + row, here, 0) != 0
+    _store_row(results + row, rows, m, s, t, target_logit, c, exists, trained, here)
+
+
+@triton.jit
+def _tile_gradient(tile, column, target, c, peak, bend, constant, a, BENDS: tl.constexpr):
+    """2^s (constant + bend s) of logits, s = z c - peak, and a more at the target."""
+    shifted = tl.fma(tile.to(tl.float32), c, -peak)
+    factor = constant
+    if BENDS:
+        factor = tl.fma(tl.maximum(shifted, LOWEST), bend, constant)
+    gradient = tl.exp2(shifted) * factor
+    return tl.where(column == target, gradient + a, gradient)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gradient_kernel(
+    logits,
+    gradients,
+    targets,
+    mask,
+    entropies,
+    peaks,
+    totals,
+    grad_logprobs,
+    grad_entropies,
+    grad_loss,
+    rows,
+    columns,
+    valid,
+    first,
+    vocab_size,
+    blocks,
+    logits_stride,
+    gradients_stride,
+    c,
+    THREADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BENDS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients.
+
+    The last row comes first: what `statistics_kernel` read last is still in the L2 cache.
+    """
+    TILE: tl.constexpr = THREADS * WORDS
+    row = (rows - 1 - tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
+    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    target = tl.load(targets + row)
+    total = tl.load(totals + row)
+    exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+    target -= first
+    scale = c * LN2
+    if SCALED:
+        scale *= tl.load(grad_loss)
+    # an objective that compares and clips has slope 0 where the log-probability is NaN
+    a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * scale
+    e = 0.0
+    if BENDS:
+        e = tl.load(grad_entropies + row) * scale
+    z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
+    g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
+    z_row = logits + z_start + start + offsets
+    g_row = gradients + g_start + start + offsets
+    column = offsets + (start - lead)  # of the first tile
+    inside = (start >= lead) & (start + TILE * UNROLL <= lead + valid)  # then no mask, which no vector may share
+    dtype: tl.constexpr = gradients.dtype.element_ty
+    if (tl.load(mask + row) != 0) & ((a != 0) | (e != 0)):
+        peak = tl.load(peaks + row)
+        constant = -(a + e * (tl.load(entropies + row) - LN2 * tl.log2(total))) / total
+        bend = -e * LN2 / total
+        if inside:
+            tiles = ()
+            for k in tl.static_range(UNROLL):
+                tiles = tiles + (tl.load(z_row + k * TILE),)
+            for k in tl.static_range(UNROLL):
+                out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a, BENDS)
+                tl.store(g_row + k * TILE, out.to(dtype))
+        else:
+            TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
+            for first_tile in tl.static_range(0, UNROLL, TOGETHER):
+                masked = ()
+                for k in tl.static_range(first_tile, first_tile + TOGETHER):
+                    here = (column + k * TILE >= 0) & (column + k * TILE < valid)
+                    tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
+                    masked = masked + (tile,)
+                for k in tl.static_range(first_tile, first_tile + TOGETHER):
+                    at = column + k * TILE
+                    out = _tile_gradient(masked[k - first_tile], at, target, c, peak, bend, constant, a, BENDS)
+                    out = tl.where((at >= 0) & (at < valid), out, 0.0)
+                    known = (at >= 0) & (at < columns)
+                    tl.store(g_row + k * TILE, out.to(dtype), mask=known)
+    else:
+        zeros = tl.zeros((THREADS, WORDS), dtype)
+        for k in tl.static_range(UNROLL):
+            at = column + k * TILE
+            if inside:
+                tl.store(g_row + k * TILE, zeros)
+            else:
+                tl.store(g_row + k * TILE, zeros, mask=(at >= 0) & (at < columns))

@@ -1,0 +1,1 @@
+"""The fused head whose first product ends in scaled exponentials."""

@@ -1,0 +1,252 @@
+"""The steps of mode "odds" as kernels: a product whose last act is the softmax's, and what is done to rows before and after it.
+
+The product is persistent: a program takes one tile of rows and columns after the other, and the copies of the next tile travel while
+a tile ends. `GROUP` tiles of rows are taken for each tile of columns, so that what is read again is still in the L2 cache. The
+target and padding are hidden in the few tiles that hold any.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.triton.tiles import FUSED, LN2
+from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, EagerOdds, Found
+
+_HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
+ROWS = 128  # of a program that reads one number of each
+WIDTH = 1024  # of a row that one program reads at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the product is cut: a tile's rows, columns and depth, the tiles of rows per tile of columns, warps, stages and programs."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    group: int = 8
+    parts: int = 2  # that a tile is stored in; each takes its columns of shared memory
+    warps: int = 8
+    stages: int = 3
+    programs: int = 1  # per multiprocessor: while one of two ends its tile, the other one multiplies
+
+    @classmethod
+    def of_width(cls, width: int) -> "Tiles":
+        """The fastest of those measured on an H200 (docs/kernels.md): the end of a tile weighs less, the wider its sums are."""
+        if width < 4096:
+            return cls(columns=128, warps=4, programs=2)
+        return cls() if width < 8192 else cls(group=16)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the kernel is compiled for, beside the types of its arguments."""
+        return {"M": self.rows, "N": self.columns, "K": self.depth, "GROUP": self.group, "PARTS": self.parts}
+
+
+class TritonOdds(EagerOdds):
+    """`EagerOdds` by kernels."""
+
+    def __init__(self, weight: Tensor, vocabulary: Vocabulary):
+        super().__init__(weight, vocabulary)
+        self._tiles = Tiles.of_width(weight.shape[1])
+
+    def target_logits(self, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+        """By a kernel, a program per row."""
+        found = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+        where = self._vocabulary.valid, self._vocabulary.first
+        width = hidden.shape[1]
+        target_kernel[(len(rows),)](
+            hidden, self._weight, rows, targets, found, *where, width, self._scale, BLOCK=WIDTH, **FUSED
+        )
+        return found
+
+    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, odds: Tensor) -> Tensor:
+        """By a kernel; the sums of its tiles' sums in a fixed order."""
+        t, (count, columns) = self._tiles, odds.shape
+        tiles = triton.cdiv(count, t.rows), triton.cdiv(columns, t.columns)
+        sums = torch.empty(tiles[1], count, dtype=torch.float32, device=states.device)
+        odds_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)](
+            TensorDescriptor.from_tensor(states, [t.rows, t.depth]),
+            TensorDescriptor.from_tensor(self._weight.detach(), [t.columns, t.depth]),
+            TensorDescriptor.from_tensor(odds, [t.rows, t.columns // t.parts]),
+            target_logits,
+            targets,
+            sums,
+            count,
+            columns,
+            self._vocabulary.valid,
+            states.shape[1],
+            self._vocabulary.first,
+            self._scale,
+            **t.constants,
+            num_warps=t.warps,
+            num_stages=t.stages,
+            **FUSED,
+        )
+        return sums.sum(dim=0)
+
+    def logprobs(self, shares: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """By a kernel."""
+        sums, found = torch.empty(2, shares.shape[1], dtype=torch.float32, device=shares.device)
+        grid = (triton.cdiv(len(sums), ROWS),)
+        logprob_kernel[grid](
+            shares, targets, sums, found, len(shares), len(sums), self._vocabulary.size, BLOCK=ROWS, **FUSED
+        )
+        return sums, found
+
+    def weigh(
+        self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slopes: Tensor, v: Tensor, found: Found
+    ) -> None:
+        """By a kernel, a program per row."""
+        where = self._vocabulary.valid, self._vocabulary.first
+        scalars = odds.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
+        weigh_kernel[(len(states),)](
+            states, odds, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH, **FUSED
+        )
+
+    def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
+        """By a kernel, a program per row."""
+        scatter_kernel[(len(product),)](product, v, rows, of_hidden, product.shape[1], BLOCK=WIDTH, **FUSED)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Few through the interpreter, so that programs take several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@triton.jit(do_not_specialize=["first"])
+def target_kernel(hidden, weight, rows, targets, target_logits, valid, first, width, c, BLOCK: tl.constexpr):
+    """One row per program: c x·W[y], 0 where the target is not here."""
+    at = tl.program_id(0)
+    row = tl.load(rows + at).to(tl.int64)
+    local = tl.load(targets + at) - first
+    owned = (local >= 0) & (local < valid)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        here = (column < width) & owned
+        x = tl.load(hidden + row * width + column, here, 0.0).to(tl.float32)
+        products = tl.fma(x, tl.load(weight + local * width + column, here, 0.0).to(tl.float32), products)
+    tl.store(target_logits + at, tl.sum(products, 0) * c)
+
+
+@triton.jit(do_not_specialize=["rows", "first"])
+def odds_kernel(
+    hidden,
+    weight,
+    odds,
+    target_logits,
+    targets,
+    sums,
+    rows,
+    columns,
+    valid,
+    width,
+    first,
+    c,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """odds[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding; sums [tiles of columns, rows] of them, unrounded."""
+    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(columns, N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        group = tile // (GROUP * tiles_n)
+        size = tl.minimum(tiles_m - group * GROUP, GROUP)
+        i = (group * GROUP + tile % (GROUP * tiles_n) % size) * M
+        j = tile % (GROUP * tiles_n) // size
+        z = tl.zeros((M, N), tl.float32)
+        for k in range(0, width, K):
+            z = tl.dot(hidden.load([i, k]), weight.load([j * N, k]).T, z)
+        row = i + tl.arange(0, M)
+        here = row < rows
+        offset = tl.load(target_logits + row, here, 0.0) + _HEADROOM
+        target = (tl.load(targets + row, here, -1) - first - j * N).to(tl.int32)
+        # NaN must come through
+        e = tl.exp2(tl.minimum(tl.fma(z, c, -offset[:, None]), _LIMIT, propagate_nan=tl.PropagateNan.ALL))
+        holds_target = tl.max(((target >= 0) & (target < N)).to(tl.int32), 0) != 0
+        if holds_target | (j * N + N > valid):
+            column = tl.arange(0, N)[None, :]
+            e = tl.where((column != target[:, None]) & (column < valid - j * N), e, 0.0)
+        tl.store(sums + j.to(tl.int64) * rows + row, tl.sum(e, 1), here)
+        dtype: tl.constexpr = odds.dtype
+        if PARTS == 1:
+            odds.store([i, j * N], e.to(dtype))
+        else:
+            left, right = tl.split(tl.permute(tl.reshape(e, (M, 2, N // 2)), (0, 2, 1)))
+            odds.store([i, j * N], left.to(dtype))
+            odds.store([i, j * N + N // 2], right.to(dtype))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def logprob_kernel(shares, targets, sums, logprobs, ranks, rows, vocab_size, BLOCK: tl.constexpr):
+    """The ranks' sums of each row, in rank order, to S and log π(y)."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(ranks):
+        total += tl.load(shares + rank * rows + row, here, 0.0)
+    target = tl.load(targets + row, here, 0)
+    total = tl.where((target >= 0) & (target < vocab_size), total, float("nan"))
+    tl.store(sums + row, total, here)
+    x = tl.where(total < 1, total * 2.0**60, 1.0)
+    series = 1.0 / 9  # near 0, where the logarithm of 1 + x is exact only in absolute terms
+    for k in tl.static_range(8, 0, -1):
+        series = 1.0 / k - x * series
+    near = tl.where(x < 0.0625, x * series, tl.log(1 + x))
+    far = tl.log(total) + 60 * LN2
+    tl.store(logprobs + row, tl.where(total >= 1, -far, tl.where(total < 1, -near, total)), here)
+
+
+@triton.jit(do_not_specialize=["first"])
+def weigh_kernel(
+    states,
+    odds,
+    targets,
+    sums,
+    slopes,
+    v,
+    loss,
+    logprobs,
+    log_ratios,
+    valid,
+    first,
+    odds_stride,
+    width,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
+    """One row per program: v, E at the target, and v x over x; NaN if the loss depends on what S does not tell."""
+    row = tl.program_id(0).to(tl.int64)
+    total, slope = tl.load(sums + row), tl.load(slopes + row)
+    factor = -slope / (total + 2.0**-60) * inverse_temperature
+    if (total >= _MOST) & ((slope != 0) | (tl.load(log_ratios + row) > 0)):
+        factor = float("nan")
+        tl.store(loss, float("nan"))
+        tl.store(logprobs + row, float("nan"))
+        tl.store(log_ratios + row, float("nan"))
+    tl.store(v + row, factor)
+    local = tl.load(targets + row) - first
+    tl.store(odds + row * odds_stride + local, (-total).to(odds.dtype.element_ty), (local >= 0) & (local < valid))
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(states + row * width + column, column < width, 0.0).to(tl.float32)
+        tl.store(states + row * width + column, (factor * x).to(states.dtype.element_ty), column < width)
+
+
+@triton.jit
+def scatter_kernel(products, v, rows, of_hidden, width, BLOCK: tl.constexpr):
+    """One row per program: v times the product, into its row of the gradient."""
+    at = tl.program_id(0).to(tl.int64)
+    factor, row = tl.load(v + at), tl.load(rows + at).to(tl.int64)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        found = tl.load(products + at * width + column, column < width, 0.0) * factor
+        tl.store(of_hidden + row * width + column, found.to(of_hidden.dtype.element_ty), column < width)

@@ -1,0 +1,112 @@
+"""Corrections for the mismatch of trainer and rollout engine: one factor per token on the policy loss.
+
+    ρ = exp(log π_old - log π_rollout) of a token,   P = product of ρ over the trained tokens of the sequence
+
+All but opsm depend on data alone, so they are made on the CPU from whole samples, before denominators are counted and
+before context parallelism slices anything: a factor is one more weight. Log-ratios and their sums are clamped to
+±MAX_LOG_RATIO before exp. docs/objectives.md has the sources.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.objectives.interface.tokens import ratio
+from megatron_pg.rollouts.sample import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """A correction and its bounds. The same on every rank."""
+
+    name: str
+    low: float | None = None
+    high: float | None = None
+    fraction: float | None = None  # f, of the step's tokens
+    coef: float | None = None  # β
+
+
+NONE = Correction(name="none")
+_ENOUGH = 16  # equal tokens that are no accident
+
+Factors = tuple[Tensor, Tensor]  # [n] float64 factor and [n] bool kept, of a sequence's n trained tokens
+
+
+def tis(log_rho: Tensor, low: float, high: float) -> Factors:
+    """Truncated importance sampling per token."""
+    return ratio(log_rho).clamp(low, high), torch.ones_like(log_rho, dtype=torch.bool)
+
+
+def seq_tis(log_rho: Tensor, low: float, high: float) -> Factors:
+    """Truncated importance sampling per sequence."""
+    return tis(log_rho.sum().expand_as(log_rho), low, high)
+
+
+def icepop(log_rho: Tensor, low: float, high: float) -> Factors:
+    """Importance sampling per token, 0 out of bounds."""
+    return _within(ratio(log_rho), low, high)
+
+
+def mis(log_rho: Tensor, low: float, high: float) -> Factors:
+    """Importance sampling per sequence, 0 out of bounds."""
+    return icepop(log_rho.sum().expand_as(log_rho), low, high)
+
+
+def seq_mask_tis(log_rho: Tensor, low: float, high: float) -> Factors:
+    """Importance sampling per token in the sequences whose geometric mean of ρ is in bounds."""
+    _, kept = _within(ratio(log_rho.mean()).expand_as(log_rho), low, high)
+    return torch.where(kept, ratio(log_rho), 0), kept
+
+
+def _within(values: Tensor, low: float, high: float) -> Factors:
+    kept = (low <= values) & (values <= high)
+    return torch.where(kept, values, 0), kept
+
+
+def reject(level: str, divergence: str, log_rho: Tensor, low: float | None, high: float) -> Factors:
+    """Tokens as they are where the divergence is in bounds; all divergences estimate KL(rollout‖trainer)."""
+    values = _LEVELS[level](_DIVERGENCES[divergence](log_rho)).expand_as(log_rho)
+    kept = (values <= high) & (values >= (-torch.inf if low is None else low))
+    return kept.double(), kept
+
+
+_LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "token": lambda d: d,
+    "seq_sum": torch.sum,
+    "seq_mean": torch.mean,
+    "seq_max": torch.amax,
+}
+_DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x.square() / 2, "k3": lambda x: ratio(x) - 1 - x}
+
+
+def correction_factors(samples: Sequence[Sample], correction: Correction) -> Factors | None:
+    """[sum of R] float64 factor and [sum of R] bool kept, 1 and False where masked; None when data do not decide.
+
+    Raises:
+        ValueError: old_logprobs are rollout_logprobs.
+    """
+    declared = CORRECTIONS[correction.name]
+    factors_of = declared.load()
+    if factors_of is None and not (declared.selection and declared.reads == "rollout_logprobs"):
+        return None
+    trained = [(s.old_logprobs[s.loss_mask], s.rollout_logprobs[s.loss_mask]) for s in samples]
+    informative = sum(int((old != 0).sum()) for old, _ in trained)  # a certain token is 0 under both
+    if informative >= _ENOUGH and all(torch.equal(old, rollout) for old, rollout in trained):
+        raise ValueError(
+            f"old_logprobs equal rollout_logprobs in all {informative} trained tokens of a micro-batch, so --pg-correction "
+            f"{correction.name} would correct nothing: the ratio already starts from the rollout engine. Recompute old_logprobs "
+            "with the trainer, or remove the flag."
+        )
+    if factors_of is None:
+        return None
+    factors, kept = [torch.ones(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.bool)]
+    for sample, (old, rollout) in zip(samples, trained, strict=True):
+        mask = sample.loss_mask
+        factors.append(torch.ones(len(mask), dtype=torch.float64))
+        kept.append(torch.zeros(len(mask), dtype=torch.bool))
+        if mask.any():
+            factors[-1][mask], kept[-1][mask] = factors_of(old - rollout, correction.low, correction.high)
+    return torch.cat(factors), torch.cat(kept)

@@ -1,0 +1,1 @@
+"""Objectives that a user declares."""

@@ -1,0 +1,191 @@
+"""A user's own objective: the signature of ours, imported and tried on tiny sequences at startup.
+
+It returns the loss of each token, or a pair of that and metrics of its own: [T] values by name.
+"""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
+from megatron_pg.declarations.objectives import numbers as declared_numbers
+from megatron_pg.flags.errors import ArgumentError
+from megatron_pg.flags.head import needs_recompute
+from megatron_pg.flags.import_path import load_function
+from megatron_pg.flags.loss_terms import objective_numbers
+from megatron_pg.objectives.custom.custom_row import custom_row, row_failure, row_refusal
+from megatron_pg.objectives.interface.objective import Objective
+from megatron_pg.objectives.interface.tokens import Parameters, Tokens
+
+_ADVANTAGES = torch.tensor([-0.7, -0.3, 0.0, 0.5, 0.9, 1.3], dtype=torch.float64)  # 0: groups of equal rewards have it
+_SIZE = len(_ADVANTAGES)
+
+
+class _Watched(Parameters):
+    """Remembers which numbers were read that no flag has given."""
+
+    def __init__(self, parameters: Parameters):
+        super().__init__(**vars(parameters), _missing=set())
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is None:
+            self._missing.add(name)
+        return value
+
+    def advice(self) -> str:
+        """Which flags an objective that has failed may lack."""
+        flags = ", ".join(f"--pg-{name.replace('_', '-')}" for name in sorted(self._missing))
+        return f"; it read a number whose flag was not given: {flags}" if flags else ""
+
+
+def custom_objective_of(args: Namespace) -> Objective:
+    """The objective of `--pg-custom-objective-path`, from arguments without violations.
+
+    Raises:
+        ArgumentError: rule E16, or E55, when it reads whole sequences and the fused head cannot.
+        ImportPathError: it cannot be imported or called.
+    """
+    objective = load_custom_objective(args.pg_custom_objective_path, **objective_numbers(args))
+    if objective.reads_sequences and args.pg_fused_head in AT_ONCE:
+        reader = f"--pg-custom-objective-path {objective.name}"
+        raise ArgumentError(list(needs_recompute(reader, args.pg_fused_head)))
+    return objective
+
+
+def load_custom_objective(path: str, **numbers: float) -> Objective:
+    """Import the objective at `path` and try it, without averages over whole sequences too.
+
+    Raises:
+        ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, a token's loss or metric depends on
+            other tokens of the micro-batch, or its row is not it.
+        ImportPathError: it cannot be imported or called.
+    """
+    function = load_function(path, OBJECTIVE_PARAMETERS)
+    parameters = Parameters(**(dict.fromkeys(number.name for number in declared_numbers()) | numbers))
+
+    @functools.wraps(function)  # whose source the ranks compare
+    def loss(tokens: Tokens, parameters: Parameters) -> Tensor:
+        return _both(function(tokens, parameters))[0]
+
+    def reports(tokens: Tokens, parameters: Parameters) -> dict[str, Tensor]:
+        return _both(function(tokens, parameters))[1]
+
+    if reason := _probe(loss, parameters):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    if reason := _probe_reports(reports, parameters):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
+    reads_sequences = _reads_sequences(loss, reports, parameters)
+    if reason := row_refusal(function, parameters, reads_sequences=reads_sequences):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    row = custom_row(function, parameters)
+    if row and (reason := row_failure(row, loss, parameters)):
+        raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
+    return Objective(
+        name=path,
+        loss=loss,
+        reports=reports if names else None,
+        reported=names,
+        reads_sequences=reads_sequences,
+        row=row,
+        parameters=parameters,
+    )
+
+
+def _both(returned: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Loss and metrics of what the user's function returned."""
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2 or not isinstance(returned[1], dict):
+        raise TypeError("it returns a tuple that is no pair of the losses and a dict of metrics")
+    return returned
+
+
+def _probe_reports(reports: Callable, parameters: Parameters) -> str | None:
+    """Why the metrics of an objective whose loss is accepted are refused, or None."""
+    whole = reports(_tokens(torch.arange(_SIZE)), parameters)
+    parts = [reports(_tokens(torch.arange(start, start + 2)), parameters) for start in range(0, _SIZE, 2)]
+    for name, values in whole.items():
+        if not isinstance(name, str) or not name.isprintable() or not name.strip():
+            return f"reports a metric whose name is {name!r}; give a text"
+        if not isinstance(values, Tensor) or values.shape != (_SIZE,):
+            shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            return f"reports {name!r} with {shape} for 6 tokens; give its value at each token, which are averaged around it"
+    if any(part.keys() != whole.keys() for part in parts):
+        return "reports other metrics for other tokens; give the same names always"
+    for name, values in whole.items():
+        if not torch.equal(values.detach(), torch.cat([part[name] for part in parts]).detach()):
+            return f"reports {name!r} with another value of a token when other tokens are in the micro-batch; take no average"
+    return None
+
+
+def _probe(loss: Callable, parameters: Parameters) -> str | None:
+    """Why the objective is refused, or None: six tokens, together and two by two."""
+    watched = _Watched(parameters)
+    try:
+        whole, gradient = _try(loss, watched, torch.arange(_SIZE))
+        parts = [_try(loss, watched, torch.arange(start, start + 2)) for start in range(0, _SIZE, 2)]
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        return f"fails on six tokens: {type(error).__name__}: {error}{watched.advice()}"
+    if whole.shape != (_SIZE,) or whole.dtype != torch.float64:
+        return f"gives shape {tuple(whole.shape)} and dtype {whole.dtype} for 6 tokens in float64; give the loss of each token"
+    if not torch.isfinite(whole).all() or not torch.isfinite(gradient).all():
+        return "gives a loss or gradient that is not finite for ordinary log-probabilities and advantages, of which one is 0"
+    if not gradient.any():
+        return "has no gradient with respect to tokens.logprobs or tokens.log_ratios, so nothing would be trained"
+    for of_whole, of_parts in zip((whole, gradient), zip(*parts, strict=True), strict=True):
+        if not torch.allclose(of_whole, torch.cat(of_parts), rtol=1e-9, atol=1e-12):
+            return (
+                "gives a token another loss or gradient when other tokens are in the micro-batch; take no average or maximum over "
+                "tokens (tokens.sequence_log_ratios and tokens.sequence_advantages are averages over the whole sequence)"
+            )
+    return None
+
+
+def _reads_sequences(loss: Callable, reports: Callable, parameters: Parameters) -> bool:
+    """Whether it fails, or gives something else, where there are no averages over whole sequences."""
+
+    def everything(*, averages: bool) -> list[Tensor]:
+        index = torch.arange(_SIZE)
+        own = reports(_tokens(index, averages=averages), parameters)
+        return [*_try(loss, parameters, index, averages=averages), *own.values()]
+
+    try:
+        without = everything(averages=False)
+    except Exception:  # whatever the user's code makes of None
+        return True
+    return not all(map(torch.equal, without, everything(averages=True)))
+
+
+def _try(loss: Callable, parameters: Parameters, index: Tensor, *, averages: bool = True) -> tuple[Tensor, Tensor]:
+    """Values and gradients of the tokens at `index` of a fixed list."""
+    tokens = _tokens(index, averages=averages)
+    values = loss(tokens, parameters)
+    if not isinstance(values, Tensor):
+        raise TypeError(f"it returns a {type(values).__name__}, not a Tensor")
+    if not values.requires_grad:
+        return values, torch.zeros_like(tokens.old_logprobs)
+    (gradient,) = torch.autograd.grad(values.sum(), tokens.logprobs, materialize_grads=True)
+    return values.detach(), gradient
+
+
+def _tokens(index: Tensor, *, averages: bool = True) -> Tokens:
+    """The tokens at `index` of a fixed list."""
+    ramp = torch.linspace(-1.0, 1.0, _SIZE, dtype=torch.float64)
+    logprobs = (ramp.cos() - 2.0)[index].requires_grad_()
+    old_logprobs = (ramp.cos() - 2.0 - 0.03 * ramp)[index]
+    log_ratios = logprobs - old_logprobs
+    return Tokens(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=_ADVANTAGES[index],
+        log_ratios=log_ratios,
+        sequence_log_ratios=0.001 + log_ratios - log_ratios.detach() if averages else None,
+        sequence_advantages=torch.full((len(index),), 0.3, dtype=torch.float64) if averages else None,
+        sequence_lengths=torch.full((len(index),), 40.0, dtype=torch.float64) if averages else None,
+    )

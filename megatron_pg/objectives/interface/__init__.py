@@ -1,0 +1,1 @@
+"""What an objective is and what it reads."""

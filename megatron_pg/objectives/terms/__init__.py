@@ -1,0 +1,1 @@
+"""Loss terms in addition to the objective."""

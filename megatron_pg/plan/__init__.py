@@ -1,0 +1,1 @@
+"""From samples to weights: counts, exchange, denominators, token selection, documents."""

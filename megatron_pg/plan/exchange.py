@@ -1,0 +1,354 @@
+"""A step's units counted over all ranks, without any rank that sees them all.
+
+Every rollout and every prompt has an owner: the rank that a hash of its key gives. Each rank sends the owner one row per unit
+that its samples belong to; the owner adds up, looks for what may not be, and answers. What is left is sums and largest values.
+So a rank receives about as many rows as it has units, and 36 bytes of every other rank, whatever the aggregation.
+
+    all-gather heads -> all-to-all sizes, rows -> count -> all-to-all answers -> all-reduce sums, largest values
+
+Every rank reaches every collective; those behind a mistake are reached by all that have heard of it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from megatron_pg.plan.collectives import all_gather_rows, all_reduced, all_to_all_rows, decode, encode
+from megatron_pg.plan.errors import StepPlanError, message_of
+from megatron_pg.plan.facts import (
+    NOTHING,
+    ONE_PER_ROLLOUT,
+    UNIT_COLUMNS,
+    SampleFacts,
+    count_groups,
+    fact_sums,
+    largest_facts,
+    merged_facts,
+    of_environments,
+    unit_facts,
+)
+from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, PlanRule
+
+MESSAGE = 512  # bytes of a rank's error, or of an id, that travel to the others
+KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units, and their column in the table
+_KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # of a unit's row; after the tokens, its facts
+_NOWHERE = 2**52  # behind every place, and exact in float64: of a unit whose samples another rank brings
+
+
+class Head(NamedTuple):
+    """What every rank hears of every other."""
+
+    num_samples: int
+    failed: int
+    has_rollout_ids: int  # 1 or 0; -1 without samples
+    has_prompt_ids: int
+    num_microbatches: int
+    has_support: int  # 1 or 0; -1 without rollouts at which it is read
+    environments: int  # bytes of their names
+    content: int  # digest of its samples, below 2^62; 0: not to be compared
+
+    @classmethod
+    def of(cls, local: LocalTable, error: Exception | None) -> "Head":
+        """This rank's."""
+        has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
+        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support
+        return cls(*sizes, len(json.dumps(local.environments)) if local.environments else 0, local.content)
+
+    @property
+    def row(self) -> Tensor:
+        """As it travels, [9] int32."""
+        return torch.tensor([*self[:-1], self.content >> 31, self.content & (2**31 - 1)], dtype=torch.int32)
+
+
+def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:
+    """All ranks' heads, in rank order; raises on every rank where one rank reports an error."""
+    rows = gathered(head.row, group, error).tolist()
+    heads = [Head._make([*values, (high << 31) + low]) for *values, high, low in rows]
+    if failed := [rank for rank, other in enumerate(heads) if other.failed]:
+        messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
+        texts = [decode(messages[rank]) for rank in failed]
+        if len(failed) == len(heads) and len(set(texts)) == 1:  # every rank's own
+            raise StepPlanError(texts[0])
+        raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
+    return heads
+
+
+def gather_environments(names: Sequence[str], heads: Sequence[Head], group: ProcessGroup | None) -> list[str]:
+    """The names of all ranks' environments, in one order; a collective only where a head announces some."""
+    if not (size := max(head.environments for head in heads)):
+        return []
+    rows = gathered(encode(json.dumps(names), size), group)
+    return sorted({name for row in rows for name in json.loads(decode(row))})
+
+
+def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
+    """[ranks, ...] in rank order; of this process alone without a group."""
+    return values[None] if group is None else all_gather_rows(values, group, error=error)
+
+
+class Stray(NamedTuple):
+    """Samples of one unit that may not lie apart, by their places: rank * 2^32 + index on that rank."""
+
+    sample: int  # the first that lies apart from the unit's first
+    first: int
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """That of the unit's first sample, and that of the stray."""
+        return self.first >> 32, self.sample >> 32
+
+
+_NO_STRAY = Stray(_NOWHERE, _NOWHERE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Rollouts or prompts of the step. C columns: `PlanRule.counted`."""
+
+    tokens: Tensor  # [n, C] int64, of the unit of each held sample; 0 where the column has no such unit
+    counted: list[int]  # [C] units with a sample of the column
+    live: list[int]  # [C] units with a token of the column
+    distinct: int  # whatever their samples are of
+    brought: int  # distinct ones of each rank, added up
+    most: int  # distinct ones of one rank
+    fewest: int  # of a rank that has any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeStep:
+    """A step over all ranks."""
+
+    units: Mapping[int, Units]  # by column: ROLLOUT, PROMPT
+    tokens: list[int]  # [C]
+    num_trained: int
+    num_positions: int
+    num_response_tokens: int
+    num_missing: int
+    is_balanced: bool  # ranks that share a micro-batch have the same one
+    facts: SampleFacts
+    divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` that lies on two ranks
+    mixed: Stray | None  # a rollout of two prompts
+    conflicting: Mapping[str, Stray]  # by field: a rollout with two rewards, or of two environments
+
+
+def exchange(
+    local: LocalTable, rule: PlanRule, group: ProcessGroup | None, environments: Sequence[str] = ()
+) -> WholeStep:
+    """Count the step; every rank of `group` must call, with the same rule and environments. None counts this process alone."""
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    own = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
+    deal = _Deal(torch.cat([units.rows for units in own]), group)
+    owned = [_owned_units(deal.rows, kind) for kind in KINDS.values()]
+    answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in own])
+    strays = _strays(owned, rule)
+    of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
+    sums = _combined(_sums(local, rule, rank, own, owned, of_rollouts), ReduceOp.SUM, group)
+    largest = _combined(_largest(own, of_rollouts, strays), ReduceOp.MAX, group)
+    mixed, *found = _first_strays(strays, largest[-1], group)
+    num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
+    return WholeStep(
+        units={
+            kind: _units(answer[units.of_held], of_sums, of_largest)
+            for kind, units, answer, of_sums, of_largest in zip(
+                KINDS.values(), own, answers, sums[4:], largest[1:-1], strict=True
+            )
+        },
+        tokens=sums[1].tolist(),
+        num_trained=num_trained,
+        num_positions=num_positions,
+        num_response_tokens=num_response_tokens,
+        num_missing=num_missing,
+        is_balanced=balance % MODULUS == 0,
+        facts=SampleFacts.of(sums[2], largest[0], sums[3], environments),
+        conflicting={
+            field: stray for field, stray in zip(rule.one_per_rollout, found, strict=False) if stray is not None
+        },
+        divided={
+            kind: stray
+            for kind, stray in zip(rule.undivided, found[len(rule.one_per_rollout) :], strict=True)
+            if stray is not None
+        },
+        mixed=mixed,
+    )
+
+
+class _OwnUnits(NamedTuple):
+    """The units of one kind that this rank's samples belong to."""
+
+    rows: Tensor  # [U, width]
+    of_held: Tensor  # [n] the row of each held sample
+
+
+def _own_units(local: LocalTable, rule: PlanRule, kind: int, rank: int) -> _OwnUnits:
+    """A rollout has a row for each of its prompts, which are one unless there is a mistake."""
+    keys = torch.cat([local.held[:, kind - ROLLOUT], local.rows[:, kind]])
+    prompts = torch.cat([local.held[:, PROMPT - ROLLOUT], local.rows[:, PROMPT]])
+    parts = prompts if kind == ROLLOUT else torch.zeros_like(prompts)
+    numbers = _numbered(keys) * (len(keys) + 1) + _numbered(parts)
+    units, inverse = numbers.unique(return_inverse=True)
+    of_held, brought = inverse.split([len(local.held), len(local.rows)])
+    number, places = len(units), torch.arange(len(local.rows)) + (rank << 32)
+    heads = torch.full((number, _TOKENS), kind, dtype=torch.int64)
+    heads[inverse, _KEY], heads[inverse, _PART] = keys, parts
+    heads[:, _PLACE] = torch.full((number,), _NOWHERE).scatter_reduce(0, brought, places, "amin")
+    facts = unit_facts(local.rows[:, FACTS])
+    if kind == PROMPT:  # without prompt ids there are no groups of rewards
+        facts = unit_facts(local.rows[:, FACTS] * local.has_prompt_ids, local.rows[:, ROLLOUT])
+    merged = merged_facts(facts, brought, number)
+    return _OwnUnits(torch.cat([heads, _added(local.rows[:, rule.counted], brought, number), merged], dim=1), of_held)
+
+
+def _numbered(keys: Tensor) -> Tensor:
+    return keys.unique(return_inverse=True)[1]
+
+
+def _added(tokens: Tensor, units: Tensor, number: int) -> Tensor:
+    """[number, C] int64 from [n, C]: those of each unit, -1 where all are, because no sample of the unit is counted."""
+    none = torch.zeros(number, tokens.shape[1], dtype=torch.int64)
+    members = none.index_add(0, units, (tokens >= 0).long())
+    return none.index_add(0, units, tokens.clamp(min=0)).where(members > 0, -1)
+
+
+class _Deal:
+    """Rows for the ranks that own their units, and the way back."""
+
+    def __init__(self, rows: Tensor, group: ProcessGroup | None):
+        self._group, self.rows = group, rows
+        if group is None:
+            return
+        size = torch.distributed.get_world_size(group)
+        owners, each = _owners(rows[:, _KEY], size), torch.ones(size, dtype=torch.int32)
+        self._order = owners.argsort(stable=True)
+        self._sent = torch.bincount(owners, minlength=size).int()
+        self._received = all_to_all_rows(self._sent, each, each, group)
+        self.rows = all_to_all_rows(rows[self._order], self._sent, self._received, group)
+
+    def answered(self, answers: Tensor) -> Tensor:
+        """What the owners say to this rank's rows, from what this rank says to those that it was sent."""
+        if self._group is None:
+            return answers
+        back = all_to_all_rows(answers, self._received, self._sent, self._group)
+        return torch.empty_like(back).index_copy_(0, self._order, back)
+
+
+def _owners(keys: Tensor, size: int) -> Tensor:
+    """[n] ranks: keys that count up, and keys that differ in their high bits alone, fall on all of them."""
+    mixed = (keys ^ (keys >> 32)) * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    return ((mixed >> 33) & (2**31 - 1)) % size
+
+
+class _OwnedUnits(NamedTuple):
+    """The units of one kind that this rank owns."""
+
+    rows: Tensor  # [n, width] of all ranks that hold them
+    places: Tensor  # [n] of the rows among all that came
+    inverse: Tensor  # [n] the unit of each
+    totals: Tensor  # [U, C]
+    facts: Tensor  # [U, 6] of `merged_facts`
+
+
+def _owned_units(rows: Tensor, kind: int) -> _OwnedUnits:
+    places = (rows[:, _KIND] == kind).nonzero().flatten()
+    rows = rows[places]
+    units, inverse = rows[:, _KEY].unique(return_inverse=True)
+    tokens, facts = rows[:, _TOKENS:].tensor_split([-UNIT_COLUMNS], dim=1)
+    totals, facts = _added(tokens, inverse, len(units)), merged_facts(facts, inverse, len(units))
+    return _OwnedUnits(rows, places, inverse, totals, facts)
+
+
+def _answers(rows: Tensor, owned: Sequence[_OwnedUnits]) -> Tensor:
+    """[n, C] of all rows that came: the tokens of their units."""
+    found = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS, dtype=torch.int64)
+    for units in owned:
+        found[units.places] = units.totals[units.inverse].clamp(min=0)
+    return found
+
+
+def _sums(
+    local: LocalTable,
+    rule: PlanRule,
+    rank: int,
+    own: Sequence[_OwnUnits],
+    owned: Sequence[_OwnedUnits],
+    of_rollouts: Sequence[Tensor],
+) -> list[Tensor]:
+    """Integers that add up over the ranks; `of_rollouts`: facts of all owned rollouts, and of those of each environment."""
+    balance = sum(share.balance(rank) for share in local.shares) % MODULUS
+    num_trained = int(local.rows[:, rule.union].clamp(min=0).sum())
+    found = [
+        torch.tensor([num_trained, local.num_positions, local.num_response_tokens, local.num_missing, balance]),
+        local.rows[:, rule.counted].clamp(min=0).sum(dim=0),
+        torch.cat([fact_sums(rollouts) for rollouts in of_rollouts]),
+        count_groups(owned[-1].facts),
+    ]
+    for mine, units in zip(own, owned, strict=True):
+        counts = [(units.totals >= 0).sum(dim=0), (units.totals > 0).sum(dim=0)]
+        found.append(torch.cat([*counts, torch.tensor([len(units.totals), _count_brought(mine)])]))
+    return found
+
+
+def _count_brought(units: _OwnUnits) -> int:
+    return int((units.rows[:, _PLACE] != _NOWHERE).sum())
+
+
+def _largest(own: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
+    """Numbers of which the largest of all ranks counts."""
+    counts = [float(_count_brought(units)) for units in own]
+    sets = [torch.tensor([n, -n if n else -torch.inf], dtype=torch.float64) for n in counts]
+    first = torch.tensor([-stray.sample for stray in strays], dtype=torch.float64)
+    return [torch.cat([largest_facts(rollouts) for rollouts in of_rollouts]), *sets, first]
+
+
+def _combined(parts: Sequence[Tensor], operation: ReduceOp.RedOpType, group: ProcessGroup | None) -> Sequence[Tensor]:
+    if group is None:
+        return parts
+    return all_reduced(torch.cat(list(parts)), operation, group).split([len(part) for part in parts])
+
+
+def _units(tokens: Tensor, sums: Tensor, largest: Tensor) -> Units:
+    columns = tokens.shape[1]
+    counted, live, (distinct, brought) = (part.tolist() for part in sums.split([columns, columns, 2]))
+    most, fewest = largest.tolist()
+    return Units(tokens, counted, live, distinct, brought, int(most), int(-fewest) if distinct else 0)
+
+
+def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
+    """The first on this rank: of a rollout of two prompts, of two values of a field, of units that may not be divided, by kind."""
+    rows = {kind: units.rows[units.rows[:, _PLACE] != _NOWHERE] for kind, units in zip(KINDS, owned, strict=True)}
+    rollouts = rows["rollout_id"]
+    found = [_stray(rollouts, rollouts[:, _PART])]
+    found += [_conflict(rollouts, ONE_PER_ROLLOUT[field] - UNIT_COLUMNS) for field in rule.one_per_rollout]
+    return found + [_stray(rows[kind], rows[kind][:, _PLACE] >> 32) for kind in rule.undivided]
+
+
+def _conflict(rows: Tensor, column: int) -> Stray:
+    """Of a rollout whose largest and smallest value of a field, in this column and the next, differ."""
+    rows = rows[rows[:, column] != NOTHING]
+    return _stray(rows.repeat(2, 1), torch.cat([rows[:, column], rows[:, column + 1]]))
+
+
+def _stray(rows: Tensor, parts: Tensor) -> Stray:
+    """The first sample that lies in another part than its unit's first."""
+    order = rows[:, _PLACE].argsort(stable=True)
+    rows, parts = rows[order], parts[order]
+    inverse, indices = _numbered(rows[:, _KEY]), torch.arange(len(rows))
+    first = torch.full_like(indices, len(rows)).scatter_reduce(0, inverse, indices, "amin")[inverse]
+    apart = (parts != parts[first]).nonzero().flatten()
+    if not len(apart):
+        return _NO_STRAY
+    return Stray(*rows[[apart[0], first[apart[0]]], _PLACE].tolist())
+
+
+def _first_strays(own: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
+    """The first of each sort over all ranks; one more collective, which every rank reaches, where there is one."""
+    if (largest == -_NOWHERE).all():
+        return [None] * len(own)
+    rows = gathered(torch.tensor(own, dtype=torch.int64), group)  # [ranks, sorts, 2]
+    found = [min(Stray(*stray) for stray in column) for column in rows.transpose(0, 1).tolist()]
+    return [None if stray == _NO_STRAY else stray for stray in found]

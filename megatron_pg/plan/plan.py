@@ -1,0 +1,356 @@
+"""The step plan: integer counts of the whole optimizer step, exchanged once, and a denominator per sample.
+
+Everything later (kernel, context parallelism, pipeline, metrics) only reads the weights that come out of here. Every
+rank sees the same counts and strays, so a mistake is raised on every rank.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import ContextRanks
+from megatron_pg.declarations.aggregations import AGGREGATIONS
+from megatron_pg.declarations.streams import AS_POLICY
+from megatron_pg.plan.collectives import decode, encode
+from megatron_pg.plan.errors import StepPlanError
+from megatron_pg.plan.exchange import (
+    KINDS,
+    MESSAGE,
+    Head,
+    Stray,
+    WholeStep,
+    exchange,
+    gather_environments,
+    gather_heads,
+    gathered,
+)
+from megatron_pg.plan.facts import SampleFacts
+from megatron_pg.plan.table import (
+    PROMPT,
+    ROLLOUT,
+    LocalTable,
+    PlanRule,
+    SelectionFacts,
+    Share,
+    count_positions,
+    table_of_counts,
+    whole_counts,
+)
+from megatron_pg.plan.unique_ids import prompts_message, rollouts_message
+from megatron_pg.reducers import StepCounts, reducer_of
+from megatron_pg.rollouts.fields import Id, plain
+from megatron_pg.rollouts.printable import shorten
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StreamPlan:
+    """What a stream counts of one optimizer step, of its own tokens alone."""
+
+    denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: those of the objective
+    num_tokens: int
+    num_rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """Totals of one optimizer step, and the denominators of this rank's samples: rollouts, prompts and T are the objective's."""
+
+    aggregation: str
+    divisor: float | None
+    denominators: Tensor  # [S] float64, > 0, inf where the unit is not counted; S samples of this process
+    num_samples: int
+    num_rollouts: int  # N_r
+    num_prompts: int | None  # P; None without prompt ids
+    num_tokens: int  # T, that the objective trains
+    num_trained: int  # that the objective or a stream trains
+    num_response_tokens: int  # trained or not
+    num_positions: int  # R, prompt, response and padding
+    num_microbatches: int  # K, the same on every rank
+    facts: SampleFacts  # rewards and lengths of all samples
+    streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
+    num_missing: int = 0  # trained tokens that their samples' supports do not hold, masked before anything was counted
+    depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
+    depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
+    selection: SelectionFacts | None = None  # of a correction that chooses tokens of the whole step
+    warning: str | None = None  # about ids that may not be unique over the step
+
+
+def plan_step(
+    tokens_per_sample: Sequence[int] | Tensor,
+    *,
+    aggregation: str,
+    divisor: float | None = None,
+    rollout_ids: Sequence[Id] | Tensor | None = None,
+    prompt_ids: Sequence[Id] | Tensor | None = None,
+    positions_per_sample: Sequence[int] | Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> StepPlan:
+    """Denominators of one optimizer step, from integer metadata, by one exchange of a few small collectives.
+
+        objective = sum over tokens of mask / d_sample(t) * loss_t
+
+    Args:
+        tokens_per_sample: [S] trained tokens of each sample of this process in the whole step, all micro-batches.
+        aggregation: sample_mean, prompt_mean, token_mean or constant. The same on every rank.
+        divisor: L of `constant`, in tokens. The same on every rank.
+        rollout_ids: [S] the trajectory of each sample, unique over all ranks of the step: strings, integers, or a tensor or
+            array of integers; without it every sample is its own rollout.
+        prompt_ids: [S] the prompt group of each sample, unique over all ranks; needed by prompt_mean.
+        positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
+        group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
+            Context-, tensor- and pipeline-parallel peers hold copies and are never summed.
+
+    Raises:
+        StepPlanError: on every rank of `group`, for a mistake on any of them.
+    """
+    error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
+    try:
+        rollouts, prompts = (None if ids is None else [plain(i) for i in ids] for ids in (rollout_ids, prompt_ids))
+        local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
+        if positions_per_sample is not None:
+            local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
+    except Exception as failure:  # travels to the other ranks, so that all of them stop
+        error = failure
+    plan = plan_from_table(local, rule, error=error, group=group)
+    if plan.warning is not None:
+        warnings.warn(plan.warning, stacklevel=2)
+    return plan
+
+
+def plan_from_table(
+    local: LocalTable | None, rule: PlanRule, *, error: Exception | None, group: ProcessGroup | None
+) -> StepPlan:
+    """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
+
+    The plan's totals count all rollouts and trained tokens, whatever its denominators count.
+    """
+    none = torch.zeros(0, rule.width, dtype=torch.int64)
+    local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
+    try:
+        heads = gather_heads(Head.of(local, error), error, group)
+    except StepPlanError as failure:
+        raise failure from error
+    _check_agreement(heads)
+    if rule.numbers_may_repeat:
+        _check_copies(heads)
+    whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
+    _check_shares(whole.is_balanced, local.shares, group)
+    name_of = partial(_name_of, local.ids, group)
+    _check_undivided(whole.divided, rule.undivided, name_of)
+    _check_groups(whole.mixed, name_of)
+    _check_conflicts(whole.conflicting, local, name_of, group)
+    warning = _check_unique(whole, heads, rule, local, group)
+    columns = dict.fromkeys(rule.policy, 0) | {name: 2 + i for i, name in enumerate(rule.own_tokens)}
+    depths, kept = range(len(rule.counted) - rule.depths, len(rule.counted)), int(rule.denominator == "kept")
+    _check_counted(whole.num_trained, whole.tokens[0], whole.tokens[kept])
+    with_prompts = any(head.has_prompt_ids == 1 for head in heads)
+    count = partial(_counts, whole, with_prompts=with_prompts, divisor=rule.divisor)
+    counts, of_depths = count(0, live_only=False), [count(column, live_only=rule.live_only) for column in depths]
+    return StepPlan(
+        aggregation=rule.aggregation,
+        divisor=rule.divisor,
+        denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
+        streams=_plan_streams(rule, columns, count),
+        depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
+        depth_counts=tuple(depth.num_tokens for depth in of_depths),
+        num_samples=sum(head.num_samples for head in heads),
+        num_rollouts=counts.num_rollouts,
+        num_prompts=counts.num_prompts,
+        num_tokens=counts.num_tokens,
+        num_trained=whole.num_trained,
+        num_response_tokens=whole.num_response_tokens,
+        num_missing=whole.num_missing,
+        num_positions=whole.num_positions,
+        num_microbatches=local.num_microbatches,
+        selection=local.selection,
+        warning=warning,
+        facts=whole.facts,
+    )
+
+
+def _plan_streams(
+    rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]
+) -> dict[str, StreamPlan]:
+    """Every stream by itself; over the objective's tokens its denominators count the units that the objective's count."""
+    found = {}
+    for stream in rule.streams:
+        column, denominators = columns[stream.tokens], None
+        own = count(column, live_only=rule.live_only and stream.tokens in rule.policy)
+        if stream.aggregation != AS_POLICY:
+            denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
+        found[stream.name] = StreamPlan(
+            denominators=denominators,
+            num_tokens=own.num_tokens,
+            num_rollouts=count(column, live_only=False).num_rollouts,
+        )
+    return found
+
+
+def _name_of(ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, place: int, column: int) -> str:
+    """The id of a sample."""
+    return _told(lambda index: shorten(ids[column][index]), group, place)
+
+
+def _told(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
+    """A text about a sample, from the rank that has it: a collective, which every rank reaches with its error."""
+    owner, index = place >> 32, place & (2**32 - 1)
+    rank = torch.distributed.get_rank(group) if group is not None else 0
+    return decode(gathered(encode(text_of(index) if rank == owner else "", MESSAGE), group)[owner])
+
+
+def _check_agreement(heads: Sequence[Head]) -> None:
+    for name in ("rollout_ids", "prompt_ids"):
+        found = [getattr(head, f"has_{name}") for head in heads]
+        if 1 in found and 0 in found:
+            raise StepPlanError(
+                f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none, so units cannot be counted. "
+                "Give them on every rank or on none."
+            )
+    found = [head.has_support for head in heads]
+    if 1 in found and 0 in found:
+        raise StepPlanError(
+            f"data-parallel rank {found.index(1)} has samples with a support and rank {found.index(0)} has none, so their log-probabilities "
+            "would be of different distributions. Give it to every rollout or to none."
+        )
+    for rank, head in enumerate(heads):
+        if head.num_microbatches != heads[0].num_microbatches:
+            raise StepPlanError(
+                f"rank 0 has {heads[0].num_microbatches} micro-batches, rank {rank} has {head.num_microbatches}; Megatron's schedule "
+                "needs the same number everywhere. Fill up with empty micro-batches."
+            )
+
+
+def _check_copies(heads: Sequence[Head]) -> None:
+    """Refuse ranks that bring the same samples; `content_of` says when that is no chance."""
+    first: dict[int, int] = {}
+    for rank, head in enumerate(heads):
+        if head.content and (other := first.setdefault(head.content, rank)) != rank:
+            raise StepPlanError(
+                f"data-parallel ranks {other} and {rank} have the same {head.num_samples} samples, which would be trained twice. Give "
+                "cut_microbatches each rank's own data_parallel_rank. If they are different samples, give each its own sample_id."
+            )
+
+
+def _check_conflicts(
+    conflicting: Mapping[str, Stray], local: LocalTable, name_of: Callable[[int, int], str], group: ProcessGroup | None
+) -> None:
+    """A rollout has one reward, and is of one environment."""
+    for name, stray in conflicting.items():
+        rollout, places = name_of(stray.first, ROLLOUT), sorted({*stray})
+        values = [_told(partial(_values_in_rollout, local, name), group, place) for place in places]
+        raise StepPlanError(
+            f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. Give all its samples the "
+            f"same {name}, or only one of them."
+        )
+
+
+def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
+    """The values of a field in the samples here of one sample's rollout, each with the first sample that has it."""
+    rollouts, found = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
+    for key, sample in zip(rollouts, local.samples or (), strict=True):
+        if key == rollouts[index] and (value := getattr(sample, name)) is not None:
+            found.setdefault(shorten(value), sample.sample_id)
+    return " and ".join(f"{value} in sample {label}" for value, label in found.items())
+
+
+def _check_shares(is_balanced: bool, shares: Sequence[Share], group: ProcessGroup | None) -> None:
+    """A micro-batch that is cut over several ranks is the same on all of them."""
+    if is_balanced:
+        return
+    everyones = gathered(torch.tensor(shares, dtype=torch.int64).view(-1, 3), group).tolist()
+    for k, of_ranks in enumerate(zip(*everyones, strict=True)):
+        for rank, share in enumerate(of_ranks):
+            run = ContextRanks(*share[:2])
+            if strays := [other for other in run if of_ranks[other] != share]:
+                raise StepPlanError(
+                    f"micro-batch {k} of rank {rank} is cut over {run}, and rank {strays[0]} has another one there, so they would wait for "
+                    "each other. Give every rank of a run the same samples at the same place, as cut_over_ranks does."
+                )
+
+
+def _check_unique(
+    whole: WholeStep, heads: Sequence[Head], rule: PlanRule, local: LocalTable, group: ProcessGroup | None
+) -> str | None:
+    """Refuse ids that every rank numbers anew; a warning where that cannot be told."""
+    if len(heads) == 1 or not rule.numbers_may_repeat:
+        return None
+    sizes, warning = [head.num_samples for head in heads], None
+    if any(head.has_rollout_ids == 1 for head in heads):
+        warning = rollouts_message(whole.units[ROLLOUT], local.rows[:, ROLLOUT], sizes, local.samples, group)
+    if warning is None and rule.needs_prompt_ids:
+        warning = prompts_message(whole.units[PROMPT], local.rows[:, PROMPT], sizes, local.samples, group)
+    return warning
+
+
+def _check_undivided(divided: Mapping[str, Stray], kinds: Sequence[str], name_of: Callable[[int, int], str]) -> None:
+    """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
+    for kind in kinds:
+        if stray := divided.get(kind):
+            raise StepPlanError(
+                f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and {stray.ranks[1]}, so "
+                "--docs-per-step could split it between steps. Give all its samples to one rank."
+            )
+
+
+def _check_groups(mixed: Stray | None, name_of: Callable[[int, int], str]) -> None:
+    """A rollout belongs to one prompt."""
+    if mixed is not None:
+        rollout, *prompts = name_of(mixed.sample, ROLLOUT), name_of(mixed.first, PROMPT), name_of(mixed.sample, PROMPT)
+        raise StepPlanError(
+            f"rollout {rollout} belongs to prompt groups {prompts[0]} and {prompts[1]}, so "
+            "its tokens would count twice. Give all samples of a rollout one prompt_id."
+        )
+
+
+def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
+    if not num_trained:
+        raise StepPlanError(
+            "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
+            "more samples per step."
+        )
+    if num_tokens and not num_kept:
+        raise StepPlanError(
+            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
+        )
+
+
+def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
+    """Over the samples of one column of tokens."""
+    rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
+    return StepCounts(
+        tokens_per_rollout=rollouts.tokens[:, column],
+        tokens_per_prompt=prompts.tokens[:, column] if with_prompts else None,
+        num_rollouts=(rollouts.live if live_only else rollouts.counted)[column],
+        num_prompts=(prompts.live if live_only else prompts.counted)[column] if with_prompts else None,
+        num_tokens=whole.tokens[column],
+        divisor=divisor,
+        live_only=live_only,
+    )
+
+
+def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
+    """One per sample; infinite for a unit that is not counted although it has trained tokens, and where nothing is."""
+    if not counts.num_tokens:
+        return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
+    denominators = reducer_of(aggregation)(counts)
+    tokens = {"rollout": counts.tokens_per_rollout, "prompt": counts.tokens_per_prompt}.get(
+        AGGREGATIONS[aggregation].unit
+    )
+    if not counts.live_only or tokens is None:
+        return denominators
+    return torch.where(tokens > 0, denominators, torch.inf)
+
+
+def check_count(count: int) -> None:
+    """Refuse positions that Megatron's int32 accumulator cannot hold (a mixture of experts under the per-token contract)."""
+    if count > _INT32_MAX:
+        raise StepPlanError(
+            f"{count} positions in one step exceed Megatron's int32 counter, to which the router's losses bind us. Take fewer per step."
+        )

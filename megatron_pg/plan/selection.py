@@ -1,0 +1,167 @@
+"""A correction that chooses tokens of the whole step: before the step is planned, the same on every rank.
+
+    gather sizes and sums -> keys of this rank's tokens -> gather samples and keys -> order -> choice
+
+Every rank reaches both collectives unless one has failed, of which the first tells; the plan's exchange says why. Samples are whole
+here: context parallelism slices afterwards.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.declarations.corrections import CORRECTIONS, SelectionDeclaration
+from megatron_pg.objectives.corrections.selections import (
+    MOST_PARTS,
+    Chosen,
+    StepKeys,
+    average,
+    content_of,
+    exact_parts,
+    identity_of,
+    origin_of,
+)
+from megatron_pg.plan.exchange import gathered
+from megatron_pg.plan.microbatches import Counted
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.table import KEPT, SelectionFacts, is_brought, places_of
+from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.sample import Sample
+
+_HAS_FAILED, _SAMPLES, _TOKENS, _SUMS = range(4)  # columns of what is gathered first
+
+
+class _Line(NamedTuple):
+    """What travels of a sample, beside its keys."""
+
+    identity: int
+    content: int
+    place: int  # in the step: where a rank finds what was chosen of it
+    length: int  # trained tokens
+
+
+def select(
+    batches: Sequence[PackedBatch],
+    counted: Counted | None,
+    settings: LossSettings,
+    group: ProcessGroup | None,
+    error: Exception | None = None,
+) -> Counted:
+    """What was counted, with what the correction chooses; every rank of `group` must call, with the same settings.
+
+    Args:
+        batches: this rank's micro-batches of the step.
+        counted: what `count` has made of them; None where this rank has failed with `error`.
+        settings: the loss settings.
+        group: the ranks that bring samples of their own; None: this process alone.
+        error: this rank's, which the plan's exchange tells the others.
+    """
+    counted = counted or Counted(None, [])
+    declared = CORRECTIONS[settings.correction.name].selection
+    if declared is None:
+        return counted
+    held = {} if error else dict(_held(batches, group))
+    brought = [place for place in held if is_brought(place, group)]
+    samples = [held[place] for place in brought]
+    heads = gathered(_head(samples, declared, error), group, error)
+    if heads[:, _HAS_FAILED].any():
+        return counted
+    means = _means(heads, declared)
+    keys = [declared.load_key()(sample, *means) for sample in samples]
+    lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
+    everyones, lines = _gathered_tokens(lines, keys, heads, group)
+    step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
+    nothing = Chosen(everyones.bool(), None)
+    chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
+    of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
+    facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
+    return _with_choice(batches, counted, settings, group, _masks(batches, of_place, group), facts)
+
+
+def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:
+    """The objective's samples here, by place."""
+    samples = [sample for batch in batches for sample in batch.samples]
+    return ((p, s) for p, s in zip(places_of(batches, group), samples, strict=True) if s.stream == POLICY)
+
+
+def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exception | None) -> Tensor:
+    """[3 + parts] float64: whether this rank has failed, its samples, their trained tokens, and exact sums over those."""
+    averaged = declared.reads if declared.is_centred else ()
+    head = torch.zeros(_SUMS + MOST_PARTS * len(averaged), dtype=torch.float64)
+    head[:_SUMS] = torch.tensor([error is not None, len(samples), sum(sample.num_trained for sample in samples)])
+    for i, name in enumerate(averaged):
+        values = [getattr(sample, name)[sample.loss_mask].double() for sample in samples]
+        parts = exact_parts(torch.cat([head[:0], *values]).tolist())
+        head[_SUMS + i * MOST_PARTS :][: len(parts)] = torch.tensor(parts, dtype=torch.float64)
+    return head
+
+
+def _means(heads: Tensor, declared: SelectionDeclaration) -> list[float]:
+    """Over the step's trained tokens, of what the key reads."""
+    sums = heads[:, _SUMS:].split(MOST_PARTS, dim=1) if declared.is_centred else ()
+    return [average(parts.flatten().tolist(), int(heads[:, _TOKENS].sum())) for parts in sums]
+
+
+def _gathered_tokens(
+    lines: Sequence[_Line], keys: Sequence[Tensor], heads: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, list[_Line]]:
+    """[T] keys and the lines of all samples of the step, in the order of identities."""
+    width, sizes = len(_Line._fields), heads[:, [_SAMPLES, _TOKENS]].long()
+    row = torch.zeros(int((sizes * torch.tensor([width, 1])).sum(dim=1).amax()), dtype=torch.int64)
+    of_lines = torch.tensor(lines, dtype=torch.int64).flatten()
+    of_keys = torch.cat([torch.zeros(0, dtype=torch.float64), *keys]).view(torch.int64)
+    row[: len(of_lines) + len(of_keys)] = torch.cat([of_lines, of_keys])
+    found: list[tuple[_Line, Tensor]] = []
+    for values, (num_samples, num_tokens) in zip(gathered(row, group), sizes.tolist(), strict=True):
+        theirs = [_Line(*line) for line in values[: num_samples * width].view(-1, width).tolist()]
+        bits = values[num_samples * width :][:num_tokens]
+        found += zip(theirs, bits.view(torch.float64).split([line.length for line in theirs]), strict=True)
+    found.sort(key=lambda each: each[0])
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in found)]), [line for line, _ in found]
+
+
+def _origins(lines: Sequence[_Line], seed: int) -> list[int]:
+    alike = groupby(lines, key=lambda line: line.identity)
+    return [origin_of(seed, identity, number) for identity, same in alike for number, _ in enumerate(same)]
+
+
+def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: ProcessGroup | None) -> list[Tensor]:
+    """[sum of R] bool of each micro-batch: the chosen tokens."""
+    places, found = iter(places_of(batches, group)), []
+    for batch in batches:
+        parts = [torch.zeros(0, dtype=torch.bool)]
+        for sample, place in zip(batch.samples, places, strict=False):
+            parts.append(torch.zeros_like(sample.loss_mask))
+            if place in of_place:
+                parts[-1][sample.loss_mask] = of_place[place]
+        found.append(torch.cat(parts))
+    return found
+
+
+def _with_choice(
+    batches: Sequence[PackedBatch],
+    counted: Counted,
+    settings: LossSettings,
+    group: ProcessGroup | None,
+    masks: Sequence[Tensor],
+    facts: SelectionFacts,
+) -> Counted:
+    """The choice in the factors of the tokens, and in the table what it keeps."""
+    if CORRECTIONS[settings.correction.name].selection.penalises:
+        factors = [replace(own, penalised=chosen) for own, chosen in zip(counted.factors, masks, strict=True)]
+    else:
+        factors = [
+            replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
+            for batch, own, chosen in zip(batches, counted.factors, masks, strict=True)
+        ]
+    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
+    rows = counted.table.rows.clone()
+    mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
+    rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
+    return Counted(replace(counted.table, rows=rows, selection=facts), factors)

@@ -1,0 +1,190 @@
+"""What the validated arguments say about the loss."""
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_pg.declarations.aggregations import STEP_MEANS
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.streams import AS_POLICY, SHORTHANDS
+from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
+from megatron_pg.flags.streams import has_policy, own_tokens, streams_of
+from megatron_pg.kernels import LossTerms
+from megatron_pg.kernels.device import chosen
+from megatron_pg.lm_head.inputs import check_odds_kernel
+from megatron_pg.lm_head.teacher_file import TeacherHead
+from megatron_pg.metrics import Reduction
+from megatron_pg.objectives import objective_of
+from megatron_pg.objectives.corrections.correction import NONE as NO_CORRECTION
+from megatron_pg.objectives.corrections.correction import Correction
+from megatron_pg.objectives.custom.loading import custom_objective_of
+from megatron_pg.plan.table import PlanRule
+from megatron_pg.reducers.custom import CustomReducer, load_custom_reducer
+from megatron_pg.rollouts.fields import POLICY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What the validated arguments say about the loss. The same on every rank."""
+
+    aggregation: str
+    divisor: float | None
+    reducer: CustomReducer | None  # replaces the aggregation for pg_loss
+    per_token: bool  # Megatron's calculate_per_token_loss: which contract
+    terms: LossTerms
+    correction: Correction = NO_CORRECTION
+    seed: int = 0  # of a correction's draws
+    denominator: str = "scheduled"  # what the policy term's denominators count
+    has_policy: bool = True  # whether the objective is in the loss
+    streams_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
+    support_missing: str = "error"  # what a trained token outside its sample's support is
+    temperature: float
+    vocab_size: int | None = None  # columns beyond it are padding
+    impl: str  # of log-probabilities and loss
+    float32_logits: bool = False
+    head_mode: str | None = None  # of the fused head; None: the model makes its logits
+    head_backward: str = "bf16"
+    teacher_head: TeacherHead | None = None  # of the teacher whose hidden states samples have
+    mtp_depths: int = 0  # of the model's multi-token prediction
+    mtp_aggregation: str = "token_mean"  # or "policy"
+    metrics: Reduction
+    advises: bool = True  # on trainer and rollout engine that stay apart
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "LossSettings":
+        """Settings from arguments that `validate_args` has accepted; loads and probes the user's functions (rule E16)."""
+        path = args.custom_pg_loss_reducer_function_path
+        per_token = vars(args).get("calculate_per_token_loss", False)
+        correction = Correction(
+            name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in correction_numbers(args).items()}
+        )
+        anchor = CORRECTIONS[correction.name].anchor
+        own = args.pg_custom_objective_path is not None
+        depths = vars(args).get("mtp_num_layers") or 0
+        terms = LossTerms(
+            objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **objective_numbers(args)),
+            opsm_anchor=anchor,
+            opsm_threshold=correction.high if anchor else None,
+            streams=streams_of(args),
+            grad_divisor=args.pg_grad_divisor,
+            entropy_support=args.pg_entropy_support,
+        )
+        return cls(
+            aggregation=args.loss_aggregation,
+            divisor=args.loss_aggregation_divisor,
+            reducer=load_custom_reducer(path, calculate_per_token_loss=per_token) if path else None,
+            per_token=per_token,
+            terms=terms,
+            correction=correction,
+            seed=vars(args).get("seed") or 0,
+            denominator=args.pg_denominator,
+            has_policy=has_policy(args),
+            streams_of_samples=own_tokens(args),
+            support_missing=args.pg_support_missing,
+            temperature=args.pg_temperature,
+            vocab_size=args.pg_vocab_size,
+            float32_logits=args.fp32_lm_head,
+            head_mode=args.pg_fused_head,
+            head_backward=args.fp32_lm_head_backward or "bf16",
+            teacher_head=_teacher_head(args) if terms.whole_form else None,
+            impl=_impl(args),
+            mtp_depths=depths,
+            mtp_aggregation=args.pg_mtp_aggregation,
+            metrics=metrics_of(
+                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
+            ),
+            advises=not args.pg_no_mismatch_advice,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """`impl`, and the path that losses take on this GPU."""
+        if self.impl != "triton" or (device := chosen("triton").device).type == "cpu":
+            return self.impl
+        from megatron_pg.kernels.triton.loss import path_on  # torch alone must not need Triton
+
+        return f"{self.impl}, {path_on(device).text}"
+
+    @property
+    def policy(self) -> tuple[str, ...]:
+        """The streams whose tokens the objective trains: its own, or none."""
+        return (POLICY,) if self.has_policy else ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The streams whose tokens are trained."""
+        return tuple(dict.fromkeys((*self.policy, *(stream.tokens for stream in self.terms.streams))))
+
+    @property
+    def over_support(self) -> tuple[str, ...]:
+        """The streams at whose tokens a term reads the policy that was sampled from, which is over a token's support."""
+        keeps = self.terms.entropy_support == "kept"
+        readers = [s.tokens for s in self.terms.streams if s.is_over_support or (keeps and s.kind == "entropy")]
+        return tuple(dict.fromkeys((*self.policy, *readers)))
+
+    @property
+    def plan_rule(self) -> PlanRule:
+        """What a step is planned for; for a custom reducer only N_r and T are counted."""
+        step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
+        is_policys = self.reducer is None and self.denominator != "kept" and self.has_policy
+        same = [
+            s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
+            for s in self.terms.streams
+        ]
+        return PlanRule(
+            aggregation=self.aggregation if self.reducer is None else step_mean,
+            divisor=self.divisor,
+            denominator=self.denominator,
+            policy=self.policy,
+            over_support=self.over_support,
+            streams=tuple(
+                replace(stream, aggregation=AS_POLICY) if is_policys and same else stream
+                for stream, same in zip(self.terms.streams, same, strict=True)
+            ),
+            depths=self.mtp_depths,
+            depth_aggregation=self.aggregation if self.mtp_aggregation == "policy" else STEP_MEANS[True],
+        )
+
+
+def metrics_of(
+    level: str, terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
+) -> Reduction:
+    """The metrics of a loss."""
+    features = features_of(terms, correction, mtp_depths, masks_missing=masks_missing)
+    return Reduction(level, features, terms.objective.reported, terms.streams)
+
+
+def features_of(
+    terms: LossTerms, correction: Correction, mtp_depths: int = 0, *, masks_missing: bool = False
+) -> frozenset[str]:
+    """What the loss has, by the names under which metrics ask for it."""
+    selects = CORRECTIONS[correction.name].selection is not None
+    features = {
+        "clip": terms.objective.outside is not None,
+        "sequence": terms.objective.reads_sequences,
+        "correction": correction.name != "none" and not selects,
+        "selection": selects,
+        **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
+        "further": bool(terms.streams) or mtp_depths > 0,
+        "mtp": mtp_depths > 0,
+        "support_missing": masks_missing,
+    }
+    return frozenset(name for name, present in features.items() if present)
+
+
+def _teacher_head(args: Namespace) -> TeacherHead:
+    head = TeacherHead.of(args.pg_teacher_head)
+    columns = args.pg_vocab_size or vars(args).get("padded_vocab_size")
+    if columns is not None:  # else the model says it
+        head.check_vocabulary(columns)
+    return head
+
+
+def _impl(args: Namespace) -> str:
+    if args.pg_kernel == "torch":  # needs no GPU, so none is touched: a process that only plans may have none
+        return "torch"
+    choice = chosen(args.pg_kernel)
+    if args.pg_fused_head == "odds" and choice.kernel == "triton" and choice.device.type == "cuda":
+        check_odds_kernel(vars(args).get("params_dtype", torch.bfloat16), choice.device)
+    return choice.kernel

@@ -1,0 +1,110 @@
+"""What the rollout engine could have sampled, looked at before a step is planned; the same on all peers, which hold the same samples."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.declarations.streams import Stream
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.rollouts.fields import LOGPROBS
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.rollouts.support import Support, check_ids
+
+_CERTAIN = -1e-3  # log-probability of a token that was the only one, rounded; nats
+_OF_ROLLOUT = tuple(
+    name for name in LOGPROBS if name != "teacher_logprobs"
+)  # a teacher's are over the whole vocabulary
+
+
+def members(samples: Iterable[Sample], settings: LossSettings) -> Iterator[tuple[Sample, Support, Tensor]]:
+    """The samples whose support a term reads, with it and the tokens [R] at which one does."""
+    for sample in samples:
+        if sample.support is not None and (masks := list(_masks_of(sample, settings.over_support).values())):
+            yield sample, sample.support, torch.stack(masks).any(dim=0)
+
+
+def _masks_of(sample: Sample, streams: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the streams that the sample is of."""
+    return {name: mask for name in streams if (mask := sample.mask_of(name)) is not None}
+
+
+def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
+    """The micro-batch; under `--pg-support-missing mask` without the trained tokens that their samples' supports do not hold."""
+    if settings.support_missing != "mask" or not settings.over_support:
+        return batch
+    outside = {id(s): mask & ~support.holds(_response(s)) for s, support, mask in members(batch.samples, settings)}
+    samples = [_without(s, outside[id(s)], settings) if id(s) in outside else s for s in batch.samples]
+    num_missing = sum(int(tokens.sum()) for tokens in outside.values())
+    return replace(batch, samples=tuple(samples), num_missing=num_missing)
+
+
+def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:
+    """The sample without those tokens [R] in the streams that read the support."""
+    kept = {name: mask & ~outside for name, mask in _masks_of(sample, settings.over_support).items()}
+    own = kept.pop(sample.stream, sample.loss_mask)
+    return replace(sample, loss_mask=own, masks={**sample.masks, **kept})
+
+
+def check_supports(samples: Sequence[Sample], settings: LossSettings) -> None:
+    """Refuse tokens that could not have been sampled, and log-probabilities that are not of what could be, where a term reads the support.
+
+    Raises:
+        ValueError: for the first of them.
+    """
+    for sample, support, mask in members(samples, settings):
+        if settings.head_mode == "odds":
+            raise ValueError(
+                f"sample {sample.sample_id} has a support, and --pg-fused-head odds knows log-probabilities over the whole vocabulary only. "
+                "Use --pg-fused-head forward."
+            )
+        check_ids(support, mask, sample.sample_id)
+        _check_holds(sample, support, mask)
+        for name in _OF_ROLLOUT:
+            _check_anchor(sample, support, mask, name)
+        for stream in settings.terms.streams:
+            if not (stream.is_over_support or stream.kind == "entropy"):
+                _check_stream(sample, support, mask, stream)
+
+
+def _response(sample: Sample) -> Tensor:
+    return sample.tokens[-sample.response_length :]
+
+
+def _check_holds(sample: Sample, support: Support, mask: Tensor) -> None:
+    if (bad := (mask & ~support.holds(_response(sample))).nonzero()).numel():
+        k = int(bad[0])
+        raise ValueError(
+            f"support of sample {sample.sample_id} does not hold token {int(_response(sample)[k])}, its response token {k}, which is trained, so "
+            f"it could not have been sampled ({len(bad)} of the sample's tokens). Are tokens and sets of one step of the engine? "
+            "--pg-support-missing mask leaves such tokens out."
+        )
+
+
+def _check_anchor(sample: Sample, support: Support, mask: Tensor, name: str) -> None:
+    """A token that was the only one had probability 1 under every policy that is over what could be sampled."""
+    values = getattr(sample, name)
+    if values is None:
+        return
+    if (bad := (mask & (support.counts == 1) & (values < _CERTAIN)).nonzero()).numel():
+        k = int(bad[0])
+        raise ValueError(
+            f"{name} of sample {sample.sample_id} is {float(values[k]):g} at response token {k}, whose support is that token alone, which has "
+            "log-probability 0: it is over the whole vocabulary, so ratios would be wrong by the mass of the support. Compute it over the "
+            "support (docs/support.md); an engine reports processed log-probabilities."
+        )
+
+
+def _check_stream(sample: Sample, support: Support, mask: Tensor, stream: Stream) -> None:
+    """Of a token, log π is over what could be sampled or over all tokens, not both."""
+    own = sample.mask_of(stream.tokens)
+    is_both = mask & (support.counts > 0) if own is None else mask & (support.counts > 0) & own
+    is_alone = stream.reads_topk or stream.reads_hidden
+    if (own is not None or is_alone) and is_both.any():
+        raise ValueError(
+            f"{stream.flag} reads log-probabilities over the whole vocabulary at response token {int(is_both.nonzero()[0])} of sample "
+            f"{sample.sample_id}, where another term reads those over its support. Give the stream its own tokens"
+            f"{' in its own run' if is_alone else ''}, or remove one of them."
+        )

@@ -1,0 +1,359 @@
+"""This rank's part of the step's exchange: one row of integers per sample.
+
+What a step counts, and from where: streams, units, facts of samples, depths of multi-token prediction.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
+from megatron_pg.declarations.streams import AS_POLICY, Stream
+from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts
+from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
+from megatron_pg.rollouts.printable import shorten
+from megatron_pg.rollouts.sample import Sample
+
+MODULUS = 2**44  # of sums of digests, which integers of 64 bits hold for 2^19 ranks
+TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of a table
+WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of streams and depths
+FACTS = slice(4, WIDTH)
+_SURELY_DRAWN_ONCE = -20.0  # nats: a step in a billion has such samples twice
+_MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRule:
+    """What a step is planned for. The same on every rank."""
+
+    aggregation: str
+    divisor: float | None = None  # L
+    denominator: str = "scheduled"  # what denominators count; streams count trained tokens under `kept` too
+    policy: tuple[str, ...] = (POLICY,)  # the stream whose tokens the objective trains; empty: there is no objective
+    over_support: tuple[str, ...] = (POLICY,)  # the streams at whose tokens a support is read
+    streams: tuple[Stream, ...] = ()
+    undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
+    numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
+    one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others the largest counts
+    depths: int = 0  # of multi-token prediction
+    depth_aggregation: str = STEP_MEANS[True]  # of its cross-entropies
+
+    @property
+    def live_only(self) -> bool:
+        """Whether units without a counted token are left out of the denominators."""
+        return self.denominator != "scheduled"
+
+    @property
+    def own_tokens(self) -> tuple[str, ...]:
+        """The streams whose tokens are not the objective's."""
+        return tuple(dict.fromkeys(stream.tokens for stream in self.streams if stream.tokens not in self.policy))
+
+    @property
+    def width(self) -> int:
+        """Columns of the table."""
+        return WIDTH + (len(self.own_tokens) + 1 if self.own_tokens else 0) + self.depths
+
+    @property
+    def union(self) -> int:
+        """The column of the tokens that the objective or a stream trains."""
+        return WIDTH + len(self.own_tokens) if self.own_tokens else TRAINED
+
+    @property
+    def counted(self) -> list[int]:
+        """[C] the columns of tokens that are counted by units: trained, kept, of each of `own_tokens`, of each depth."""
+        return [TRAINED, KEPT, *(column for column in range(WIDTH, self.width) if column != self.union)]
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether a denominator counts prompt groups."""
+        further = [stream.aggregation for stream in self.streams if stream.aggregation != AS_POLICY]
+        return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionFacts:
+    """What a correction has chosen of the step."""
+
+    num_selected: int
+    num_tokens: int  # T
+    threshold: float | None  # the key at which the choice ends
+    num_candidates: int | None  # that were drawn from
+
+    @property
+    def fraction(self) -> float:
+        """Of the step's tokens."""
+        return self.num_selected / self.num_tokens
+
+
+class Share(NamedTuple):
+    """What a rank has of a micro-batch that is cut over ranks of its own."""
+
+    first: int  # of the ranks, which brings the samples
+    size: int
+    digest: int  # of the whole micro-batch and its place in the step
+
+    def balance(self, rank: int) -> int:
+        """What adds up to 0 over the ranks where all have the same."""
+        return self.digest * (self.size - 1 if rank == self.first else -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalTable:
+    """This rank's part of the exchange: one row per sample.
+
+    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; where streams have tokens of their
+    own, those of each and of all together; n_d of each depth of multi-token prediction. A count is -1 where the sample is not of the
+    stream: 0 tokens are counted as a unit.
+    """
+
+    rows: Tensor  # [S, width] int64
+    has_rollout_ids: bool
+    has_prompt_ids: bool
+    num_positions: int
+    num_response_tokens: int
+    held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
+    num_microbatches: int = 1
+    num_missing: int = 0  # of `PackedBatch`
+    has_support: int = -1  # of the rollouts at which it is read: 1 or 0; -1 without any, or where it is not known
+    ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
+    content: int = 0  # digest of its samples; 0: not to be compared with other ranks'
+    environments: tuple[str, ...] = ()  # of the objective's samples, each name once
+    samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
+    shares: tuple[Share, ...] = ()  # of the micro-batches that are cut over ranks of their own
+    selection: SelectionFacts | None = None  # the same on every rank
+
+
+def table_of_counts(
+    rule: PlanRule,
+    group: ProcessGroup | None,
+    counts: Tensor,
+    rollout_ids: Sequence[Id] | None,
+    prompt_ids: Sequence[Id] | None,
+    kept: Tensor | None = None,
+    further: Tensor | None = None,
+    own: Tensor | None = None,
+) -> LocalTable:
+    """`further`: [S, ...] int64, the columns behind kept tokens; `own`: [S] int64, keys of samples without a rollout."""
+    _check_aggregation(rule.aggregation, rule.divisor)
+    size, total = len(counts), int(counts.clamp(min=0).sum())
+    if rule.needs_prompt_ids:
+        missing = [i for i in range(size) if prompt_ids is None or (i < len(prompt_ids) and prompt_ids[i] is None)]
+        if missing:
+            raise ValueError(f"prompt_mean needs prompt_ids for every sample; sample {missing[0]} has none")
+    own = (
+        torch.arange(size) + (_rank_of(group) << 32) if own is None else own
+    )  # without ids every sample is a rollout of its own
+    rollouts = own if rollout_ids is None else _keys("rollout_ids", rollout_ids, size)
+    prompts = torch.zeros(size, dtype=torch.int64) if prompt_ids is None else _keys("prompt_ids", prompt_ids, size)
+    further = torch.zeros(size, COLUMNS, dtype=torch.int64) if further is None else further
+    counted = torch.stack([counts, rollouts, prompts, counts if kept is None else kept], dim=1)
+    rows = torch.cat([counted, further], dim=1)
+    ids = {ROLLOUT: rollout_ids, PROMPT: prompt_ids}
+    held = rows[:, [ROLLOUT, PROMPT]]
+    return LocalTable(rows, rollout_ids is not None, prompt_ids is not None, total, total, held, ids=ids)
+
+
+def count_positions(positions_per_sample: Sequence[int] | Tensor, size: int) -> int:
+    """Their sum, of `size` samples."""
+    if len(positions_per_sample) != size:
+        raise ValueError(
+            f"positions_per_sample has {len(positions_per_sample)} entries for {size} samples, so positions cannot be "
+            "counted. Give one each."
+        )
+    return int(whole_counts(positions_per_sample).sum())
+
+
+def local_table_of(
+    batches: Sequence[PackedBatch],
+    rule: PlanRule,
+    group: ProcessGroup | None,
+    kept_per_sample: Sequence[int] | None = None,
+) -> LocalTable:
+    """The table of this rank's micro-batches; `kept_per_sample`: the objective's tokens that no correction rejects.
+
+    A micro-batch that is cut over ranks of its own is counted by the first of them.
+    """
+    samples = [sample for batch in batches for sample in batch.samples]
+    prompt_ids = _all_or_none("prompt_id", samples)
+    if rule.needs_prompt_ids and prompt_ids is None:
+        prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
+    rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.policy)
+    own = places_of(batches, group)
+    kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
+    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
+    table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
+    rank = _rank_of(group)
+    brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
+    mine = [i for i, place in enumerate(own) if is_brought(place, group)]
+    return replace(
+        table,
+        rows=table.rows[mine],
+        ids={column: ids and [ids[i] for i in mine] for column, ids in table.ids.items()},
+        num_positions=sum(batch.num_positions for batch in brought),
+        num_response_tokens=sum(samples[i].response_length for i in mine),
+        num_microbatches=len(batches),
+        num_missing=sum(batch.num_missing for batch in brought),
+        has_support=_has_support(samples, rule.over_support),
+        samples=[samples[i] for i in mine],
+        content=content_of([samples[i] for i in mine]),
+        environments=tuple(sorted({samples[i].environment for i in mine if counts[i] >= 0} - {None})),
+        shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
+    )
+
+
+def content_of(samples: Sequence[Sample]) -> int:
+    """Digest of a rank's samples, > 0; 0 where other ranks could have drawn equal ones by chance.
+
+    Samples of the same rollouts are never equal by chance, unless all responses are one token. Samples without rollout ids are
+    not where they had a probability below e^-20 together.
+    """
+    if all(sample.rollout_id is not None for sample in samples):
+        is_known = any(sample.response_length > 1 for sample in samples)
+    else:
+        drawn = [s.old_logprobs[s.loss_mask].sum() for s in samples if s.old_logprobs is not None]
+        is_known = float(sum(drawn)) < _SURELY_DRAWN_ONCE
+    if not is_known:
+        return 0
+    content = hashlib.blake2b(digest_size=8)
+    for sample in samples:
+        names = (sample.sample_id, sample.rollout_id, sample.prompt_id, sample.stream, sample.response_length)
+        content.update(repr((*names, sample.reward, sorted(sample.masks))).encode())
+        for values in (sample.tokens, sample.loss_mask, sample.old_logprobs, sample.advantages):
+            content.update(b"" if values is None else values.numpy().tobytes())
+    return 1 + (int.from_bytes(content.digest(), "big") >> 3)
+
+
+def places_of(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> list[int]:
+    """Of all samples here, in their order: a number that no other sample of the step has, the same wherever the sample is held."""
+    rank = _rank_of(group)
+    firsts = [rank if batch.cp_ranks is None else batch.cp_ranks.first for batch in batches]
+    return [(f << 44) + (k << 22) + i for k, f in enumerate(firsts) for i in range(len(batches[k].samples))]
+
+
+def is_brought(place: int, group: ProcessGroup | None) -> bool:
+    """Whether this rank counts the sample; another one does that holds it too."""
+    return place >> 44 == _rank_of(group)
+
+
+def _rank_of(group: ProcessGroup | None) -> int:
+    return torch.distributed.get_rank(group) if group is not None else 0
+
+
+def _tokens_of(batches: Sequence[PackedBatch], streams: Sequence[str]) -> Tensor:
+    return torch.tensor([n for batch in batches for n in batch.tokens_of(*streams)], dtype=torch.int64)
+
+
+def _further_columns(
+    batches: Sequence[PackedBatch], samples: Sequence[Sample], rule: PlanRule, is_policys: Tensor
+) -> Tensor:
+    """[S, ...] int64: facts of the objective's samples, tokens of streams, tokens at depths."""
+    streams = (*rule.policy, *rule.own_tokens)
+    columns = [_tokens_of(batches, (stream,)) for stream in rule.own_tokens]
+    columns += [_tokens_of(batches, streams)] if columns else []
+    for depth in range(1, rule.depths + 1):
+        counted = [n for batch in batches for n in batch.trained_at(depth, *streams)]
+        columns.append(torch.tensor(counted, dtype=torch.int64))
+    return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
+
+
+def _share_of(k: int, batch: PackedBatch) -> Share:
+    digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
+    return Share(batch.cp_ranks.first, batch.cp_ranks.size, int.from_bytes(digest, "big"))
+
+
+def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
+    ids = [getattr(sample, name) for sample in samples]
+    missing = [i for i, value in enumerate(ids) if value is None]
+    if missing and len(missing) < len(ids):
+        raise ValueError(
+            f"sample {samples[missing[0]].sample_id} has no {name} while others of the step have one, so units cannot be "
+            "counted. Give it to every sample or to none."
+        )
+    return None if missing or not ids else ids
+
+
+def _has_support(samples: Sequence[Sample], streams: Sequence[str]) -> int:
+    """1 or 0: whether the rollouts with tokens of these streams have one; -1 if there are none."""
+    rollouts = [sample for sample in samples if sample.stream == POLICY]
+    members = [sample for sample in rollouts if any(sample.mask_of(name) is not None for name in streams)]
+    known = [sample.support is not None for sample in members]
+    if any(known) and not all(known):
+        raise ValueError(
+            f"sample {members[known.index(False)].sample_id} has no support while others of the step have one, so its log-probabilities would "
+            "be of another distribution than was sampled. Give it to every rollout or to none; a token that was sampled "
+            "from the whole vocabulary has an empty one."
+        )
+    return int(known[0]) if known else -1
+
+
+def _check_aggregation(aggregation: str, divisor: float | None) -> None:
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}, so no weight is defined. Choose one."
+        )
+    takes_divisor = AGGREGATIONS[aggregation].takes_divisor
+    if takes_divisor and not (is_number(divisor := plain(divisor)) and 0 < divisor < float("inf")):
+        raise ValueError(
+            f"divisor={shorten(divisor)} of {aggregation} must be a finite number > 0. Set it to a length, for instance 4096."
+        )
+    if not takes_divisor and divisor is not None:
+        raise ValueError(f"divisor={divisor} has no effect with {aggregation}; remove it or choose constant.")
+
+
+def needs_prompt_ids(aggregation: str) -> bool:
+    """Whether its denominators count prompt groups."""
+    return AGGREGATIONS[aggregation].unit == "prompt"
+
+
+def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
+    """[S] int64 on the CPU, from what a user gives."""
+    try:
+        counts = torch.as_tensor(tokens_per_sample)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"tokens_per_sample={shorten(tokens_per_sample)} are no counts, so totals are unknown. Give whole numbers of trained tokens."
+        ) from error
+    if counts.numel() == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.dim() != 1:
+        raise ValueError(
+            f"tokens_per_sample has dtype {counts.dtype} and shape {tuple(counts.shape)}, not [S] integers: counts are exact. "
+            "Give whole numbers of trained tokens."
+        )
+    if (counts < 0).any():
+        i = int((counts < 0).nonzero()[0])
+        raise ValueError(
+            f"tokens_per_sample[{i}]={int(counts[i])} is negative, so the totals would be wrong. Count from 0."
+        )
+    if (counts > _MOST_TOKENS).any():
+        i = int((counts > _MOST_TOKENS).nonzero()[0])
+        raise ValueError(
+            f"tokens_per_sample[{i}]={int(counts[i])} is more than {_MOST_TOKENS}, so the totals could overflow 64 bits. Give the number of "
+            "trained tokens."
+        )
+    return counts.to(torch.int64).cpu()
+
+
+def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
+    """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
+    if len(ids) != size:
+        raise ValueError(
+            f"{name} has {len(ids)} entries for {size} samples, so units cannot be counted. Give one each."
+        )
+    for i, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
+        if isinstance(value, int) and abs(value) >= 2**62:
+            raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
+    keys = [value if isinstance(value, int) else -(2**62) - (_hash(value) >> 2) for value in ids]
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

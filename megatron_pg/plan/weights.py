@@ -1,0 +1,215 @@
+"""From counts to weights: what each response token of a micro-batch weighs in the terms of the loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_pg.batch import PackedBatch
+from megatron_pg.batch.fields import SAMPLED, TAUGHT, TOPK, TopK
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.streams import SHORTHANDS, Stream
+from megatron_pg.objectives.corrections.correction import correction_factors
+from megatron_pg.objectives.corrections.selections import check_size
+from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.support import check_supports
+from megatron_pg.reducers.custom import reducer_weights
+from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.sample import Sample, check_range
+from megatron_pg.rollouts.token_sets import TokenSets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenFactors:
+    """What is known of a micro-batch's response tokens before anything is exchanged, [sum of R] each."""
+
+    reducer: Tensor | None  # float64, what a custom reducer weighs, before 1/N_r or 1/T
+    corrections: Tensor | None  # float64, factor on the policy term; None: data do not decide, or there is none
+    kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
+    penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
+
+    def kept_per_sample(self, batch: PackedBatch, streams: Sequence[str] = (POLICY,)) -> list[int]:
+        """Tokens of each sample that one of the streams trains and no correction rejects; -1 where it is of none of them."""
+        trained = batch.tokens_of(*streams)
+        if self.kept is None:
+            return trained
+        kept = self.kept.split([sample.response_length for sample in batch.samples])
+        return [n if n < 0 else int(part.sum()) for part, n in zip(kept, trained, strict=True)]
+
+
+def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
+    """Reducer and correction of a micro-batch; it checks fields and runs the user's code, so the step asks for it first.
+
+    Raises:
+        ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective that has one per
+            sequence, or the reducer weighs its tokens unevenly under an objective that has one loss per sequence.
+    """
+    check_streams(batch.samples, settings)
+    _check_fields(batch, settings)
+    check_supports(batch.samples, settings)
+    members = [sample for sample in batch.samples if POLICY in settings.policy and sample.stream == POLICY]
+    if settings.terms.objective.has_one_advantage_per_sequence:
+        _check_advantages(members, settings.terms.objective.name)
+    reducer = _whole(_reducer_weights(members, settings), batch, members)
+    check_size(members, settings.correction)
+    corrected = correction_factors(members, settings.correction)
+    corrections, kept = (None, None) if corrected is None else (_whole(each, batch, members) for each in corrected)
+    return TokenFactors(
+        reducer=reducer,
+        corrections=corrections,
+        kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
+    )
+
+
+def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample]) -> Tensor | None:
+    """[sum of R] of all samples from those of the members, one after the other; 0 for the others."""
+    if values is None or len(members) == len(batch.samples):
+        return values
+    parts = iter(values.split([sample.response_length for sample in members]))
+    is_member = {id(sample) for sample in members}
+    nothing = partial(torch.zeros, dtype=values.dtype)
+    found = [next(parts) if id(s) in is_member else nothing(s.response_length) for s in batch.samples]
+    return torch.cat([nothing(0), *found])
+
+
+def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
+    """What a loss reads is there, and a log-probability, wherever it has tokens."""
+    needs: list[tuple[str, str, str]] = []  # stream of the tokens, field, who asks for it
+    if field := CORRECTIONS[settings.correction.name].reads:
+        needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
+    for stream in settings.terms.streams:
+        needs += [(stream.tokens, field, _asked_by(stream)) for field in stream.reads]
+    for stream_name, name, flag in needs:
+        for sample in batch.samples:
+            if (mask := sample.mask_of(stream_name)) is None:
+                continue
+            values = getattr(sample, name)
+            if values is None:
+                raise ValueError(
+                    f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
+                )
+            if isinstance(values, TokenSets):
+                _check_topk(sample, values, mask, flag)
+                continue
+            if name == "teacher_hidden":  # `Sample` has looked at every trained token
+                continue
+            if (bad := mask & ~torch.isfinite(values)).any():
+                k = int(bad.nonzero()[0])
+                raise ValueError(
+                    f"{name} of sample {sample.sample_id} is {float(values[k])} at response token {k}, which {flag} reads, so the loss "
+                    "would not be finite. Take the token out of the mask, or repair the value."
+                )
+            check_range(name, values[mask], sample.sample_id)
+
+
+def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> None:
+    """At the tokens of its stream a teacher names something."""
+    if (bad := mask & (sets.ids < 0).all(dim=1)).any():
+        raise ValueError(
+            f"teacher_topk of sample {sample.sample_id} has no id at response token {int(bad.nonzero()[0])}, which {flag} trains, so nothing "
+            "would be learned from it. Take the token out of the mask, or record the teacher there."
+        )
+
+
+def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
+    for sample in samples:
+        trained = sample.advantages[sample.loss_mask]
+        if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
+            raise ValueError(
+                f"the advantages of sample {sample.sample_id} go from {trained.min():g} to {trained.max():g}, and {objective} has one for "
+                "the whole sequence. Use --pg-objective gspo_token, which has one per token, or give the sample one advantage."
+            )
+
+
+def _asked_by(stream: Stream) -> str:
+    return f"{stream.flag} {stream.weight:g}" if stream.name in SHORTHANDS else stream.flag
+
+
+def check_streams(samples: Sequence[Sample], settings: LossSettings) -> None:
+    """Refuse tokens of a stream that is not declared: they would silently train nothing."""
+    for sample in samples:
+        if unknown := sorted({sample.stream, *sample.masks} - settings.streams_of_samples):
+            raise ValueError(
+                f"sample {sample.sample_id} has tokens of the stream {unknown[0]}, which no flag declares, so nothing would be learned from "
+                f"them. Add --pg-stream {unknown[0]}:ce or another kind ({unknown[0]}:ce,weight=0 leaves them out), or rename the stream."
+            )
+
+
+def _reducer_weights(samples: Sequence[Sample], settings: LossSettings) -> Tensor | None:
+    if settings.reducer is None:
+        return None
+    weights = reducer_weights(
+        settings.reducer,
+        [len(sample.tokens) for sample in samples],
+        [sample.loss_mask for sample in samples],
+        calculate_per_token_loss=settings.per_token,
+    )
+    objective = settings.terms.objective
+    if objective.has_one_loss_per_sequence:
+        parts = weights.split([sample.response_length for sample in samples])
+        for sample, part in zip(samples, parts, strict=True):
+            trained = part[sample.loss_mask]
+            if len(trained) and trained.max() - trained.min() > 1e-6 * trained.abs().max():
+                raise ValueError(
+                    f"the custom reducer weighs the tokens of sample {sample.sample_id} unevenly, and {objective.name} has one loss for the "
+                    "whole sequence. Use --pg-objective gspo_token, or a reducer with one weight per sample."
+                )
+    return weights
+
+
+def token_weights(
+    batch: PackedBatch, plan: StepPlan, first_sample: int, *, factors: TokenFactors, settings: LossSettings
+) -> dict[str, Tensor | None]:
+    """[sum of R] each: what the step adds to a micro-batch's fields, by its name in `TokenFields.per_token`; weights are 0 where masked.
+
+    Args:
+        batch: the micro-batch.
+        plan: the step's plan.
+        first_sample: index of the micro-batch's first sample among this process's samples of the step.
+        factors: `token_factors` of the micro-batch.
+        settings: the loss settings.
+    """
+    policy = batch.mask_of(*settings.policy)
+    if factors.reducer is None:
+        weights = policy / _per_token(batch, plan.denominators, first_sample)
+    else:
+        weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
+    found = {"weights": weights, "corrections": factors.corrections}
+    if settings.trained != settings.policy:
+        found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
+    if any(sample.support is not None for sample in batch.samples):
+        found[SAMPLED] = batch.mask_of(*settings.over_support)
+    if settings.terms.reads_topk:
+        topk = batch.topk()
+        found |= {f"{TOPK}{each.name}": getattr(topk, each.name) for each in dataclass_fields(TopK)}
+    if settings.terms.whole_form is not None:
+        found[TAUGHT] = batch.mask_of(*(stream.tokens for stream in settings.terms.streams if stream.reads_hidden))
+    for name in settings.terms.reads - {"teacher_topk", "teacher_hidden"}:
+        if all(
+            getattr(sample, name) is None for sample in batch.samples
+        ):  # a micro-batch without a token that reads it is one of the same loss
+            found[name] = batch.response_values(name)
+    for stream in settings.terms.streams:
+        if stream.tokens not in settings.policy:
+            found[f"{stream.name}.mask"] = batch.mask_of(stream.tokens)
+        if (denominators := plan.streams[stream.name].denominators) is not None:
+            found[f"{stream.name}.weights"] = batch.mask_of(stream.tokens) / _per_token(
+                batch, denominators, first_sample
+            )
+        if stream.is_of_a_correction:
+            found[f"{stream.name}.weights"] = weights * factors.penalised
+    return found
+
+
+def depth_weights(batch: PackedBatch, plan: StepPlan, first_sample: int, *, settings: LossSettings) -> list[Tensor]:
+    """[sum of R] float64 for each of the N depths of multi-token prediction: mask / (N d), of tokens that the depth can predict."""
+    depths, mask = plan.depth_denominators, batch.mask_of(*settings.trained)
+    return [mask / (len(depths) * _per_token(batch, each, first_sample)) for each in depths]
+
+
+def _per_token(batch: PackedBatch, denominators: Tensor, first_sample: int) -> Tensor:
+    return batch.per_token(denominators[first_sample : first_sample + len(batch.samples)])

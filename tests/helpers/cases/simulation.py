@@ -1,0 +1,270 @@
+"""One optimizer step over D x C x TP ranks in one process, through Megatron's own schedule function.
+
+Every rank is a thread with real (threaded) process groups; the "model" is a table of logits, one leaf per
+micro-batch, so the gradient with respect to every logit of every sample can be compared. What DDP and finalize do to
+gradients (a factor, a sum) is applied by formula.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import threads
+import torch
+from cpu import cpu_megatron
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_pg.batch import PackedBatch, pack, slice_batch
+from megatron_pg.kernels import LossTerms
+from megatron_pg.objectives import objective_of
+from megatron_pg.objectives.corrections.correction import NONE, Correction
+from megatron_pg.plan.microbatches import count
+from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.selection import select
+from megatron_pg.plan.settings import LossSettings, metrics_of
+from megatron_pg.plan.weights import token_weights
+from megatron_pg.rollouts.sample import Sample
+from megatron_pg.step.loss import microbatch_loss
+from megatron_pg.step.loss_scaling import Contract
+
+EPS_LOW, EPS_HIGH = 0.2, 0.28
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a run: data, context, tensor parallel, micro-batches per rank."""
+
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+    qkv_format: str = "thd"
+    pipeline: int = 1  # stages before the last contribute the identity to the metrics
+    padding: int = 0  # further multiples of 2·C·TP positions in every row
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.context * self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        return rank // (self.context * self.tensor), rank // self.tensor % self.context, rank % self.tensor
+
+
+@dataclass
+class Outcome:
+    """What the optimizer and the log would see."""
+
+    gradients: list[Tensor]  # [n, V] of every sample, after DDP and finalize
+    reported: float  # Megatron's sum over sum of the report
+    metrics: dict[str, float]
+    num_nonfinite: int  # trained tokens that the step's check would stop at
+
+
+GRPO = LossTerms(objective=objective_of("grpo", clip_eps_low=EPS_LOW, clip_eps_high=EPS_HIGH))
+
+
+def settings(
+    aggregation: str,
+    *,
+    per_token: bool,
+    divisor: float | None = None,
+    reducer=None,
+    temperature: float = 1.0,
+    terms: LossTerms = GRPO,
+    correction: Correction = NONE,
+    **rest,
+) -> LossSettings:
+    return LossSettings(
+        aggregation=aggregation,
+        divisor=divisor,
+        reducer=reducer,
+        per_token=per_token,
+        terms=terms,
+        correction=correction,
+        temperature=temperature,
+        impl="torch",
+        metrics=metrics_of("with_entropy", terms, correction),
+        **rest,
+    )
+
+
+def scatter_samples(samples: Sequence[Sample], layout: Layout, rng: random.Random) -> list[list[list[int]]]:
+    """A random assignment of samples to [data rank][micro-batch]; some micro-batches and ranks stay empty."""
+    cells = [[[] for _ in range(layout.microbatches)] for _ in range(layout.data)]
+    used = [row for row in cells if rng.random() < 0.8] or cells
+    order = list(range(len(samples)))
+    rng.shuffle(order)
+    for i in order:
+        rng.choice(rng.choice(used)).append(i)
+    return cells
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step and how it is cut."""
+
+    samples: Sequence[Sample]
+    logits: Sequence[Tensor]  # [n, V] of every sample
+    loss: LossSettings
+    cells: list[list[list[int]]]  # samples of [data rank][micro-batch]
+    filling: float = math.nan  # logits at positions without a sample
+    batches: list[list[PackedBatch]] | None = None  # of [data rank][micro-batch], where they were packed already
+
+
+def run_step(
+    samples: Sequence[Sample], logits: Sequence[Tensor], layout: Layout, loss: LossSettings, rng: random.Random
+) -> Outcome:
+    """One randomly cut step of the whole world; `logits` are [n, V] per sample."""
+    return run_steps([Step(samples, logits, loss, scatter_samples(samples, layout, rng))], layout)[0]
+
+
+def run_steps(steps: Sequence[Step], layout: Layout) -> list[Outcome]:
+    """Independent steps, one after the other, in one world: starting the ranks and groups is paid for once."""
+    ranks = threads.run(layout.world_size, lambda rank: _run_rank(rank, steps, layout))
+    return [_finalize(results, step, layout) for step, *results in zip(steps, *ranks, strict=True)]
+
+
+def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNamespace]:
+    data_group = threads.subgroup(lambda r: layout.coordinates(r)[1:], layout.world_size, rank)
+    tensor_group = threads.subgroup(lambda r: layout.coordinates(r)[:2], layout.world_size, rank)
+    context_group = threads.subgroup(lambda r: layout.coordinates(r)[::2], layout.world_size, rank)
+    return [_run_rank_step(rank, step, layout, data_group, tensor_group, context_group) for step in steps]
+
+
+def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group, context_group) -> SimpleNamespace:
+    d, c, t = layout.coordinates(rank)
+    samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
+    batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
+    table, factors = select(batches, count(batches, loss, data_group), loss, data_group)
+    rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
+    plan = plan_from_table(table, rule, error=None, group=data_group)
+    locals_, leaves, first = [], [], 0
+    for batch, own, cell in zip(batches, factors, cells[d], strict=True):
+        local = slice_batch(
+            batch,
+            token_weights(batch, plan, first, factors=own, settings=loss),
+            cp_rank=c,
+            cp_size=layout.context,
+            sequences=loss.terms.reads_sequences,
+            cp_group=context_group if layout.context > 1 else None,
+        )
+        first += len(cell)
+        locals_.append(local)
+        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor, step.filling))
+    contract = Contract(
+        per_token=loss.per_token,
+        num_microbatches=len(batches),
+        data_parallel_size=layout.data,
+        context_parallel_size=layout.context,
+    )
+    group = tensor_group if layout.tensor > 1 else None
+    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, group)
+    pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
+    return SimpleNamespace(
+        rank=rank,
+        pieces=pieces,
+        reports=reports,
+        counted=counted,
+        partials=torch.stack([output.partial for output in outputs]),
+        num_nonfinite=sum(int(output.nonfinite[0]) for output in outputs),
+        plan=plan,
+    )
+
+
+def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
+    """Megatron's schedule over this rank's micro-batches."""
+    outputs, finalized = [], []
+
+    def forward_step(data_iterator, model):
+        local, leaf = next(data_iterator)
+        with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
+            total, found = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+        outputs.append(found)
+        return total, lambda out: contract.outputs(out, policy=found.policy)
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token
+    )
+    config.finalize_model_grads_func = lambda model, count, **rest: finalized.append(count)
+    model = torch.nn.Module()
+    model.config, model.set_input_tensor, model.model_type = config, lambda tensor: None, None
+    size = lambda n: SimpleNamespace(size=lambda: n, rank=lambda: 0)  # noqa: E731
+    groups = SimpleNamespace(
+        tp=size(layout.tensor),
+        cp=size(layout.context),
+        pp=size(1),
+        dp_cp=size(layout.data * layout.context),
+        embd=None,  # 0.16 asks for them
+        pos_embd=None,
+    )
+    with cpu_megatron.CudaMeansCPU():
+        reports = forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=iter(list(zip(locals_, leaves, strict=True))),
+            model=model,
+            num_microbatches=len(locals_),
+            seq_length=0,
+            micro_batch_size=0,
+            pg_collection=groups,
+        )
+    return outputs, reports, int(finalized[0]) if contract.per_token else 0
+
+
+def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:
+    filling = layout.padding * 2 * layout.context * layout.tensor
+    if layout.qkv_format == "bshd":
+        width = 24 + -24 % (2 * layout.context) + filling
+        return pack(samples, qkv_format="bshd", cp_size=layout.context, max_seq_len=width, rows=max(len(samples), 2))
+    settings = {"qkv_format": "thd", "cp_size": layout.context, "multiple_of": layout.tensor * layout.context}
+    batch = pack(samples, **settings)
+    return pack(samples, **settings, max_seq_len=batch.num_positions + filling) if filling else batch
+
+
+def _leaf(local, logits: Sequence[Tensor], tp_rank: int, tp_size: int, filling: float) -> Tensor:
+    """[W/C, B, V/tp] leaf: this rank's rows and vocabulary slice, `filling` at positions without a sample."""
+    whole, vocabulary = local.whole, (logits[0].shape[1] if logits else 12)
+    dtype = logits[0].dtype if logits else torch.float64
+    rows = torch.full((*whole.tokens.shape, vocabulary), filling, dtype=dtype)
+    for i, table in enumerate(logits):
+        rows[whole.sample_index == i] = table
+    shard = vocabulary // tp_size
+    mine = rows[:, local.row_index, tp_rank * shard : (tp_rank + 1) * shard]
+    return mine.transpose(0, 1).contiguous().requires_grad_()
+
+
+def _sample_rows(local, leaf: Tensor, cell: Sequence[int]) -> list[tuple[int, Tensor, Tensor]]:
+    """(sample, positions, gradient rows) of what this rank holds."""
+    index = local.whole.sample_index[:, local.row_index]
+    positions = local.whole.position_ids[:, local.row_index]
+    gradient = leaf.grad.transpose(0, 1)
+    assert not gradient[index == -1].any(), "a padding position has a gradient"
+    return [(sample, positions[index == i], gradient[index == i]) for i, sample in enumerate(cell)]
+
+
+def _finalize(results, step: Step, layout: Layout) -> Outcome:
+    logits, loss = step.logits, step.loss
+    counted = sum(r.counted for r in results if layout.coordinates(r.rank)[2] == 0)
+    factor = 1.0 / counted if loss.per_token else 1.0 / (layout.data * layout.context)
+    gradients = [torch.zeros_like(table) for table in logits]
+    numerator = denominator = 0.0
+    for result in results:
+        t = layout.coordinates(result.rank)[2]
+        for pieces in result.pieces:
+            for sample, positions, rows in pieces:
+                shard = rows.shape[1]
+                gradients[sample][positions, t * shard : (t + 1) * shard] += rows * factor
+        if t == 0:
+            numerator += sum(float(report["pg_loss"][0]) for report in result.reports)
+            denominator += sum(float(report["pg_loss"][1]) for report in result.reports)
+    partials = torch.cat([r.partials for r in results if layout.coordinates(r.rank)[2] == 0])
+    idle = torch.tensor(loss.metrics.identity(), dtype=torch.float64).repeat(
+        (layout.pipeline - 1) * layout.world_size, 1
+    )
+    partials = torch.cat([idle, partials])
+    metrics = loss.metrics.finish(loss.metrics.combine(partials).tolist(), results[0].plan)
+    num_nonfinite = sum(r.num_nonfinite for r in results if layout.coordinates(r.rank)[2] == 0)
+    return Outcome(gradients, numerator / denominator, metrics, num_nonfinite)

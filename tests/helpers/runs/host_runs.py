@@ -1,0 +1,27 @@
+"""Launches of the hosts' proofs on two real ranks, from checkouts where the environment names them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from processes import ROOT, environment, run
+
+LIMIT = 1e-6  # of gradients in float32 against float64
+CHECKOUTS = ("SLIME", "MILES", "NEMO_RL")
+
+
+def checkout(name: str) -> str | None:
+    """The folder of a host's checkout: the variable of its name, or a folder of HOSTS."""
+    if name in os.environ:
+        return os.environ[name]
+    return os.path.join(os.environ["HOSTS"], name.lower()) if os.environ.get("HOSTS") else None
+
+
+def figures(folder: Path, module: str, *, full: bool, **variables: str) -> dict:
+    """What `tests/hosts/programs/MODULE.py` finds."""
+    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {name: value for name, value in environment().items() if name not in CHECKOUTS} | variables
+    env |= {"FULL": "1"} if full else {}
+    run([*runner, str(ROOT / "tests/hosts/programs/recipe_ranks.py"), str(folder), module], env)
+    return json.loads((folder / f"{module}.json").read_text(encoding="utf-8"))

@@ -1,0 +1,298 @@
+"""A trainer with the hooks of slime or of miles and none of their code, for proofs where no checkout is at hand.
+
+It cuts a rollout into steps and micro-batches, calls the hooks where those two call them, with their names and arguments, and
+multiplies what the loss function returns as they do.
+"""
+
+import argparse
+import sys
+import weakref
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import host_cases as hosts
+import rollout_hosts
+import torch
+from host_cases import Case
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_pg.cp_utils import response_index, slice_with_cp
+from megatron_pg.rollouts.sample import Sample
+
+MULTIPLE_OF = 4  # of a row's length
+_logged: list[dict] = []
+
+
+# --- what both have under their own names ---
+
+
+def load_function(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def log(args, metrics, step_key):
+    _logged.append(dict(metrics))
+
+
+def parse_args(add_custom_arguments=None):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--custom-pg-loss-reducer-function-path")
+    if add_custom_arguments is not None:
+        parser = add_custom_arguments(parser)
+    given, _ = parser.parse_known_args()  # what it does not know it leaves unread
+    own = rollout_hosts.arguments("slime", Case(), custom_megatron_init_path=None)
+    return Namespace(**vars(own) | {k: v for k, v in vars(given).items() if v is not None or k not in vars(own)})
+
+
+class Iterator:
+    def __init__(self, data: dict, indices: Sequence[Sequence[int]]):
+        self.data, self.indices, self.next = data, indices, 0
+
+    def get_next(self, keys: Sequence[str]) -> dict:
+        members, self.next = self.indices[self.next], self.next + 1
+        return {key: [self.data[key][i] for i in members] for key in keys if self.data.get(key) is not None}
+
+
+def get_data_iterator(args, model, rollout_data):
+    iterator = Iterator(rollout_data, rollout_data["micro_batch_indices"])
+    return [iterator], rollout_data["num_microbatches"]
+
+
+def batch_of(iterator: Iterator) -> dict:
+    """The row of this context-parallel rank: documents cut in zigzag, padding behind them; or a padded row for each."""
+    batch = iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", "max_seq_lens"])
+    batch["unconcat_tokens"] = batch["tokens"]
+    if "max_seq_lens" in batch:
+        width = batch["max_seq_lens"][0]
+        batch["tokens"] = torch.stack([slice_with_cp(tokens, 0, "bshd", width) for tokens in batch["tokens"]])
+        return batch | {"packed_seq_params": None}
+    parts = [slice_with_cp(tokens, 0) for tokens in batch["tokens"]]
+    row = torch.cat(parts)
+    unit = MULTIPLE_OF * parallel_state.get_tensor_model_parallel_world_size()
+    batch["tokens"] = torch.nn.functional.pad(row, (0, -len(row) % unit))[None]
+    ends = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).int()
+    batch["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    return batch
+
+
+def scaled(args: Namespace, batch: dict, count: int, rollouts: int, logits: Tensor) -> tuple:
+    """The loss that the user's function returns, as both scale it."""
+    if args.loss_type == "policy_loss":  # slime's, with ours in the place of its own
+        function = sys.modules["slime.backends.megatron_utils.loss"].policy_loss_function
+    else:
+        function = load_function(args.custom_loss_function_path)
+    loss, found = function(args, batch, logits, None)
+    tokens = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"])
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if args.calculate_per_token_loss:
+        return loss * parallel_state.get_context_parallel_world_size(), tokens.int(), found
+    return loss * count / rollouts * ranks, torch.tensor(1, dtype=torch.int), found
+
+
+def step(
+    args: Namespace,
+    number: int,
+    iterators: list,
+    model: Any,
+    optimizer: Any,
+    count: int,
+    rollouts: int,
+    own: Any = None,
+) -> None:
+    """An optimizer step; with `own`, by that loss of the trainer instead of the one that it was told."""
+    model.zero_grad_buffer()
+    hook = load_function(args.custom_megatron_before_train_step_hook_path)
+    hook(args, 0, number, [model], optimizer, hosts.scheduler())
+
+    def forward_step(iterator, chunk):
+        batch = batch_of(iterator)
+        output = chunk(input_ids=batch["tokens"], packed_seq_params=batch["packed_seq_params"])
+        return output, own or partial(scaled, args, batch, count, rollouts)
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators,
+        model=[model],
+        num_microbatches=count,
+        seq_length=16,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    optimizer.step()
+
+
+# --- a rollout ---
+
+
+def rollout(case: Case, found: Sequence[Sample], qkv_format: str) -> dict[str, Any]:
+    """This data-parallel rank's part: every second sample of each step, two by two."""
+    rank, size = (f() for f in (parallel_state.get_data_parallel_rank, parallel_state.get_data_parallel_world_size))
+    mine, indices, counts, rollouts = [], [], [], []
+    for members in hosts.steps_of(found, case):
+        most = -(-len(members[::size]) // 2)
+        own = members[rank::size]
+        cuts = [own[k * len(own) // most : (k + 1) * len(own) // most] for k in range(most)]
+        for cut in cuts:
+            indices.append(list(range(len(mine), len(mine) + len(cut))))
+            mine += cut
+        counts.append(most)
+        rollouts.append(len({sample.rollout_id for sample in members}))
+    part = {"log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "rollout_log_probs": "rollout_logprobs"}
+    part |= {"teacher_log_probs": "teacher_logprobs"}
+    width = -(-max(len(sample.tokens) for sample in mine) // 8) * 8
+    layout = (qkv_format, width if qkv_format == "bshd" else None)
+    local = [response_index(len(sample.tokens), sample.response_length, *layout) for sample in mine]
+    return {
+        **({"max_seq_lens": [width] * len(mine)} if qkv_format == "bshd" else {}),
+        "tokens": [sample.tokens for sample in mine],
+        "total_lengths": [len(sample.tokens) for sample in mine],
+        "response_lengths": [sample.response_length for sample in mine],
+        "loss_masks": [sample.loss_mask.int() for sample in mine],
+        "rollout_ids": [sample.rollout_id for sample in mine],
+        "sample_indices": [sample.rollout_id for sample in mine],
+        "local_raw_reward": [sample.reward for sample in mine],
+        "truncated": [0 for _ in mine],
+        **(_kept(mine) if case.objective == "top_p" else {}),
+        "source_names": [hosts.source_of(sample) for sample in mine],
+        **{
+            key: [getattr(sample, name).float()[index] for sample, index in zip(mine, local, strict=True)]
+            for key, name in (part | {"advantages": "advantages"}).items()
+        },
+        "micro_batch_indices": indices,
+        "num_microbatches": counts,
+        "global_batch_sizes": rollouts,
+        "num_rollouts": rollouts,
+    }
+
+
+def _kept(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
+    """As slime ships what its engine could have sampled: whole, on every context-parallel rank."""
+    found = [hosts.kept_of(sample) for sample in samples]
+    return {
+        "rollout_top_p_token_ids": [
+            torch.tensor([i for row in rows for i in row], dtype=torch.int32) for rows in found
+        ],
+        "rollout_top_p_token_offsets": [torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32) for rows in found],
+    }
+
+
+def train(
+    host: str,
+    case: Case,
+    found: Sequence[Sample],
+    args: Namespace,
+    own: Any = None,
+    copies: bool = False,
+    bypasses: bool = False,
+) -> tuple[list[list[Tensor]], list[dict]]:
+    """Gradients of every optimizer step of a rollout, and what the logger was given.
+
+    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the model makes its
+    logits without the product of its output layer.
+    """
+    _logged.clear()
+    actor = sys.modules[f"{host}.backends.megatron_utils.actor"]
+    actor.get_data_iterator = get_data_iterator
+    load_function(args.custom_megatron_init_path)(args)
+    model = hosts.model(per_token=case.per_token)
+    optimizer = hosts.Optimizer(model)
+    if bypasses and model.module.post_process:
+        layer = model.module.output_layer
+        layer.forward = lambda states: (states @ layer.weight.t(), None)
+    data = rollout(case, found, args.qkv_format)
+    iterators, counts = actor.get_data_iterator(args, [model], data)
+    if args.loss_type == "policy_loss" and case.num_steps == 1:
+        del data["log_probs"]  # they are the loss's own
+    if args.rollout_data_postprocess_path:
+        load_function(args.rollout_data_postprocess_path)(args, 0, data)
+    model.module.config.finalize_model_grads_func = finalize_model_grads
+    for number, (count, rollouts) in enumerate(zip(counts, data["num_rollouts"], strict=True)):
+        if copies:
+            data["tokens"] = [tokens.clone() for tokens in data["tokens"]]
+        step(args, number, iterators, model, optimizer, count, rollouts, own)
+    mask = weakref.ref(data["loss_masks"][0])
+    del data, iterators
+    assert mask() is None, "a rollout's data are kept while the rollout engine needs the memory"
+    return optimizer.found, list(_logged)
+
+
+# --- their modules ---
+
+
+def install(host: str) -> None:
+    """Make the host's modules importable, with functions of its parameters where the adapter looks at them."""
+    declared = import_module(f"megatron_pg.hosts.rollout.{host}").HOST.declaration
+    real = {"log": log, "get_data_iterator": get_data_iterator}
+    for path, parameters in {
+        **declared.signatures,
+        declared.logs[-1]: ["args", "metrics", "step_key"],
+        f"{host}.utils.arguments:parse_args": ["add_custom_arguments"],
+    }.items():
+        module, _, name = path.partition(":")
+        setattr(_module(module), name, real.get(name, parse_args if name == "parse_args" else _with(parameters)))
+    _module(f"{host}.backends.megatron_utils.actor")
+
+
+def _with(parameters: Sequence[str]) -> Any:
+    scope: dict[str, Any] = {}
+    exec(f"def function({', '.join(parameters)}): raise AssertionError('called')", scope)
+    return scope["function"]
+
+
+def _module(name: str) -> ModuleType:
+    parent, _, last = name.rpartition(".")
+    if name not in sys.modules:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = []
+        if parent:
+            setattr(_module(parent), last, sys.modules[name])
+    return sys.modules[name]
+
+
+def figures() -> dict[str, object]:
+    """Of both."""
+    found = {}
+    for host in ("slime", "miles"):
+        install(host)
+        found[host] = rollout_hosts.figures(partial(train, host), host, has_own_loss=False)
+        found[host]["refused"] = {name: refusal(host, **fault) for name, fault in FAULTS.items()}
+    return found
+
+
+def _their_loss(logits: Tensor) -> tuple:
+    return logits.mean(), torch.tensor(1, dtype=torch.int), {}
+
+
+FAULTS = {
+    "their own loss": {"own": _their_loss},
+    "copied tokens": {"copies": True},
+    "bypassed head": {"bypasses": True},
+}
+
+
+def refusal(host: str, **fault: Any) -> list[str]:
+    """What every rank raises for a fault of the trainer, and how many optimizer steps it has done by then."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1 if "copies" in fault else 2)
+    case, said, model = Case(rollouts_per_step=4), "nothing", hosts.Optimizer.step
+    flags = {"fp32_lm_head": True} if "bypasses" in fault else {}
+    steps: list = []
+    hosts.Optimizer.step = lambda self: steps.append(1) or model(self)
+    try:
+        train(host, case, hosts.samples(), rollout_hosts.arguments(host, case, **flags), **fault)
+    except ValueError as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        hosts.Optimizer.step = model
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, f"{said} ({len(steps)} steps)")
+    parallel_state.destroy_model_parallel()
+    return every

@@ -1,0 +1,538 @@
+"""verl's worker with our engine on two real ranks: gradients of every step and metrics against plain loops in float64.
+
+python -m torch.distributed.run --nproc-per-node 2 tests/hosts/programs/verl_ranks.py OUT_DIR {fast,full}
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cpu import cpu_megatron
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels on a CPU
+cpu_megatron.enable()
+
+import numpy as np
+import objective_oracle
+import oracle
+import torch
+import verl_host as host
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_pg.hosts.step import HostStep
+from megatron_pg.hosts.verl.options import MODES as MODES_OF_VERL
+from megatron_pg.hosts.verl.options import checked
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.rollouts.sample import Sample
+
+LAYOUTS = {
+    "dp2": {},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2, whole sequences": {"tensor_model_parallel_size": 2},  # without sequence parallelism
+}
+LENGTHS = [3, 7, 3, 9, 5, 4, 8, 2, 6, 4, 6, 4]  # of the responses
+MASKED = 5  # this sample trains no token
+EPS = {"pg_clip_eps_low": 0.2, "pg_clip_eps_high": 0.28}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"pg_objective": "grpo", **EPS},
+    "gspo": {"pg_objective": "gspo", **EPS},
+    "cispo, TIS": {"pg_objective": "cispo", "pg_cispo_cap": 1.3, "pg_correction": "tis", "pg_correction_high": 1.5},
+    "KL and entropy": {
+        **{"pg_objective": "grpo", **EPS, "pg_kl_coef": 0.1, "pg_kl_estimator": "k3_weighted", "pg_entropy_coef": 0.05}
+    },
+}
+AGGREGATIONS: dict[str, dict[str, Any]] = {
+    **{name: {"loss_aggregation": name} for name in ("sample_mean", "prompt_mean", "token_mean")},
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 7.0},
+}
+STEPS = (1, 3)  # mini-batches of a batch
+FAST = [  # of the cases: objective, aggregation, fused head, per-token flag, steps
+    ("grpo", "sample_mean", False, False, 3),
+    ("grpo", "constant", True, True, 1),
+    ("gspo", "prompt_mean", True, False, 1),
+    ("cispo, TIS", "token_mean", False, True, 3),
+    ("KL and entropy", "token_mean", True, True, 3),
+    ("KL and entropy", "sample_mean", False, False, 1),
+]
+TRITON = [  # through the interpreter, which is slow
+    ("KL and entropy", "sample_mean", fused, False, 1, "triton") for fused in (False, True)
+]
+
+
+# --- the batch, and what the gradients should be ---
+
+
+def embedding_and_head() -> tuple[np.ndarray, np.ndarray]:
+    return tuple(each.double().numpy() for each in host.parameters())
+
+
+def logprobs_of(tokens: Sequence[int], start: int) -> list[float]:
+    """Log-probabilities of the tokens from `start` on, of the model that is trained."""
+    embedding, head = embedding_and_head()
+    rows = [(head @ embedding[tokens[k - 1]]).tolist() for k in range(start, len(tokens))]
+    return [oracle.log_softmax(row, 1.0)[tokens[start + k]] for k, row in enumerate(rows)]
+
+
+def batch(*, one_each: bool = False) -> list[Sample]:
+    """Three prompts with two rollouts, one of three samples, which lie on two ranks; with `one_each`, each sample is a rollout."""
+    rng, samples = random.Random(11), []
+    for i, length in enumerate(LENGTHS):
+        start = rng.randrange(1, 5)
+        tokens = [rng.randrange(host.VOCABULARY) for _ in range(start + length)]
+        new = logprobs_of(tokens, start)
+        old = [min(x + rng.uniform(-0.5, 0.5), 0.0) for x in new]
+        mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
+        reward = rng.uniform(-1.0, 1.0)  # of the row: a reward model may score every row of a rollout
+        samples.append(
+            Sample.build(
+                tokens=tokens,
+                response_length=length,
+                loss_mask=[0] * length if i == MASKED else mask,
+                old_logprobs=_float32(old),
+                rollout_logprobs=_float32([min(x + rng.uniform(-0.6, 0.6), 0.0) for x in old]),
+                ref_logprobs=_float32([min(x + rng.uniform(-0.5, 0.5), 0.0) for x in new]),
+                advantage=_float32([reward + rng.uniform(-0.2, 0.2) for _ in mask]),
+                reward=_float32([reward])[0],
+                prompt_id=f"p{i // 4}",
+                rollout_id=f"p{i // 4}/{i % 4 if one_each else int(i % 4 == 3)}",
+                sample_id=str(i),
+            )
+        )
+    return samples
+
+
+def _float32(values: Sequence[float]) -> list[float]:
+    """What verl's columns hold of them."""
+    return torch.tensor(values, dtype=torch.float32).double().tolist()
+
+
+def of_step(samples: Sequence[Sample], number: int, steps: int) -> Sequence[Sample]:
+    size = len(samples) // steps
+    return samples[number * size : (number + 1) * size]
+
+
+def settings_of(options: dict[str, Any]) -> objective_oracle.Settings:
+    """The oracle's words for our options."""
+    words = {name.removeprefix("pg_").replace("clip_eps", "eps"): value for name, value in options.items()}
+    aggregation = words.pop("loss_aggregation")
+    if divisor := words.pop("loss_aggregation_divisor", None):
+        words["divisor"] = divisor
+    if words["objective"] == "cispo":
+        words["eps_low"] = 1.0
+    return objective_oracle.Settings(aggregation=aggregation, per_token=aggregation == "token_mean", **words)
+
+
+def expected(samples: Sequence[Sample], settings: objective_oracle.Settings) -> tuple[list[Tensor], Any]:
+    """Gradients of embedding and head, and the oracle's losses."""
+    embedding, head = embedding_and_head()
+    documents = []
+    for sample in samples:
+        tokens, start = sample.tokens.tolist(), len(sample.tokens) - sample.response_length
+        logits = np.array([head @ embedding[tokens[k - 1]] for k in range(start, len(tokens))])
+        fields = {"rollout": sample.rollout_logprobs, "ref": sample.ref_logprobs, "old": sample.old_logprobs}
+        documents.append(
+            objective_oracle.Document(
+                logits=logits,
+                targets=np.array(tokens[start:]),
+                mask=sample.loss_mask.numpy(),
+                advantages=sample.advantages.numpy(),
+                rollout_id=sample.rollout_id,
+                prompt_id=sample.prompt_id,
+                **{name: values.numpy() for name, values in fields.items()},
+            )
+        )
+    result = objective_oracle.step(documents, settings)
+    of_embedding, of_head = np.zeros_like(embedding), np.zeros_like(head)
+    for sample, rows in zip(samples, result.gradients, strict=True):
+        before = sample.tokens.tolist()[-sample.response_length - 1 : -1]
+        for token, row in zip(before, rows, strict=True):
+            of_embedding[token] += row @ head
+            of_head += np.outer(row, embedding[token])
+    return [torch.tensor(of_embedding), torch.tensor(of_head)], result
+
+
+def metrics_expected(samples: Sequence[Sample], options: dict[str, Any], result: Any) -> dict[str, float]:
+    settings = settings_of(options)
+    embedding, head = embedding_and_head()
+    known = [
+        oracle.OracleSample(
+            tokens=s.tokens.tolist(),
+            mask=s.loss_mask.int().tolist(),
+            old_logprobs=s.old_logprobs.tolist(),
+            advantages=s.advantages.tolist(),
+            logits=[(head @ embedding[token]).tolist() for token in s.tokens.tolist()],
+            rollout=s.rollout_id,
+            prompt=s.prompt_id,
+            ref_logprobs=s.ref_logprobs.tolist(),
+            rollout_logprobs=s.rollout_logprobs.tolist(),
+            reward=s.reward,
+        )
+        for s in samples
+    ]
+    clip = {"eps_low": settings.eps_low, "eps_high": settings.eps_high}
+    found = oracle.all_metrics(known, settings.aggregation, divisor=settings.divisor, **clip, temperature=1.0)
+    found["pg_loss"] = result.pg_loss
+    if settings.kl_coef:
+        found |= {"loss": result.loss, "kl_loss": result.kl_loss, "entropy_loss": result.entropy_loss}
+    if settings.objective != "grpo":  # whose clip the oracle of metrics has
+        for name in ("clipped_ratio_fraction", "clipped_high_fraction", "clipped_low_fraction"):
+            found.pop(name)
+    return found
+
+
+# --- one batch through verl ---
+
+
+def error(found: dict[int, Tensor], wanted: Sequence[Tensor]) -> float:
+    """Largest over parameters and ranks of the largest difference over the largest entry."""
+    pairs = [(each, wanted[i]) for i, each in found.items()]
+    return worst_of(max(float((f.double() - host.mine(e)).abs().max() / e.abs().max()) for f, e in pairs))
+
+
+def worst_of(value: float) -> float:
+    """Over the ranks; NaN stays."""
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, value)
+    return max(every, key=lambda each: math.inf if math.isnan(each) else each)
+
+
+def train(verl: SimpleNamespace, worker: Any, samples: Sequence[Sample], steps: int) -> dict[str, float]:
+    """Metrics of the steps over the batch, as verl's trainer logs them; the optimizer has the gradients."""
+    ranks = parallel_state.get_data_parallel_world_size()
+    own = samples[parallel_state.get_data_parallel_rank() :: ranks]
+    size = len(samples) // steps
+    output = worker.train_mini_batch(host.batch_of(verl, own, actor_of(worker), mini_batch_size=size))
+    return {} if output is None else verl.metrics.reduce_metrics(verl.tensordicts.get(output, "metrics"))
+
+
+def actor_of(worker: Any) -> Any:
+    return worker.loss_fn.keywords["config"]
+
+
+def case(
+    verl: SimpleNamespace,
+    folder: Path,
+    objective: str,
+    aggregation: str,
+    fused: bool,
+    per_token: bool,
+    steps: int,
+    kernel: str = "torch",
+) -> dict[str, float]:
+    options = OBJECTIVES[objective] | AGGREGATIONS[aggregation]
+    path = folder / "metrics.jsonl"
+    given = options | {"pg_metrics": "with_entropy", "pg_metrics_file": str(path), "pg_kernel": kernel}
+    worker = host.worker(verl, host.actor_config(verl, options=given), per_token=per_token, fused=fused)
+    samples = batch()
+    logged = train(verl, worker, samples, steps)
+    torch.distributed.barrier()
+    worst, of_metrics, rows = 0.0, 0.0, []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [record["iteration"] for record in records] == list(range(1, steps + 1))
+    for number in range(steps):
+        part = of_step(samples, number, steps)
+        gradients, result = expected(part, settings_of(options))
+        worst = max(worst, error(worker.engine.optimizer.found[number], gradients))
+        rows.append(metrics_expected(part, options, result))
+        of_metrics = max(of_metrics, _worst_metric(records[number], rows[-1]))
+    if logged:
+        reduced = {name: _over_steps(name, [row[name] for row in rows]) for name in rows[0]}
+        of_metrics = max(of_metrics, _worst_metric({n.removeprefix("pg/"): v for n, v in logged.items()}, reduced))
+    torch.distributed.barrier()
+    if worker.engine._log is not None:
+        worker.engine._log._file.close()
+        path.unlink()
+    return {"gradient": worst, "metrics": worst_of(of_metrics)}
+
+
+def _worst_metric(found: dict[str, float], wanted: dict[str, float]) -> float:
+    missing = wanted.keys() - found.keys()
+    assert not missing, missing
+    return max(abs(found[name] - value) / max(abs(value), 1.0) for name, value in wanted.items())
+
+
+def _over_steps(name: str, values: list[float]) -> float:
+    """What verl makes of a metric of several steps."""
+    return max(values) if "max" in name else min(values) if "min" in name else sum(values) / len(values)
+
+
+def cases(full: bool, layout: str) -> list[tuple]:
+    every = itertools.product(OBJECTIVES, AGGREGATIONS, (False, True), (False, True), STEPS)
+    whole = [each for each in every if not (each[1] == "prompt_mean" and each[4] > 1)]
+    return [*whole, *(TRITON if layout in ("dp2", "tp2") else [])] if full else FAST
+
+
+# --- verl's own loss beside ours ---
+
+THEIRS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean"},
+    "seq-mean-token-sum-norm, clip-higher": {
+        **{"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64, "clip_ratio_high": 0.28}
+    },
+    "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
+    "KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05},
+    "KL without a coefficient": {"use_kl_loss": True, "kl_loss_coef": 0.0},
+}
+
+
+def beside(verl: SimpleNamespace, flags: dict[str, Any], *, per_token: bool, steps: int) -> dict[str, Any]:
+    """One configuration of verl in its own engine and in ours, without any option of ours."""
+    found = {}
+    for name, engine in (("theirs", verl.engine.MegatronEngineWithLMHead), ("ours", None)):
+        worker = host.worker(verl, host.actor_config(verl, **flags), per_token=per_token, engine=engine)
+        logged = train(verl, worker, batch(one_each=True), steps)
+        found[name] = worker.engine.optimizer.found, logged
+    both = zip(found["ours"][0], found["theirs"][0], strict=True)
+    pairs = [(ours[i], theirs[i]) for ours, theirs in both for i in theirs]
+    worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    losses = [logged.get("loss", 0.0) for _, logged in found.values()]
+    jump = worst_of(abs(losses[0] - losses[1]) / max(abs(losses[0]), 1.0))
+    return {"gradient": worst_of(worst), "loss": jump, "losses": losses}  # of rank 0
+
+
+_NUMBERS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15, "clip_ratio_c": 1.6, "tau_pos": 1.5, "tau_neg": 0.7}
+
+
+def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
+    """Errors of loss and gradient of our objective against verl's own policy loss, by its name, on random tokens in float64."""
+    alone = [torch.distributed.new_group([r]) for r in range(torch.distributed.get_world_size())]
+    mine, found = alone[torch.distributed.get_rank()], {}
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([3, 7, 5, 6, 1, 7])
+    mask = (torch.arange(7) < lengths[:, None]) & (torch.rand(6, 7, generator=generator) < 0.8)
+    mask[:, 0] = True
+    old, advantages = (torch.randn(6, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    old = -old.abs() - 0.1
+    new = (old + 0.5 * torch.randn(6, 7, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
+    for mode in MODES_OF_VERL:
+        policy_loss = verl.config.PolicyLossConfig(loss_mode=mode, dro_beta=0.3)
+        given = {name: _NUMBERS[name] for name in MODES_OF_VERL[mode].numbers if name in _NUMBERS}
+        actor = host.actor_config(verl, policy_loss=policy_loss, loss_agg_mode="seq-mean-token-mean", **given)
+        theirs = new.clone().requires_grad_()
+        loss, _ = verl.core_algos.get_policy_loss_fn(mode)(
+            old, theirs, advantages, mask, "seq-mean-token-mean", actor, None
+        )
+        loss.backward()
+        model = SimpleNamespace(mtp=SimpleNamespace(enable=False))
+        actor.engine.use_remove_padding = True
+        settings = LossSettings.from_args(checked(actor.engine, model, actor).args)
+        samples = [
+            Sample.build(tokens=[1] * (n + 1), response_length=n, loss_mask=m[:n], old_logprobs=o[:n], advantage=a[:n])
+            for n, m, o, a in zip(lengths.tolist(), mask, old, advantages, strict=True)
+        ]
+        step = HostStep.planned(settings, lambda samples=samples: samples, data=mine)
+        ours = [row[:n].clone().requires_grad_() for n, row in zip(lengths.tolist(), new, strict=True)]
+        local = step.slice(range(6), (lengths + 1).tolist())
+        own = step.logprobs_loss(local, torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in ours]))
+        own.backward()
+        gradients = [(o.grad - t[: len(o)]).abs().max() for o, t in zip(ours, theirs.grad, strict=True)]
+        assert min(float(row.grad.abs().max()) for row in ours) > 1e-4
+        found[mode] = [float((own - loss).detach().abs()), float(max(gradients))]
+    return found
+
+
+def floor(verl: SimpleNamespace) -> float:
+    """Error of verl's own engine and token mean with the per-token flag: its count of tokens is rounded down."""
+    flags = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e9}
+    worker = host.worker(
+        verl, host.actor_config(verl, **flags), per_token=True, engine=verl.engine.MegatronEngineWithLMHead
+    )
+    train(verl, worker, batch(), 1)
+    gradients, _ = expected(batch(), settings_of(OBJECTIVES["grpo"] | AGGREGATIONS["token_mean"]))
+    return error(worker.engine.optimizer.found[0], gradients)
+
+
+# --- filling rows, log-probability passes, refusals ---
+
+
+def filled(verl: SimpleNamespace) -> float:
+    """With rows that fill a batch up, which are no rollouts: at the begin, in the middle, and all that a rank has."""
+    options = OBJECTIVES["grpo"] | AGGREGATIONS["sample_mean"]
+    samples, filling = batch(), [_filling(i) for i in range(12)]
+    gradients, _ = expected(samples, settings_of(options))
+    mixed = [*filling[:2], *samples[:6], *filling[2:4], *samples[6:]]
+    apart = list(itertools.chain.from_iterable(zip(samples, filling, strict=True)))
+    worst = 0.0
+    for rows in (mixed, apart):
+        worker = host.worker(verl, host.actor_config(verl, options=options))
+        train(verl, worker, rows, 1)
+        worst = max(worst, error(worker.engine.optimizer.found[0], gradients))
+    return worst
+
+
+def _filling(number: int) -> Sample:
+    zeros = {name: [0.0] for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
+    ids = {"prompt_id": "pad0", "rollout_id": f"pad0/{number}"}
+    return Sample.build(tokens=[1, 1, 1], response_length=1, loss_mask=[0], advantage=0.0, reward=0.0, **zeros, **ids)
+
+
+def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
+    """Largest relative error of the log-probabilities and entropies that verl's pass before training makes."""
+    worker = host.worker(verl, host.actor_config(verl, options={}), fused=fused)
+    samples = batch()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+    data = host.batch_of(verl, samples, actor_of(worker), mini_batch_size=12)
+    verl.tensordicts.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, temperature=temperature)
+    output = worker.infer_batch(data)
+    if output is None:
+        return worst_of(0.0)
+    embedding, head = embedding_and_head()
+    worst = 0.0
+    rows = output["log_probs"].unbind(), output["entropy"].unbind()
+    for sample, logprobs, entropies in zip(samples, *rows, strict=True):
+        tokens = sample.tokens.tolist()
+        for k in range(len(tokens) - 1):
+            row = oracle.log_softmax((head @ embedding[tokens[k]]).tolist(), temperature)
+            entropy = -math.fsum(math.exp(x) * x for x in row)
+            pairs = (float(logprobs[k]), row[tokens[k + 1]]), (float(entropies[k]), entropy)
+            worst = max(worst, *(abs(found - wanted) / max(abs(wanted), 1.0) for found, wanted in pairs))
+    return worst_of(worst)
+
+
+def resumed(verl: SimpleNamespace, folder: Path) -> list[list[int]]:
+    """The steps in metrics.jsonl of a run and of one that goes on from its checkpoint, and those that are superseded."""
+    path = folder / "resumed.jsonl"
+    for is_first in (True, False):
+        worker = host.worker(verl, host.actor_config(verl, options={"pg_metrics_file": str(path)}))
+        if not is_first:
+            worker.engine.load_checkpoint("checkpoints/global_step_1/actor")
+        for _ in range(2 if is_first else 1):  # batches, the second of which is after the checkpoint
+            train(verl, worker, batch(), 3)
+        if worker.engine._log is not None:
+            worker.engine._log._file.close()
+        torch.distributed.barrier()
+    both = (path, path.with_name("resumed.jsonl.1"))
+    return [[json.loads(line)["iteration"] for line in each.read_text(encoding="utf-8").splitlines()] for each in both]
+
+
+def worker_configured(verl: SimpleNamespace) -> dict[str, Any]:
+    """What verl's worker makes of its configurations before it builds a model."""
+    import hydra
+    import verl as package
+
+    convert, found = verl.workers.omega_conf_to_dataclass, {}
+    folder = Path(package.__file__).parent / "trainer" / "config"
+    means = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        whole = hydra.compose("ppo_megatron_trainer", ["data.max_response_length=77", means, *_SIZES])
+        fsdp = hydra.compose("ppo_trainer", _SIZES)
+    actor = convert(whole.actor_rollout_ref.actor)
+    settings = host.worker(verl, actor).engine._settings
+    found["divisor"] = [settings.aggregation, settings.divisor]
+    whole.distillation.enabled = True
+    for name, config in {"fsdp": fsdp.actor_rollout_ref.actor, "distillation": whole.distillation}.items():
+        try:
+            convert(config)
+        except ValueError as refused:
+            found[name] = str(refused)
+    return found
+
+
+_SIZES = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.model.path=toy"]
+
+
+def configured(verl: SimpleNamespace) -> dict[str, Any]:
+    """What our engine is told by the lines of docs/hosts/verl.md, composed by hydra from verl's own files."""
+    import hydra
+    import verl as package
+    from verl.utils.config import omega_conf_to_dataclass
+
+    page = Path(__file__).parents[3] / "docs" / "hosts" / "verl.md"
+    lines = re.findall(r"^    (\"?\+?actor_rollout_ref.*?)(?: \\\\)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    own = [line.strip('"') for line in lines]
+    theirs = ["actor.clip_ratio_high=0.28", "actor.use_kl_loss=True", "actor.kl_loss_type=mse"]
+    more = [f"actor_rollout_ref.{each}" for each in (*theirs, "actor.use_dynamic_bsz=True", "model.path=toy")]
+    folder = Path(package.__file__).parent / "trainer" / "config"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        whole = hydra.compose("ppo_megatron_trainer", overrides=[*own, *more])
+    actor = omega_conf_to_dataclass(whole.actor_rollout_ref.actor)
+    actor.engine.override_mcore_model_config["megatron_pg"]["pg_correction"] = "tis"
+    found = host.worker(verl, actor).engine._settings
+    return {
+        "aggregation": [found.aggregation, found.divisor],
+        "objective": [found.terms.objective.name, found.terms.objective.parameters.clip_eps_high],
+        "correction": found.correction.name,
+        "kl_coef": found.terms.streams[0].weight if found.terms.streams else 0.0,
+    }
+
+
+def refusals(verl: SimpleNamespace) -> dict[str, str]:
+    """What the first batch is refused for."""
+
+    def of(change=lambda data, worker: None, steps: int = 1, **options: Any) -> str:
+        worker = host.worker(verl, host.actor_config(verl, options=options))
+        own = batch()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+        data = host.batch_of(verl, own, actor_of(worker), mini_batch_size=12 // steps)
+        change(data, worker)
+        try:
+            worker.train_mini_batch(data)
+        except ValueError as refused:
+            return str(refused)
+        return "accepted"
+
+    def weigh(data, worker) -> None:
+        data["rollout_is_weights"] = data["advantages"]
+
+    def distill(data, worker) -> None:
+        worker.loss_fn = verl.losses.sft_loss
+
+    def spoil(data, worker) -> None:
+        if torch.distributed.get_rank() == 0:
+            worker.engine.module[0].module.output_layer.weight.data[0, 0] = math.nan
+
+    return {
+        "several mini-batches": of(steps=3, loss_aggregation="prompt_mean"),
+        "rollout correction": of(weigh),
+        "another loss": of(distill),
+        "not finite": of(spoil),
+    }
+
+
+def main() -> None:
+    folder, full = Path(sys.argv[1]), sys.argv[2] == "full"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    verl = host.load()
+    import megatron_pg.verl  # noqa: F401, what model.external_lib does
+
+    found: dict[str, Any] = {}
+    for layout, sizes in LAYOUTS.items():
+        parallel_state.initialize_model_parallel(**sizes)
+        host.SEQUENCE_PARALLEL = layout != "tp2, whole sequences"
+        figures: dict[str, Any] = {", ".join(map(str, each)): case(verl, folder, *each) for each in cases(full, layout)}
+        found[layout] = {"cases": figures, "filled": filled(verl), "floor": floor(verl)}
+        temperatures = (1.0, 0.7) if full else (0.7,)
+        pairs = itertools.product((False, True), temperatures)
+        found[layout]["passes"] = [passes(verl, fused=fused, temperature=tau) for fused, tau in pairs]
+        of_theirs = THEIRS if full else {"default": {}}
+        kinds = [(False, 1), (False, 3), (True, 1), (True, 3)] if full else [(False, 3)]
+        found[layout]["beside"] = {
+            f"{name}, {per_token}, {steps}": beside(verl, flags, per_token=per_token, steps=steps)
+            for name, flags in of_theirs.items()
+            for per_token, steps in kinds
+            if not (per_token and layout == "cp2")  # see `floor`
+        }
+        if layout == "dp2":
+            found["configured"], found["modes"] = configured(verl), modes(verl)
+            found["worker"] = worker_configured(verl)
+            found["refused"], found["resumed"] = refusals(verl), resumed(verl, folder)
+        parallel_state.destroy_model_parallel()
+    found["absent"] = sorted(host.ABSENT)
+    if torch.distributed.get_rank() == 0:
+        (folder / "verl.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

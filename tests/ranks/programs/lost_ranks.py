@@ -1,0 +1,128 @@
+"""Ranks that are killed, stopped or fail in the middle of a job: what the others see, and what lies on the disk.
+
+    python tests/ranks/programs/lost_ranks.py OUT_DIR WRITERS case [case …]
+
+A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of a loop of its own (`lost_in_step.py`), or behind
+`pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of each case,
+because a lost rank cannot be used again; cases wait for timeouts beside each other. WRITERS processes are killed while they
+write files. Nothing but a stopped rank is waited for by the clock: its peers cannot see it otherwise.
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import forked
+import lost_in_pretrain
+import lost_in_step
+import ranks  # enables the CPU before Megatron is imported
+import torch
+from lost import PATIENCE, Case
+
+from megatron_pg import RolloutWriter
+from megatron_pg.metrics.file import MetricsFile
+
+AT_A_TIME = 8  # ranks
+
+
+def run_child(case: Case, rank: int, port: int, folder: Path) -> None:
+    """One rank, with the environment that a launcher gives it, and its own error output. It exits as a script does."""
+    os.chdir(folder)
+    forked.become(rank, case.size, port, folder)
+    try:
+        (lost_in_pretrain if case.through_pretrain else lost_in_step).train(case, rank)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def run_all(cases: list[Case], out: Path) -> None:
+    """Run the cases, a few beside each other; result.json of each says how and when its ranks ended."""
+    waiting, running, ended = (
+        list(zip(cases, forked.begin_stores(len(cases)), strict=True)),
+        {},
+        {case: {} for case in cases},
+    )
+    while waiting or running:
+        while waiting and (not running or len(running) + waiting[0][0].size <= AT_A_TIME):
+            case, port = waiting.pop(0)
+            (out / case.name).mkdir()
+            for rank in range(case.size):
+                pid = os.fork()
+                if pid == 0:
+                    run_child(case, rank, port, out / case.name)
+                running[pid] = (case, rank, time.time())
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            case, rank, _ = running.pop(pid)
+            ended[case][rank] = {"exit code": os.waitstatus_to_exitcode(status), "time": time.time()}
+            if len(ended[case]) == case.size:
+                save_result(case, out / case.name, ended[case])
+        else:
+            time.sleep(0.02)
+        end_the_rest(running, ended)
+
+
+def end_the_rest(running: dict, ended: dict) -> None:
+    """Kill a stopped rank whose peers have ended, and all of them where nothing happens."""
+    for pid, (case, rank, started) in running.items():
+        is_stopped = case.kind == "stop" and rank == case.victim
+        is_alone = is_stopped and all(peer in ended[case] for peer in case.survivors)
+        if is_alone or time.time() - started > 2 * PATIENCE.total_seconds():
+            os.kill(pid, signal.SIGKILL)
+
+
+def save_result(case: Case, folder: Path, ended: dict[int, dict]) -> None:
+    lost_at = folder / "lost_at"
+    last = max(ended[rank]["time"] for rank in case.survivors)
+    result = {
+        "exit codes": [ended[rank]["exit code"] for rank in range(case.size)],
+        "errors": [error_of((folder / f"{rank}.err").read_text(encoding="utf-8")) for rank in range(case.size)],
+        "seconds": last - float(lost_at.read_text(encoding="utf-8")) if lost_at.exists() else 0.0,
+    }
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def error_of(shown: str) -> str:
+    """What a rank's terminal shows last of an error: its class, without the modules, and its text."""
+    *_, last = ["", *re.finditer(r"^(?:\[rank\d\]: )?(?:\w+\.)*(?=\w+Error: )", shown, re.MULTILINE)]
+    return shown[last.end() :][:2000] if last else ""
+
+
+def kill_writers(count: int, out: Path) -> None:
+    """Processes that write the two files of a run as fast as they can, killed when a random number of bytes is there."""
+    rng, samples = random.Random(2), [s for s in ranks.samples() if s.num_trained]
+    for number in range(count):
+        folder = out / f"writer-{number}"
+        folder.mkdir()
+        pid = os.fork()
+        if pid == 0:
+            metrics, rollouts = MetricsFile(folder / "metrics.jsonl"), RolloutWriter(folder / "rollouts.jsonl")
+            for iteration in itertools.count(1):
+                metrics.write({"iteration": iteration, **{f"metric_{k}": 1.0 / iteration for k in range(200)}})
+                rollouts.write(samples)
+        wait_for_bytes(folder / "rollouts.jsonl", rng.randrange(200_000), pid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def wait_for_bytes(path: Path, count: int, writer: int) -> None:
+    """Until the file has a whole line of samples and at least so many bytes."""
+    while not path.exists() or path.stat().st_size < count or path.read_bytes().count(b"\n") < 2:
+        if os.waitpid(writer, os.WNOHANG)[0]:
+            raise RuntimeError(f"the writer of {path} has failed")
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1]).absolute()
+    kill_writers(int(sys.argv[2]), folder)
+    run_all([Case.parse(name) for name in sys.argv[3:]], folder)

@@ -1,0 +1,159 @@
+"""The loss flags of slime and miles beside ours."""
+
+import pytest
+import rollout_hosts
+from host_cases import Case
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.hosts.rollout import miles, slime
+
+REFUSED = {
+    "custom_tis_function_path": "a.b",
+    "use_opsm": True,
+    "eps_clip_c": 3.0,
+    "get_mismatch_metrics": True,
+    "recompute_loss_function": True,
+    "custom_loss_function_path": "a.b",
+    "use_critic": True,
+    "allgather_cp": True,
+    "loss_type": "sft_loss",
+}
+
+
+def arguments(**more):
+    return rollout_hosts.arguments("slime", Case(), **{"pg_clip_eps_low": None, "pg_clip_eps_high": None} | more)
+
+
+def rows(**more) -> dict[str, str]:
+    return dict(slime.HOST.checked(arguments(**more)).rows)
+
+
+@pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_loss_does_not_do_is_refused_by_name(host, name):
+    with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')}"):
+        host.checked(arguments(**{name: REFUSED[name]}))
+
+
+def test_a_top_p_needs_a_host_that_says_what_was_kept():
+    assert slime.HOST.checked(arguments(rollout_top_p=0.9)).args.pg_temperature == 1.0
+    with pytest.raises(ArgumentError, match=r"--rollout-top-p 0\.9: the batches do not say which tokens were kept"):
+        miles.HOST.checked(arguments(rollout_top_p=0.9))
+
+
+def test_flags_of_a_support_need_a_host_that_carries_it():
+    given = arguments(rollout_top_p=0.9, pg_support_missing="mask")
+    assert slime.HOST.checked(given).args.pg_support_missing == "mask"
+    with pytest.raises(
+        ArgumentError, match="--pg-support-missing and --pg-entropy-support are of samples with a support"
+    ):
+        miles.HOST.checked(arguments(pg_support_missing="mask"))
+
+
+@pytest.mark.parametrize("name", miles._REFUSED)
+def test_what_miles_alone_has_is_refused_by_name(name):
+    with pytest.raises(ArgumentError, match=f"--{name.replace('_', '-')}"):
+        miles.HOST.checked(arguments(**{name: 2}))
+
+
+@pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")
+def test_their_numbers_are_ours_and_are_said():
+    more = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "entropy_coef": 0.01}
+    checked = slime.HOST.checked(arguments(rollout_temperature=0.7, eps_clip=0.1, eps_clip_high=0.3, **more))
+    found = checked.args
+    assert (found.pg_temperature, found.pg_clip_eps_low, found.pg_clip_eps_high) == (0.7, 0.1, 0.3)
+    assert (found.pg_kl_coef, found.pg_kl_estimator, found.pg_entropy_coef) == (0.1, "k3", 0.01)
+    said = dict(checked.rows)["taken over"].split("; ")
+    assert "--kl-loss-coef is --pg-kl-coef 0.1" in said
+    assert "--kl-loss-type low_var_kl is --pg-kl-estimator k3" in said
+    assert len(said) == 6
+
+
+def test_an_unbiased_kl_is_the_weighted_estimator():
+    more = {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True}
+    assert slime.HOST.checked(arguments(kl_loss_type="k3", **more)).args.pg_kl_estimator == "k3_weighted"
+    with pytest.raises(ArgumentError, match="--use-unbiased-kl with --kl-loss-type k2"):
+        slime.HOST.checked(arguments(kl_loss_type="k2", **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"}, "--pg-kl-coef 0.1 needs the reference"),
+        ({"entropy_coef": 0.1, "pg_entropy_coef": 0.2}, "--entropy-coef of slime, 0.1, and --pg-entropy-coef 0.2"),
+        ({"advantage_estimator": "gspo"}, "give --pg-objective gspo"),
+        (
+            {"pg_objective": "reinforce", "eps_clip": 0.1},
+            "--eps-clip 0.1 .* have no effect with --pg-objective reinforce",
+        ),
+        ({"loss_aggregation": "prompt_mean", "global_batch_size": 6}, "a step would hold part of a prompt's samples"),
+        ({"pg_fused_head": "forward", "enable_mtp_training": True}, "--enable-mtp-training calls the output layer"),
+        (
+            {"pg_stream": ["teacher:opd,on=rl"], "use_opd": True, "opd_kl_coef": 1.0},
+            "--opd-kl-coef 1 puts the teacher into the advantages",
+        ),
+        (
+            {"pg_stream": ["teacher:topk_jsd,on=rl"]},
+            "--pg-stream teacher:topk_jsd reads teacher_topk, which the batches of slime do not carry",
+        ),
+        (
+            {"pg_stream": ["teacher:full_jsd,on=rl"], "pg_teacher_head": "h", "pg_fused_head": "forward"},
+            "--pg-stream teacher:full_jsd reads teacher_hidden, which the batches of slime do not carry",
+        ),
+        ({"rollout_temperature": 0.7, "pg_temperature": 0.9}, "--rollout-temperature of slime, 0.7"),
+        ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is no argument .* loss_aggregation_divisor"),
+    ],
+)
+def test_contradictions_are_refused(more, message):
+    with pytest.raises(ArgumentError, match=message):
+        slime.HOST.checked(arguments(**more))
+
+
+def test_streams_of_ones_own_need_a_host_that_names_them():
+    sft, teacher = "sft:ce,weight=0.1", "teacher:opd,on=rl"
+    assert slime.HOST.checked(arguments(pg_stream=[sft, teacher])).args.pg_stream == [sft, teacher]
+    assert miles.HOST.checked(arguments(pg_stream=[teacher])).args.pg_stream == [teacher]
+    with pytest.raises(ArgumentError, match="--pg-stream sft:ce: the batches of miles name no streams"):
+        miles.HOST.checked(arguments(pg_stream=[sft]))
+
+
+def test_a_teacher_in_the_advantages_alone_stays_theirs():
+    assert slime.HOST.checked(arguments(use_opd=True, opd_kl_coef=1.0)).args.pg_stream is None
+
+
+@pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
+def test_their_truncated_importance_sampling_is_ours(host):
+    found = host.checked(arguments(use_tis=True, tis_clip=1.5, tis_clip_low=0.5))
+    args = found.args
+    assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.5, 1.5)
+    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["taken over"]
+    args = host.checked(arguments(use_tis=True)).args
+    assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.0, 2.0)
+    assert host.checked(arguments(use_tis=True, pg_correction_high=3.0)).args.pg_correction_high == 3.0
+    assert host.checked(arguments()).args.pg_correction == "none"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pg_correction": "icepop"}, "--use-tis of slime, tis, and --pg-correction icepop"),
+        ({"tis_clip": 1.5, "pg_correction_high": 3.0}, "--tis-clip of slime, 1.5, and --pg-correction-high 3.0"),
+        ({"tis_clip": 1.0, "tis_clip_low": 1.5}, "--tis-clip"),
+        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not done by this loss"),
+    ],
+)
+def test_truncated_importance_sampling_that_contradicts_is_refused(more, message):
+    with pytest.raises(ArgumentError, match=message):
+        slime.HOST.checked(arguments(use_tis=True, **more))
+
+
+def test_a_message_about_a_number_of_theirs_names_their_flag():
+    with pytest.raises(ArgumentError, match=r"--eps-clip must be between 0 and 1 .*got 1\.5") as refused:
+        slime.HOST.checked(arguments(eps_clip=1.5))
+    assert "--pg-clip-eps-low" not in str(refused.value)
+    with pytest.raises(ArgumentError, match=r"--pg-clip-eps-low must be between 0 and 1 .*got 1\.5"):
+        slime.HOST.checked(arguments(eps_clip=0.2, pg_clip_eps_low=1.5))
+
+
+def test_a_default_of_theirs_gives_way_to_ours():
+    assert slime.HOST.checked(arguments(eps_clip_high=0.2, pg_clip_eps_high=0.28)).args.pg_clip_eps_high == 0.28

@@ -1,0 +1,144 @@
+"""The wiring of slime and miles: launcher, hooks, and users' hooks before ours."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import rollout_hosts
+import rollout_stand_in
+from host_cases import Case
+
+from megatron_pg.args import ArgumentError
+from megatron_pg.hosts.rollout import miles, slime
+from megatron_pg.hosts.rollout.host import _USERS
+from megatron_pg.hosts.step import HostLossError
+
+HOSTS = {"slime": slime, "miles": miles}
+SCRIPT = """
+import json, sys
+from {host}.utils.arguments import parse_args
+args = parse_args()
+found = [args.loss_aggregation, args.loss_aggregation_divisor, args.custom_megatron_init_path, sys.argv[1:]]
+from pathlib import Path
+Path("found.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.chdir(tmp_path)
+    for host in HOSTS:
+        rollout_stand_in.install(host)
+        (tmp_path / f"{host}_train.py").write_text(SCRIPT.format(host=host), encoding="utf-8")
+
+
+def launch(host: str, *words: str):
+    script = f"{host}_train.py"
+    HOSTS[host].HOST.main([script, *words])
+    return json.loads(Path("found.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_launcher_adds_our_flags_to_the_scripts_own(installed, host):
+    words = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "4096", "--their-flag", "3"]
+    assert launch(host, *words) == ["constant", 4096.0, f"megatron_pg.{host}.init", words]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_misspelt_flag_is_refused_though_the_host_would_leave_it_unread(installed, host):
+    with pytest.raises(ArgumentError, match=r"--loss-agregation is no flag .*did you mean --loss-aggregation"):
+        launch(host, "--loss-agregation", "constant")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_launcher_refuses_before_anything_is_started(installed, host):
+    with pytest.raises(ArgumentError, match=r"E5.*needs --loss-aggregation-divisor"):
+        launch(host, "--loss-aggregation", "constant")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_a_script_the_launcher_says_how_it_is_used(installed, host):
+    with pytest.raises(SystemExit, match=f"usage: python3 -m megatron_pg.{host} train.py"):
+        HOSTS[host].HOST.main([])
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_hook_of_the_users_is_called_before_ours(installed, host):
+    calls = []
+    sys.modules["users_own"] = type(sys)("users_own")
+    sys.modules["users_own"].hook = lambda *given: calls.append(given)
+    args = rollout_hosts.arguments(host, Case())
+    setattr(args, _USERS, {"custom_megatron_before_log_prob_hook_path": "users_own.hook"})
+    HOSTS[host].HOST.users_hook(args, "custom_megatron_before_log_prob_hook_path", 1, 2)
+    HOSTS[host].HOST.users_hook(args, "custom_megatron_init_path", 3)
+    assert calls == [(1, 2)]
+
+
+@pytest.fixture
+def actor(installed, monkeypatch):
+    """miles' module whose iterators the adapter takes."""
+    monkeypatch.setattr("megatron_pg.hosts.rollout.trainer.is_writer", lambda: False)
+    module = sys.modules["miles.backends.megatron_utils.actor"]
+    module.get_data_iterator = rollout_stand_in.get_data_iterator
+    return module
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_second_init_changes_nothing(actor, host):
+    args = rollout_hosts.arguments(host, Case())
+    HOSTS[host].init(args)
+    first, trainer, iterators = dict(vars(args)), HOSTS[host].HOST.trainer, actor.get_data_iterator
+    HOSTS[host].init(args)
+    assert (vars(args), HOSTS[host].HOST.trainer, actor.get_data_iterator) == (first, trainer, iterators)
+
+
+def test_iterators_are_wrapped_once_for_several_runs_in_a_process(actor):
+    miles.init(rollout_hosts.arguments("miles", Case()))
+    iterators = actor.get_data_iterator
+    miles.init(rollout_hosts.arguments("miles", Case()))
+    assert actor.get_data_iterator is iterators
+
+
+def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatch):
+    monkeypatch.setattr("megatron_pg.hosts.rollout.trainer.is_writer", lambda: False)
+    slime.init(rollout_hosts.arguments("slime", Case()))
+    assert slime.HOST._log == "slime.observability.logging_utils:log"
+    moved = rollout_stand_in._module("slime.utils.logging_utils")  # as in v0.3.1
+    moved.log = sys.modules["slime.observability.logging_utils"].log
+    del sys.modules["slime.observability.logging_utils"].log
+    slime.init(rollout_hosts.arguments("slime", Case()))
+    assert slime.HOST._log == "slime.utils.logging_utils:log"
+    del moved.log
+    with pytest.raises(ArgumentError, match=r"slime\.observability\.logging_utils:log is not there"):
+        slime.init(rollout_hosts.arguments("slime", Case()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("num_microbatches"), "the rollout data have no num_microbatches"),
+        (lambda data: data.pop("sample_indices"), "the rollout data have no sample_indices"),
+        (lambda data: data.update(num_rollouts=[6]), "do not belong together"),
+        (lambda data: data.update(num_microbatches=[1, 2]), "do not belong together"),
+    ],
+)
+def test_data_of_another_form_are_refused_by_key(change, message):
+    data = {
+        name: []
+        for name in ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
+    }
+    data |= {"micro_batch_indices": [[0], [1]], "num_microbatches": [1, 1], "num_rollouts": [6, 6]}
+    rollout = miles._rollout(rollout_hosts.arguments("miles", Case()), data)
+    rollout.check_schedule()
+    change(data)
+    with pytest.raises(HostLossError, match=message):
+        rollout.check_schedule()
+
+
+def test_a_batch_that_miles_cuts_in_the_trainer_is_refused():
+    with pytest.raises(ValueError, match="the rollout data have no micro_batch_indices"):
+        miles._rollout(rollout_hosts.arguments("miles", Case()), {"tokens": []})

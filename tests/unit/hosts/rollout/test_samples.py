@@ -1,0 +1,86 @@
+"""Samples of a rollout of slime or miles, and how their indices tell prompts apart."""
+
+from types import SimpleNamespace
+
+import pytest
+import threads
+import torch
+
+from megatron_pg.cp_utils import response_index
+from megatron_pg.hosts.rollout.samples import Rollout
+from megatron_pg.hosts.rollout.trainer import _check_numbers
+
+ALONE = SimpleNamespace(size=lambda: 1)
+
+
+def samples(indices, rollout_ids=(0, 1, 2, 3)):
+    data = {
+        "tokens": [torch.tensor([1, 2, 3])] * 4,
+        "total_lengths": [3] * 4,
+        "response_lengths": [2] * 4,
+        "loss_masks": [torch.ones(2, dtype=torch.int)] * 4,
+        "log_probs": [torch.zeros(2)] * 4,
+        "advantages": [torch.ones(2)] * 4,
+        "rollout_ids": list(rollout_ids),
+        "sample_indices": list(indices),
+    }
+    rollout = Rollout(data=data, rollouts_per_step="n", old_logprobs="log_probs", rewards=None, samples_per_prompt=2)
+    return rollout.samples(ALONE)
+
+
+def test_responses_are_put_together_from_the_parts_of_every_context_parallel_rank():
+    tokens, length = [torch.arange(8), torch.arange(6)], [5, 4]
+    whole = [torch.arange(1.0, n + 1) for n in length]
+
+    def work(rank: int):
+        group = torch.distributed.group.WORLD
+        index = [response_index(len(t), n, cp_rank=rank, cp_size=2) for t, n in zip(tokens, length, strict=True)]
+        parts = [values[i] for values, i in zip(whole, index, strict=True)]
+        assert all(len(part) < n for part, n in zip(parts, length, strict=True))
+        data = {
+            "tokens": tokens,
+            "total_lengths": [8, 6],
+            "response_lengths": length,
+            "loss_masks": [torch.ones(n, dtype=torch.int) for n in length],
+            "log_probs": [-part for part in parts],
+            "advantages": parts,
+            "rollout_ids": [0, 1],
+            "sample_indices": [0, 1],
+        }
+        rollout = Rollout(
+            data=data, rollouts_per_step="n", old_logprobs="log_probs", rewards=None, samples_per_prompt=2
+        )
+        return [(sample.old_logprobs, sample.advantages) for sample in rollout.samples(group)]
+
+    for found in threads.run(2, work):
+        for (old, advantages), values in zip(found, whole, strict=True):
+            assert torch.equal(old, -values.double())
+            assert torch.equal(advantages, values.double())
+
+
+def test_steps_take_their_own_micro_batches():
+    data = {"micro_batch_indices": [[0, 1], [2], [3, 4], [5]], "num_microbatches": [2, 1, 1]}
+    rollout = Rollout(data=data, rollouts_per_step="n", old_logprobs="log_probs", rewards=None, samples_per_prompt=2)
+    assert list(rollout.steps()) == [[[0, 1], [2]], [[3, 4]], [[5]]]
+
+
+def test_prompts_are_samples_in_a_row():
+    found = samples([4, 5, 6, 7])
+    assert [sample.prompt_id for sample in found] == [2, 2, 3, 3]
+    _check_numbers(found)
+
+
+def test_samples_without_an_index_have_no_prompt():
+    """slime lets a generate function of the user's leave it out."""
+    found = samples([None] * 4)
+    assert [sample.prompt_id for sample in found] == [None] * 4
+    _check_numbers(found)  # the plan says that prompt_mean needs them
+
+
+def test_samples_of_one_rollout_may_share_an_index():
+    _check_numbers(samples([0, 0, 1, 1], rollout_ids=[0, 0, 1, 1]))
+
+
+def test_an_index_that_rollouts_share_is_no_number_of_a_sample():
+    with pytest.raises(ValueError, match="sample index 5 is of rollouts 0 and 1"):
+        _check_numbers(samples([5, 5, 6, 6]))

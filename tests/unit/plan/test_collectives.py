@@ -1,0 +1,62 @@
+"""Tables and texts between ranks, which run as threads."""
+
+import pytest
+import threads
+import torch
+import torch.distributed as dist
+
+from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, decode, encode
+
+
+def test_rows_come_in_the_order_of_the_ranks_and_the_same_to_all():
+    found = threads.run(3, lambda rank: all_gather_rows(torch.tensor([[rank, 10 * rank]])))
+    assert all(rows.tolist() == [[[0, 0]], [[1, 10]], [[2, 20]]] for rows in found)
+
+
+def test_rows_of_a_group_are_those_of_its_members():
+    def gather(rank):
+        mine = threads.subgroup(lambda r: r % 2, 4, rank)
+        return all_gather_rows(torch.tensor([rank]), mine).tolist()
+
+    assert threads.run(4, gather) == [[[0], [2]], [[1], [3]], [[0], [2]], [[1], [3]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+def test_values_keep_their_bits(dtype):
+    odd = torch.tensor([2**53 - 1 if dtype == torch.int64 else float("nan"), 1], dtype=dtype)
+    for rows in threads.run(2, lambda rank: all_gather_rows(odd)):
+        assert rows.dtype == dtype
+        assert all(bytes(row.numpy()) == bytes(odd.numpy()) for row in rows)
+
+
+def test_a_table_costs_one_collective(monkeypatch):
+    calls, gather = [], dist.all_gather
+    monkeypatch.setattr(dist, "all_gather", lambda *given, **named: calls.append(1) or gather(*given, **named))
+    threads.run(2, lambda rank: all_gather_rows(torch.zeros(5)))
+    assert len(calls) == 2  # one on each rank
+
+
+def test_what_failed_here_is_raised_where_the_others_cannot_be_told(monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(threads.multi_threaded_pg.ProcessLocalGroup, "allgather", broken)
+    with pytest.raises(OSError, match="no such shard"):
+        threads.run(1, lambda rank: all_gather_rows(torch.zeros(5), error=OSError("no such shard")))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        threads.run(1, lambda rank: all_gather_rows(torch.zeros(5)))
+
+
+def test_every_rank_has_the_text_of_the_source_and_no_other():
+    assert threads.run(3, lambda rank: broadcast_text(f"I am {rank}: Σ", 1)) == ["I am 1: Σ"] * 3
+
+
+def test_a_text_is_cut_at_its_bytes_and_half_a_character_is_left_out():
+    assert threads.run(2, lambda rank: broadcast_text("aΣΣ", 0, size=4)) == ["aΣ"] * 2  # a: 1 byte, Σ: 2
+
+
+@pytest.mark.parametrize("text", ["", "a", "Σ m·ℓ", "line\nline", "x" * 64])
+def test_a_text_that_fits_comes_back(text):
+    data = encode(text, 64)
+    assert (data.dtype, data.shape) == (torch.uint8, (64,))
+    assert decode(data) == text
