@@ -186,7 +186,7 @@ def _losses(
     policy_loss: PolicyLoss, chunks: Chunks, gradients: Gradients, *, grad_scale: float, entropy: bool
 ) -> Iterator[PolicyGradientLoss]:
     """The loss of each chunk; the gradient of its logits comes with it, or from its slopes by log-probability and entropy."""
-    if chunks.reader.fits_one_launch(policy_loss, chunks.buffers[0], entropy=entropy):
+    if chunks.reader.fits_single_pass(policy_loss, chunks.buffers[0], entropy=entropy):
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
             out = gradients.buffer(chunk, z)

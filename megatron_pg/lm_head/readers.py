@@ -67,7 +67,7 @@ class EagerReader:
         z = self._vocabulary.hide_padding(z)
         out.copy_(eager.gradient(z, self._targets[chunk], rows, slopes[0], slopes[1], self._vocabulary))
 
-    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
+    def fits_single_pass(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """Whether `loss_and_gradient` makes loss and gradient of a chunk like `z`; torch has no such kernel."""
         return False
 

@@ -46,9 +46,9 @@ class TritonReader(EagerReader):
         """By a kernel."""
         vocab_parallel.write_gradient(z, out, *self._rows(chunk), rows, (slopes[0], slopes[1]), self._vocabulary)
 
-    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
+    def fits_single_pass(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """By a kernel."""
-        return policy_loss.is_by_token and triton_loss.fits_one_launch(
+        return policy_loss.is_by_token and triton_loss.fits_single_pass(
             z, policy_loss, self._vocabulary, entropy=entropy
         )
 
@@ -56,9 +56,9 @@ class TritonReader(EagerReader):
         self, z: Tensor, out: Tensor, policy_loss: PolicyLoss, *, grad_scale: float, entropy: bool
     ) -> PolicyGradientLoss:
         """By a kernel."""
-        from megatron_pg.kernels.triton import one_launch  # where `fits_one_launch` has looked for what it needs
+        from megatron_pg.kernels.triton import single_pass  # where `fits_single_pass` has looked for what it needs
 
-        return one_launch.loss_and_gradient(
+        return single_pass.loss_and_gradient(
             z, out, policy_loss, self._vocabulary, grad_scale=grad_scale, entropy=entropy
         )
 
@@ -115,7 +115,7 @@ class TritonSupportReader(TritonReader):
         where = *self._rows(chunk), self._restriction.at(chunk)
         support_triton.write_gradient(z, out, *where, rows, slopes, self._vocabulary)
 
-    def fits_one_launch(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
+    def fits_single_pass(self, policy_loss: PolicyLoss, z: Tensor, *, entropy: bool) -> bool:
         """That kernel reads whole rows."""
         return False
 

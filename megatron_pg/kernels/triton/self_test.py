@@ -1,4 +1,4 @@
-"""The one-launch kernel against the eager reference, at its first use on a chip or with a Triton that it was not tried with.
+"""The single-pass kernel against the eager reference, at its first use on a chip or with a Triton that it was not tried with.
 
 A few rows of random numbers, over the widths and with the terms that the loss has; once in a process for each of them.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_pg.batch.fields import StreamFields, TokenFields
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
-from megatron_pg.kernels.triton import one_launch
+from megatron_pg.kernels.triton import single_pass
 from megatron_pg.kernels.triton.terms import term_constants
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -37,10 +37,10 @@ def agrees(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, e
         )
         _found[key] = why is None
         if why is None:
-            logging.getLogger(__name__).info("the one-launch kernel agrees with the reference on %s", logits.device)
+            logging.getLogger(__name__).info("the single-pass kernel agrees with the reference on %s", logits.device)
         else:
             warnings.warn(
-                f"the one-launch kernel {why} on {torch.cuda.get_device_name(logits.device)}: three launches do its work, with the "
+                f"the single-pass kernel {why} on {torch.cuda.get_device_name(logits.device)}: the multi-pass kernels do its work, with the "
                 "reference's results and about 1.4 times the time of the loss",
                 stacklevel=2,
             )
@@ -58,7 +58,7 @@ def _flaw(
     """What is wrong with the kernel, None: nothing."""
     table, loss = _drawn(logits, policy_loss, vocabulary)
     gradient = torch.empty_like(table, dtype=dtype)
-    found, spills = one_launch.launch(
+    found, spills = single_pass.launch(
         table, gradient, loss, vocabulary, grad_scale=3.0, entropy=entropy, most_programs=_PROGRAMS
     )
     if spills:

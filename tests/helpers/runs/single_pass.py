@@ -1,4 +1,4 @@
-"""The one-launch kernel's work in torch: on a CPU, where Gluon cannot run, it tests all that is around the kernel."""
+"""The single-pass kernel's work in torch: on a CPU, where Gluon cannot run, it tests all that is around the kernel."""
 
 import math
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class Launches(list):
             assert list(arguments) == self._names
             assert enable_fp_fusion
             assert 0 < grid[0] <= arguments["rows"]
-            assert 32 * num_warps == arguments["THREADS"]
+            assert 32 * num_warps == arguments["ROW"].threads
             self.append(arguments)
             _compute(SimpleNamespace(**arguments))
             return SimpleNamespace(n_spills=0)
@@ -34,48 +34,49 @@ class Launches(list):
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Every loss that the one-launch kernel could compute goes its way, which ends in torch."""
+    """Every loss that the single-pass kernel could compute goes its way, which ends in torch."""
     from megatron_pg.kernels.triton import loss as triton_loss
-    from megatron_pg.kernels.triton import one_launch
+    from megatron_pg.kernels.triton import single_pass
 
-    launches = Launches(one_launch.one_launch_kernel.arg_names)
-    monkeypatch.setattr(one_launch, "one_launch_kernel", launches)
-    monkeypatch.setattr(triton_loss, "fits_one_launch", lambda logits, *_, **__: len(logits) > 0)
+    launches = Launches(single_pass.single_pass_kernel.arg_names)
+    monkeypatch.setattr(single_pass, "single_pass_kernel", launches)
+    monkeypatch.setattr(triton_loss, "fits_single_pass", lambda logits, *_, **__: len(logits) > 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2))
     return launches
 
 
 def _compute(k: SimpleNamespace) -> None:
-    """What `one_launch.one_launch_kernel` does to `results` and `gradients`, of what it would read."""
-    fields = k.targets, k.old_logprobs, k.advantages, k.weights, k.other_logprobs, k.kl_weights, k.bonus_weights, k.mask
-    assert all(values.shape == (k.rows,) and values.is_contiguous() for values in fields)
-    assert (k.targets.dtype, k.mask.dtype, k.results.dtype) == (torch.int64, torch.bool, torch.float32)
+    """What `single_pass.single_pass_kernel` does to `results` and `gradients`, of what it would read."""
+    mask = k.fields.mask
+    assert all(values.shape == (k.rows,) and values.is_contiguous() for values in (k.targets, *k.fields))
+    assert (k.targets.dtype, mask.dtype, k.results.dtype) == (torch.int64, torch.bool, torch.float32)
     assert (k.results.shape, k.zero) == ((5 + (k.KL is not None), k.rows), 0)
     assert (k.logits_stride, k.gradients_stride) == (k.logits.stride(0), k.gradients.stride(0))
     assert k.ENTROPY or not k.BONUS
-    targets = k.targets[k.mask]
-    old, advantages, weights, other, kl_weights, bonus_weights = (values[k.mask].float() for values in fields[1:7])
-    log_p = (k.logits[k.mask, : k.columns].float() * (k.c * math.log(2))).log_softmax(1)
+    targets = k.targets[mask]
+    old, advantages, weights, _, other, kl_weights, bonus_weights = (values[mask].float() for values in k.fields)
+    kl_coef, entropy_coef = k.coefficients
+    log_p = (k.logits[mask, : k.columns].float() * (k.c * math.log(2))).log_softmax(1)
     exists = (targets >= 0) & (targets < k.columns)
     at = torch.where(exists, targets, 0)[:, None]
     logprobs = torch.where(exists, log_p.gather(1, at)[:, 0], torch.nan)
     entropy = torch.special.entr(log_p.exp()).sum(1)
-    policy, slope = row_in_torch(k.ROW, torch.float32)(logprobs, old, advantages, (k.p0, k.p1, k.p2, k.p3))
+    policy, slope = row_in_torch(k.TOKEN_KERNEL, torch.float32)(logprobs, old, advantages, k.numbers)
     loss, slope = weights * policy, weights * slope
     results = [policy, loss, logprobs, logprobs - old, entropy if k.ENTROPY else torch.zeros_like(entropy)]
     if k.KL is not None:
         kl, kl_slope = row_in_torch(k.KL, torch.float32)(logprobs, old, other)
-        results[1], slope = loss + k.kl_coef * kl_weights * kl, slope + k.kl_coef * kl_weights * kl_slope
+        results[1], slope = loss + kl_coef * kl_weights * kl, slope + kl_coef * kl_weights * kl_slope
         results.append(kl)
     slope = torch.where(logprobs.isnan(), torch.nan, slope)
     if k.BONUS:
-        results[1] = results[1] - k.entropy_coef * bonus_weights * entropy
+        results[1] = results[1] - entropy_coef * bonus_weights * entropy
     k.results.zero_()
-    k.results[:, k.mask] = torch.stack(results)
+    k.results[:, mask] = torch.stack(results)
     slope = slope[:, None] * k.grad_scale
     gradient = (-slope * log_p.exp()).scatter_add_(1, at, slope)
     if k.BONUS:
-        bonus = k.entropy_coef * bonus_weights * k.grad_scale
+        bonus = entropy_coef * bonus_weights * k.grad_scale
         gradient += bonus[:, None] * torch.where(log_p > -math.inf, log_p.exp() * (log_p + entropy[:, None]), 0)
     k.gradients[:, : k.columns] = 0
-    k.gradients[k.mask, : k.columns] = gradient.to(k.gradients.dtype)
+    k.gradients[mask, : k.columns] = gradient.to(k.gradients.dtype)
