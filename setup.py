@@ -38,7 +38,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
-    package_data={"megatron_pg": ["py.typed"], "megatron_pg.cli": ["*.bash"], "megatron_pg.cli.runs": ["*.html"]},
+    package_data={"megatron_pg": ["py.typed"], "megatron_pg.cli.runs": ["*.html"]},
     python_requires=">=3.10",
     entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},
     install_requires=[

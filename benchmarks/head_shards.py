@@ -1,8 +1,7 @@
 """Tensor-parallel ranks of the fused head on one GPU: the time of a shard, and gradients of ranks that share the GPU.
 
-    python benchmarks/head_shards.py                               # a rank's time over its three products, its exchange
-    left out torchrun --nproc-per-node 4 benchmarks/head_shards.py          # gradients against float64 of the whole
-    vocabulary, by rank
+    python benchmarks/head_shards.py                          # a rank's time over its three GEMMs, without its exchange
+    torchrun --nproc-per-node 4 benchmarks/head_shards.py     # every rank's gradients against float64
 
 Ranks that share a GPU exchange by gloo through the host's memory, so their times mean nothing; where a host has a GPU
 for each rank, `torchrun benchmarks/lm_head.py` has both.

@@ -191,6 +191,7 @@ TOGETHER = {
     "declarations/*": "tests/unit/declarations/test_declarations.py",
     "flags/errors.py": "tests/unit/test_args.py",
     "flags/facts.py": "tests/unit/test_args.py",
+    "flags/stream_text.py": "tests/unit/flags/test_streams.py",
     "flags/megatron.py": "tests/unit/flags/test_compatibility.py",
     "rollouts/fields.py": "tests/unit/rollouts/test_sample.py",
     "rollouts/file.py": "tests/unit/rollouts/test_sample.py",

@@ -1,8 +1,7 @@
 """Step time and peak memory of slime's own trainer with its own loss, with ours, and with ours and each head.
 
-    SLIME=checkout python benchmarks/hosts/slime_step.py                      # one GPU, a model of 0.5 billion
-    parameters SLIME=checkout python benchmarks/hosts/slime_step.py --cpu --layers 1 --hidden 64 --heads 1 --columns 64
-    --tokens 32  # does it run
+    SLIME=checkout python benchmarks/hosts/slime_step.py  # one GPU, a model of 0.5 billion parameters
+    SLIME=checkout python benchmarks/hosts/slime_step.py --cpu --layers 1 --hidden 64 --heads 1 --columns 64 --tokens 32
 
 slime's `train_actor` of an unmodified checkout: one optimizer step of a rollout, one document in a micro-batch, random
 tokens, the optimizer does nothing (`host_step`).

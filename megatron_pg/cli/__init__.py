@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 SUBCOMMANDS = {
-    "explain": "the objective that flags or a launch script put in force, as a formula with numbers",
-    "validate": "the startup checks of flags or a launch script, without starting; exit code 2 when one fails",
+    "explain": "the objective that flags or the command line of a job put in force, as a formula with numbers",
+    "validate": "the startup checks of flags or the command line of a job, without starting; exit code 2 when one fails",
     "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
     "mismatch": "why the trainer's log-probabilities are not the rollout engine's, from rollout files",
     "plot": "curves of the metrics.jsonl of one or several runs",
@@ -112,10 +112,8 @@ def _run(argv: list[str], name: str | None) -> int:
 def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
     parser = _parser(name)
     options, words = parser.parse_known_args(argv)
-    if empty := [each for each, value in vars(options).items() if value == [] and each != "run"]:
-        raise InputError(
-            f"--{empty[0].replace('_', '-')} has no value: -- is none. Give one."
-        )  # as --flag=-- is parsed
+    if empty := [option for option, value in vars(options).items() if value == []]:  # argparse reads --flag=-- so
+        raise InputError(f"--{empty[0].replace('_', '-')} has no value: -- is not one. Give one.")
     if name in LAUNCHES:
         options.words = words
     elif words:

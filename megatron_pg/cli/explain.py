@@ -10,7 +10,7 @@ from megatron_pg.cli.validate import check
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
-from megatron_pg.flags.streams import has_policy
+from megatron_pg.flags.facts import Facts
 
 Rows = list[tuple[str, str]]  # what is named, and how it stands
 
@@ -35,8 +35,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_document(launch, layout, remarks, factors, weights))
         return 0
-    if launch.ran:
-        say(launch.ran)
     say(banner(launch.args))
     _say_rows("the numbers of one optimizer step", factors)
     _say_weights(launch.args, layout, weights)
@@ -77,7 +75,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
     Without the number of rollouts the weights are in units of 1/N_r.
     """
-    if args.custom_pg_loss_reducer_function_path is not None or not has_policy(args):
+    if args.custom_pg_loss_reducer_function_path is not None or not Facts(args).has_policy:
         return []
     mean = sum(lengths) / len(lengths)
     declared, rollouts = AGGREGATIONS[args.loss_aggregation], _fixed_rollouts(args, layout) or 1
@@ -140,7 +138,7 @@ def _say_rows(title: str, rows: Rows) -> None:
 
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
-    if not has_policy(args):
+    if not Facts(args).has_policy:
         say("  nothing by the objective, which is dropped; by a stream what its denominators above say")
         return
     if not weights:
@@ -168,7 +166,7 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
     return [
         ("arguments", launch.source),
         ("elsewhere", _elsewhere(launch.args)),
-        *(("note", text) for text in (*remarks, *launch.notes)),
+        *(("note", text) for text in remarks),
         ("given", _as_flags(launch.args, launch.given) or "nothing that is read here"),
         ("default", _as_flags(launch.args, [name for name in own_arguments() if name not in launch.given])),
         *([("not read", others)] if launch.others else []),
@@ -202,7 +200,6 @@ def _document(
     own, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
     sizes = {"world": layout.world, "D": layout.data, "C": layout.context, "K": layout.microbatches, "N_r": rollouts}
     return {
-        "run": launch.ran,
         "source": launch.source,
         "arguments": own,
         "given": list(launch.given),
@@ -214,7 +211,6 @@ def _document(
         "weights": weights,
         "elsewhere": _elsewhere(launch.args),
         "remarks": list(remarks),
-        "notes": list(launch.notes),
         "other_arguments": list(launch.others),
     }
 

@@ -82,22 +82,29 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
         raise InputError(f"{show_path(path)}: cannot be read ({reason}). Give an existing file.") from error
 
 
-def read_text(path: str | Path, *, limit: int = 16 * 2**20) -> str:
-    """A UTF-8 text of at most `limit` bytes.
+def read_text(path: str | Path) -> str:
+    """A UTF-8 text of at most 16 MiB.
 
     Raises:
         InputError: it cannot be read, is larger, or is not UTF-8.
     """
     with opened(path) as file:
-        content = file.read(limit + 1)
+        return decoded(file, show_path(path))
+
+
+def decoded(file: BinaryIO, name: str, *, limit: int = 16 * 2**20) -> str:
+    """The UTF-8 text of an open file of at most `limit` bytes.
+
+    Raises:
+        InputError: it is larger, or is not UTF-8.
+    """
+    content = file.read(limit + 1)
     if len(content) > limit:
-        raise InputError(
-            f"{show_path(path)}: is larger than {limit} bytes, so it is no launch script. Give another file."
-        )
+        raise InputError(f"{name}: is larger than {limit} bytes. Keep only the command line of the job.")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{show_path(path)}: is not UTF-8 text (byte {error.start}). Give another file.") from error
+        raise InputError(f"{name}: is not UTF-8 text (byte {error.start}). Give another file.") from error
 
 
 @contextmanager

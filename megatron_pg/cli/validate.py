@@ -28,21 +28,17 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(
             {
-                "run": launch.ran,
                 "source": launch.source,
                 "valid": valid,
                 "violations": [{"rule": rule, "message": message} for rule, message in violations],
                 "remarks": list(remarks),
-                "notes": list(launch.notes),
                 "arguments": read_arguments(launch) if valid else None,
                 "other_arguments": list(launch.others),
             }
         )
     elif valid:
-        if launch.ran:
-            say(launch.ran)
         say(f"valid: {launch.source}")
-        for remark in (*remarks, *launch.notes):
+        for remark in remarks:
             say(f"  note: {remark}")
         say(f"  {len(launch.others)} further arguments belong to other parsers and were not checked")
     for rule, message in violations:

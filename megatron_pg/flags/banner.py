@@ -1,24 +1,29 @@
 """What the arguments mean, in words and formulas: the startup banner. Needs no torch."""
 
 import argparse
+import shlex
+from collections.abc import Sequence
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
 from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Stream
+from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import is_float32
-from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
-from megatron_pg.flags.streams import has_policy, streams_of
 from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.printable import printable
+
+COMMAND_LINE = "megatron_pg command line: "  # explain and validate find the job's words after it
 
 
 def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Rows (name, text) of the effective objective, from arguments that `validate_args` has accepted."""
+    facts = Facts(args)
     return [
-        *_objective_rows(args),
-        *_aggregation_rows(args),
-        *_term_rows(args),
+        *_objective_rows(facts),
+        *_aggregation_rows(facts),
+        *_term_rows(facts),
         ("temperature", f"softmax(z / {args.pg_temperature:g}), in float32  (--pg-temperature)"),
         (
             "counted over",
@@ -43,6 +48,11 @@ def banner(args: argparse.Namespace) -> str:
     return banner_of(describe(args))
 
 
+def command_line(argv: Sequence[str]) -> str:
+    """One line of a dry run: the words of the command line, quoted as a shell reads them."""
+    return COMMAND_LINE + printable(shlex.join(argv), limit=None)
+
+
 def banner_of(rows: list[tuple[str, str]]) -> str:
     """Rows as text for the log."""
     width = max(len(name) for name, _ in rows)
@@ -50,10 +60,11 @@ def banner_of(rows: list[tuple[str, str]]) -> str:
     return "\n".join(["── megatron_pg: effective policy-gradient objective ──", *lines])
 
 
-def _objective_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if not has_policy(args):
+def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
+    args = facts.args
+    if not facts.has_policy:
         return [("objective", f"none  (--pg-stream {POLICY}:{POLICY},weight=0)")]
-    numbers = objective_numbers(args)
+    numbers = facts.objective_numbers
     if args.pg_custom_objective_path is not None:
         shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
         return [
@@ -65,12 +76,12 @@ def _objective_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [("objective", declared.formula + flag), *declared.bound_rows(numbers)]
 
 
-def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """What is in the loss beside the objective; nothing of it by default."""
-    rows = []
+def _term_rows(facts: Facts) -> list[tuple[str, str]]:
+    """What is in the loss in addition to the objective; empty by default."""
+    args, rows = facts.args, []
     if args.pg_correction != "none":
         letters = {"correction_low": "lo", "correction_high": "hi", "correction_fraction": "f", "correction_coef": "β"}
-        shown = ", ".join(f"{letters[name]} = {value:g}" for name, value in correction_numbers(args).items())
+        shown = ", ".join(f"{letters[name]} = {value:g}" for name, value in facts.correction_numbers.items())
         text = f"{CORRECTIONS[args.pg_correction].formula}, {shown}  (--pg-correction {args.pg_correction})"
         rows.append(("correction", text))
     if args.pg_denominator != "scheduled" or args.pg_correction != "none":
@@ -83,7 +94,7 @@ def _term_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
-    rows += [_stream_row(stream) for stream in streams_of(args) if stream.name not in SHORTHANDS]
+    rows += [_stream_row(stream) for stream in facts.streams if stream.name not in SHORTHANDS]
     if args.pg_entropy_support != "full":
         rows.append(("entropies", "over what could be sampled, where samples say it  (--pg-entropy-support kept)"))
     if args.pg_support_missing != "error":
@@ -144,8 +155,9 @@ def _auxiliary_weights(args: argparse.Namespace) -> str:
     return f"{step_mean} over the step{counted[args.pg_denominator]}"
 
 
-def _aggregation_rows(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if not has_policy(args):
+def _aggregation_rows(facts: Facts) -> list[tuple[str, str]]:
+    args = facts.args
+    if not facts.has_policy:
         return []
     if args.custom_pg_loss_reducer_function_path is not None:
         unit = "1/T" if vars(args).get("calculate_per_token_loss", False) else "1/N_r"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.streams import parse
 from megatron_pg.flags.values import choice
 from megatron_pg.rollouts.fields import POLICY
 
@@ -59,7 +58,7 @@ def head_violations(facts: Facts) -> Violations:
         for reader in _sequence_readers(facts):
             yield from needs_recompute(reader, args.pg_fused_head)
     if args.pg_fused_head == "odds":
-        for reader in _entropy_readers(args):
+        for reader in _entropy_readers(facts):
             yield (
                 "E56",
                 f"--pg-fused-head odds keeps of a row what log-probabilities need, and {reader} reads more; use --pg-fused-head forward",
@@ -105,17 +104,13 @@ def needs_recompute(reader: str, mode: str) -> Violations:
     )
 
 
-def _entropy_readers(args: argparse.Namespace) -> Iterator[str]:
+def _entropy_readers(facts: Facts) -> Iterator[str]:
     """The flags that read more of a token's distribution than its log-probability."""
-    if args.pg_entropy_coef != 0:
-        yield f"--pg-entropy-coef {args.pg_entropy_coef}"
-    if args.pg_metrics == "with_entropy":
+    if facts.args.pg_entropy_coef != 0:
+        yield f"--pg-entropy-coef {facts.args.pg_entropy_coef}"
+    if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
-    try:
-        streams = [parse(text) for text in args.pg_stream or ()]
-    except (TypeError, ValueError):  # rule E71 says so
-        return
-    live = (stream for stream in streams if stream.weight and stream.name != POLICY)
+    live = (stream for stream in facts.given_streams if stream.weight and stream.name != POLICY)
     yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from megatron_pg.declarations import corrections, objectives
 from megatron_pg.declarations.choices import AUX_AGGREGATIONS, DENOMINATORS, MTP_AGGREGATIONS, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
-from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads, resolved
+from megatron_pg.declarations.declaration import ABOVE_ZERO, Number, Reads
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
@@ -90,19 +90,6 @@ def _add_numbers(group: argparse._ArgumentGroup, numbers: Iterable[Number]) -> N
         group.add_argument(each.flag, type=float, metavar=each.metavar, help=each.help)
 
 
-def objective_numbers(args: argparse.Namespace) -> dict[str, float]:
-    """The numbers of the objective by name, given ones before defaults. A user's own objective gets all that were set."""
-    if args.pg_custom_objective_path is not None:
-        given = {each.name: vars(args)[each.attribute] for each in objectives.numbers()}
-        return {name: value for name, value in given.items() if value is not None}
-    return resolved(OBJECTIVES[args.pg_objective].numbers, vars(args))
-
-
-def correction_numbers(args: argparse.Namespace) -> dict[str, float]:
-    """The numbers of the correction by name, given ones before defaults."""
-    return resolved(CORRECTIONS[args.pg_correction].numbers, vars(args))
-
-
 def objective_violations(facts: Facts) -> Violations:
     """Rules E24, E25 and E40 to E44 over the flags of the loss terms."""
     args = facts.args
@@ -154,7 +141,7 @@ def _correction_rules(facts: Facts) -> Violations:
         return
     chosen = f"--pg-correction {facts.args.pg_correction}"
     yield from _given_and_read(facts.args, declared.numbers, chosen, corrections.NUMBERS)
-    numbers = correction_numbers(facts.args)
+    numbers = facts.correction_numbers
     low, high = numbers.get("correction_low"), numbers.get("correction_high")
     if are_numbers(low, high) and not low < high:
         yield (
@@ -237,7 +224,7 @@ def objective_warnings(facts: Facts) -> list[str]:
             messages.append(
                 f"{args.pg_objective} is published with equal sequence weights ({published}); {facts.mode} weighs otherwise"
             )
-        if advice := declared.advice(objective_numbers(args)):
+        if advice := declared.advice(facts.objective_numbers):
             messages.append(f"{args.pg_objective} {advice}")
     selection = facts.correction.selection if facts.correction else None
     if declared and selection and selection.published_with not in (None, args.pg_objective):

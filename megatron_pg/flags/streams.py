@@ -1,28 +1,18 @@
-"""The flag of streams, `--pg-stream NAME:kind[,option=value]…`. Needs no torch."""
+"""The flag of streams, `--pg-stream NAME:kind[,option=value]…`, and its rules. Needs no torch."""
 
 import argparse
 import math
-import re
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
-from megatron_pg.declarations.corrections import CORRECTION_COEF, CORRECTIONS, KL_ESTIMATORS, PENALTY
-from megatron_pg.declarations.declaration import ABOVE_ZERO, did_you_mean
-from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, TAIL_FLOOR, Stream
+from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.declaration import ABOVE_ZERO
+from megatron_pg.declarations.streams import AS_POLICY, KINDS, TAIL_FLOOR, Stream
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.loss_terms import correction_numbers
+from megatron_pg.flags.stream_text import KINDS_OF_FLAG
 from megatron_pg.flags.values import number
-from megatron_pg.rollouts.fields import POLICY, is_stream
-
-_KINDS = tuple(name for name, kind in KINDS.items() if not kind.is_of_a_correction)
-_NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf|nan)", re.ASCII | re.IGNORECASE)
-_MIXTURES = tuple(dict.fromkeys(kind.mixture.option for kind in KINDS.values() if kind.mixture))
-_NUMBERS = ("weight", "divisor", "temperature", *_MIXTURES)
-_OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator", "temperature", *_MIXTURES)
+from megatron_pg.rollouts.fields import POLICY
 
 
 def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
@@ -31,7 +21,7 @@ def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
         "--pg-stream",
         action="append",
         metavar="NAME:KIND[,OPTION=VALUE]...",
-        help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(_KINDS)}; options "
+        help=f"A further loss of the step, over its own tokens, with its own denominators: kinds {', '.join(KINDS_OF_FLAG)}; options "
         f"weight (default 1), aggregation and divisor (default: as --loss-aggregation), on (the stream whose tokens it takes, "
         f"for instance {POLICY}, those of the objective), estimator (of a KL divergence), beta, alpha (of a teacher's divergence) "
         f"and temperature (of a teacher whose likeliest tokens are read, default 1). {POLICY}:{POLICY},weight=0 drops the objective. "
@@ -52,105 +42,6 @@ def add_stream_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def parse(text: object) -> Stream:
-    """A stream from its flag's value.
-
-    Raises:
-        ValueError: what is wrong with it by itself.
-    """
-    head, *parts = text.split(",") if isinstance(text, str) else [repr(text)]
-    name, _, kind = head.partition(":")
-    if not is_stream(name) or not kind:
-        raise ValueError("does not begin with NAME:kind, a name of a-z, 0-9 and _ and what its loss is")
-    known = (POLICY,) if name == POLICY else _KINDS
-    if kind not in known:
-        raise ValueError(f"has the kind {kind!r}, and {name} can be {', '.join(known)}{did_you_mean(kind, known, {})}")
-    given: dict[str, Any] = {}
-    for part in parts:
-        option, equals, value = part.partition("=")
-        if option not in _OPTIONS or not equals:
-            hint = did_you_mean(option, _OPTIONS, {})
-            raise ValueError(f"has {part!r}, which is none of {', '.join(f'{each}=…' for each in _OPTIONS)}{hint}")
-        if option in given:
-            raise ValueError(f"has {option} twice, so one of them would be ignored")
-        given[option] = _number(option, value) if option in _NUMBERS else value
-    mixtures = {option: given.pop(option) for option in _MIXTURES if option in given}
-    stream = Stream(name=name, kind=kind, **given, mixture=next(iter(mixtures.values()), None))
-    if not (math.isfinite(stream.weight) and stream.weight >= 0):
-        raise ValueError(f"has weight={stream.weight:g}, which is not finite and >= 0")
-    if name in SHORTHANDS:
-        raise ValueError(f"has a name that belongs to {SHORTHANDS[name]}; choose another")
-    if name == POLICY:
-        _check_policy(stream)
-    else:
-        _check_aggregation(stream)
-        _check_estimator(stream)
-        _check_topk(stream, mixtures)
-    return stream
-
-
-def _number(option: str, text: str) -> float:
-    """Plain decimals only: Python's float() also reads 1_0 and the digits of other scripts."""
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(f"has {option}={text}, which is no number")
-    value = float(text)
-    if value == 0 and any(digit in text.lower().partition("e")[0] for digit in "123456789"):
-        raise ValueError(f"has {option}={text}, which is 0 in float64; the smallest number is 5e-324")
-    return value
-
-
-def _check_policy(stream: Stream) -> None:
-    if stream != Stream(name=POLICY, kind=POLICY, weight=0.0):
-        raise ValueError(
-            "takes weight=0, no objective, and nothing else: other weights are relative to it, and its aggregation is --loss-aggregation"
-        )
-
-
-def _check_aggregation(stream: Stream) -> None:
-    choices = (*AGGREGATIONS, AS_POLICY)
-    if stream.aggregation not in (None, *choices):
-        hint = did_you_mean(stream.aggregation, choices, {})
-        raise ValueError(f"has aggregation={stream.aggregation}, which is none of {', '.join(choices)}{hint}")
-    if stream.aggregation == AS_POLICY and stream.on != POLICY:
-        raise ValueError(f"has aggregation={AS_POLICY}, the weights of the objective's tokens; add on={POLICY}")
-    takes_divisor = stream.aggregation in AGGREGATIONS and AGGREGATIONS[stream.aggregation].takes_divisor
-    if stream.divisor is not None and not takes_divisor:
-        raise ValueError(f"has divisor={stream.divisor:g}, which has no effect without aggregation=constant")
-    if takes_divisor and not (stream.divisor is not None and 0 < stream.divisor < math.inf):
-        raise ValueError("has aggregation=constant, which needs divisor=L in tokens, finite and > 0")
-
-
-def _check_estimator(stream: Stream) -> None:
-    kind = KINDS[stream.kind]
-    if stream.estimator is None:
-        if kind.against is not None and kind.estimator is None:
-            raise ValueError("needs estimator=…; there is no default (k3_weighted has the right value and gradient)")
-    elif kind.against is None:
-        why = "is no KL divergence"
-        if kind.reads_topk or kind.whole_form:
-            why = f"needs none: it is exact over {'its categories' if kind.reads_topk else 'the vocabulary'}"
-        raise ValueError(f"has estimator={stream.estimator}, and {stream.kind} {why}; remove it")
-    elif stream.estimator not in KL_ESTIMATORS:
-        hint = did_you_mean(stream.estimator, KL_ESTIMATORS, {})
-        raise ValueError(f"has estimator={stream.estimator}, which is none of {', '.join(KL_ESTIMATORS)}{hint}")
-
-
-def _check_topk(stream: Stream, mixtures: Mapping[str, float]) -> None:
-    kind = KINDS[stream.kind]
-    own = kind.mixture.option if kind.mixture else None
-    if strays := [option for option in mixtures if option != own]:
-        instead = f"; it has {own}" if own else ""
-        raise ValueError(f"has {strays[0]}={mixtures[strays[0]]:g}, which {stream.kind} does not read{instead}")
-    if stream.mixture is not None and not 0 < stream.mixture < 1:
-        raise ValueError(
-            f"has {own}={stream.mixture:g}, which is not between 0 and 1, where one of the two would be alone"
-        )
-    if stream.temperature is not None and not kind.reads_topk:
-        raise ValueError(
-            f"has temperature={stream.temperature:g}, and {stream.kind} has no teacher of whose likeliest tokens it would be; remove it"
-        )
-
-
 def stream_violations(facts: Facts) -> Violations:
     """Rules E71 of one stream, E72 of several, E73 of what they cannot go with."""
     texts, floor = facts.args.pg_stream, facts.args.pg_teacher_tail_floor
@@ -161,13 +52,10 @@ def stream_violations(facts: Facts) -> Violations:
     if not isinstance(texts, (list, tuple)) or not texts:
         yield "E71", f"--pg-stream must be a list of texts, one for each stream, got {texts!r}"
         return
-    streams = []
-    for text in texts:
-        try:
-            streams.append(parse(text))
-        except ValueError as error:
-            yield "E71", f"--pg-stream {text} {error}"
-    if len(streams) == len(texts):
+    for text, error in facts.wrong_streams:
+        yield "E71", f"--pg-stream {text} {error}"
+    if not facts.wrong_streams:
+        streams = facts.given_streams
         yield from () if floor is None else _floor_rules(floor, streams)
         yield from _hidden_rules(facts, [stream for stream in streams if stream.name != POLICY])
         yield from (("E72", message) for message in _contradictions(streams))
@@ -276,42 +164,3 @@ def _together(facts: Facts, streams: list[Stream]) -> Violations:
             f"--pg-kl-coef and --pg-entropy-coef are terms of the objective, which --pg-stream {POLICY}:{POLICY},weight=0 drops; write "
             f"--pg-stream NAME:kl,on={POLICY} or NAME:entropy,on={POLICY}",
         )
-
-
-def streams_given(args: argparse.Namespace) -> list[Stream]:
-    """What `--pg-stream` asks for, from arguments that `validate_args` has accepted."""
-    return [parse(text) for text in args.pg_stream or ()]
-
-
-def has_policy(args: argparse.Namespace) -> bool:
-    """Whether the objective is in the loss."""
-    return all(stream.name != POLICY for stream in streams_given(args))
-
-
-def own_tokens(args: argparse.Namespace) -> frozenset[str]:
-    """The streams that a sample's tokens can be of, those of weight 0 too."""
-    return frozenset({POLICY, *(stream.name for stream in streams_given(args) if stream.on is None)})
-
-
-def _penalty(args: argparse.Namespace) -> Stream:
-    """The further loss of the tokens that the correction chooses, with the objective's weights."""
-    coefficient = correction_numbers(args)[CORRECTION_COEF.name]
-    return Stream(name=PENALTY, kind=PENALTY, weight=coefficient, on=POLICY, aggregation=AS_POLICY, estimator="abs")
-
-
-def streams_of(args: argparse.Namespace) -> tuple[Stream, ...]:
-    """All further losses with a weight > 0, whole, from arguments that `validate_args` has accepted; the shorthands first."""
-    step_mean = STEP_MEANS[vars(args).get("calculate_per_token_loss", False)]
-    of_terms = AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean
-    of_policy = args.loss_aggregation, args.loss_aggregation_divisor
-    if args.custom_pg_loss_reducer_function_path is not None:
-        of_policy = step_mean, None
-    floor = TAIL_FLOOR if args.pg_teacher_tail_floor is None else args.pg_teacher_tail_floor
-    term = partial(Stream, on=POLICY, aggregation=of_terms)
-    found = [
-        term(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
-        term(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
-        *([_penalty(args)] if args.pg_correction == PENALTY else []),
-        *(stream.resolved(*of_policy, floor) for stream in streams_given(args) if stream.name != POLICY),
-    ]
-    return tuple(stream for stream in found if stream.weight)

@@ -5,7 +5,6 @@ import argparse
 from megatron_pg.declarations.choices import ENTROPY_SUPPORTS, SUPPORT_MISSING
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
-from megatron_pg.flags.streams import parse
 from megatron_pg.flags.values import choice
 
 
@@ -31,7 +30,7 @@ def support_violations(facts: Facts) -> Violations:
     args = facts.args
     yield from choice("--pg-support-missing", args.pg_support_missing, SUPPORT_MISSING)
     yield from choice("--pg-entropy-support", args.pg_entropy_support, ENTROPY_SUPPORTS)
-    if args.pg_entropy_support == "kept" and not _reads_entropy(args):
+    if args.pg_entropy_support == "kept" and not _reads_entropy(facts):
         yield (
             "E40",
             "--pg-entropy-support kept has no effect without an entropy: --pg-entropy-coef, a --pg-stream of the kind entropy or --pg-metrics "
@@ -39,11 +38,7 @@ def support_violations(facts: Facts) -> Violations:
         )
 
 
-def _reads_entropy(args: argparse.Namespace) -> bool:
-    if args.pg_entropy_coef != 0 or args.pg_metrics == "with_entropy":
+def _reads_entropy(facts: Facts) -> bool:
+    if facts.args.pg_entropy_coef != 0 or facts.args.pg_metrics == "with_entropy" or facts.wrong_streams:
         return True
-    try:
-        streams = [parse(text) for text in args.pg_stream or ()]
-    except (TypeError, ValueError):  # rule E71 says so
-        return True
-    return any(stream.kind == "entropy" and stream.weight for stream in streams)
+    return any(stream.kind == "entropy" and stream.weight for stream in facts.given_streams)

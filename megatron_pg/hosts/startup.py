@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from megatron_pg.args import ArgumentError, ArgumentNotice, add_arguments, validate_args
 from megatron_pg.declarations.declaration import did_you_mean
 from megatron_pg.flags.banner import banner_of, describe, in_force
+from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.streams import streams_of
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
 
@@ -193,7 +193,7 @@ def _refused_streams(
     host: str, args: argparse.Namespace, carried: Collection[str], names_streams: bool
 ) -> Iterator[str]:
     """Streams that would have no tokens, or none of what they read."""
-    for stream in streams_of(args):
+    for stream in Facts(args).streams:
         if stream.on is None and not names_streams:
             yield f"{stream.flag}: the batches of {host} name no streams, so it would have no tokens; take those of the objective, on={POLICY}"
         for name in stream.reads:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.kernels.checks import check_for_triton, check_layout, may_be_overwritten
-from megatron_pg.kernels.logprobs import check_logits, logprobs_of
+from megatron_pg.kernels.logprobs import check_logits
+from megatron_pg.kernels.losses import reader_of
+from megatron_pg.kernels.readers import read
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 TIE = 1e-5  # nats between the target and the likeliest token that rounding may make
@@ -40,19 +42,17 @@ def cross_entropy(
         impl: "triton" or "torch".
 
     Raises:
-        ValueError: shapes or dtypes cannot be.
+        ValueError: invalid shapes or dtypes.
     """
     check_logits(logits, targets)
     if impl == "torch":
-        chosen = vocabulary.hide_padding(logits.index_select(0, rows))
-        logprobs, _, totals = logprobs_of(chosen, targets.index_select(0, rows), vocabulary)
+        reader = reader_of(impl, vocabulary, targets.index_select(0, rows))
+        logprobs, _, totals = read(vocabulary.hide_padding(logits.index_select(0, rows)), reader)
         return CrossEntropy.of(logprobs, totals)
-    from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy  # torch alone must not need Triton
-
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)
     check_layout(logits, inplace)
     mask = torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_fill_(0, rows, True)
     with torch.cuda.device_of(logits):
-        logprobs, _, totals = logprobs_and_entropy(logits, targets.contiguous(), mask, vocabulary, inplace=inplace)
+        logprobs, _, totals = read(logits, reader_of(impl, vocabulary, targets, mask=mask), inplace=inplace)
     return CrossEntropy.of(logprobs.index_select(0, rows), totals.index_select(0, rows))

@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layout, may_be_overwritten
-from megatron_pg.kernels.logprobs import check_logits, logprobs_of
-from megatron_pg.kernels.support import Restriction, check_restriction, support_rows_of
+from megatron_pg.kernels.logprobs import check_logits
+from megatron_pg.kernels.losses import reader_of
+from megatron_pg.kernels.readers import read
+from megatron_pg.kernels.support import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -22,25 +24,19 @@ def label_logprobs(
         restriction: of the rows, to what could be sampled; None: the distributions are over the whole vocabulary.
 
     Raises:
-        ValueError: shapes, dtypes or options cannot be.
+        ValueError: invalid shapes, dtypes or options.
     """
     check_impl(impl)
     check_logits(logits, targets)
     check_restriction(restriction, targets)
+    reader = reader_of(impl, vocabulary, targets, restriction)
     if impl == "torch":
         logits = vocabulary.hide_padding(logits.clone() if vocabulary.valid < vocabulary.columns else logits)
-        if restriction is not None:
-            return support_rows_of(logits, targets, restriction, vocabulary)
-        return logprobs_of(logits, targets, vocabulary)[:2]
-    from megatron_pg.kernels.triton import support as support_triton  # torch alone must not need Triton
-    from megatron_pg.kernels.triton import vocab_parallel
-
+        logprobs, entropy, _ = read(logits, reader)
+        return logprobs, entropy
     inplace = may_be_overwritten(logits)
     check_for_triton(logits)
     check_layout(logits, inplace)
-    mask = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     with torch.cuda.device_of(logits):
-        rows = logits, targets.contiguous(), mask
-        if restriction is not None:
-            return support_triton.support_rows_of(*rows, restriction, vocabulary, inplace=inplace)
-        return vocab_parallel.logprobs_and_entropy(*rows, vocabulary, inplace=inplace)[:2]
+        logprobs, entropy, _ = read(logits, reader, inplace=inplace)
+    return logprobs, entropy

@@ -8,62 +8,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 FLOOR = -1000.0  # exp(FLOOR) is 0 in every dtype, and FLOOR * 0 is not NaN as -inf * 0 would be
 
 
-def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, tp_group: ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, both differentiable.
-
-        p = softmax(z / tau),   logp_t = log p[target_t],   H_t = -sum_v p_v log p_v
-
-    Computed in float32 (float64 for float64 logits).
-
-    Args:
-        logits: [T, V / tp] this rank's slice of the vocabulary, in rank order. Left unchanged.
-        targets: [T] int64 in [0, V), global ids, equal on every rank of `tp_group`; one outside gives NaN, and NaN gradients.
-        temperature: tau > 0.
-        tp_group: the tensor-parallel group; every rank of it must call. None: the vocabulary is whole.
-
-    Returns:
-        [T] log-probabilities in nats and [T] entropies in nats, equal on every rank; gradients reach the local slice.
-
-    Raises:
-        ValueError: shapes or dtypes differ from the above, or the temperature is not > 0.
-    """
-    check_logits(logits, targets)
-    return logprobs_of(logits, targets, Vocabulary.of(logits.shape[1], temperature=temperature, tp_group=tp_group))[:2]
-
-
-def logprobs_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of arguments that have been checked, and the `totals` of `Rows`; padding must be hidden."""
-    return _LogprobsAndEntropy.apply(logits, targets, vocabulary)
-
-
-class _LogprobsAndEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, vocabulary):
-        rows = combine(vocabulary.gather(statistics(logits, targets, vocabulary)))
-        ctx.save_for_backward(logits, targets, *rows)
-        ctx.vocabulary = vocabulary
-        ctx.mark_non_differentiable(rows.totals)
-        return vocabulary.defined(rows.logprobs, targets), rows.entropy, rows.totals
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy, _):
-        logits, targets, *rows = ctx.saved_tensors
-        grad = gradient(logits, targets, Rows(*rows), grad_logprobs, grad_entropy, ctx.vocabulary)
-        return grad.to(logits.dtype), None, None
-
-
-class Rows(NamedTuple):
-    """What is known of each row's distribution, [T] each, and all that its gradient needs beside the logits."""
+class RowStatistics(NamedTuple):
+    """Statistics of each row's distribution, [T] each."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -94,7 +46,7 @@ def moments(scaled: Tensor) -> Tensor:
     return torch.stack([peaks, weights.sum(dim=1), (weights * shifted.clamp(min=FLOOR)).sum(dim=1)], dim=1)
 
 
-def combine(shares: Tensor) -> Rows:
+def combine(shares: Tensor) -> RowStatistics:
     """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
     peaks, totals, moments, targets = shares.unbind(dim=2)  # [tp, T] each
     peak = peaks.amax(dim=0)
@@ -103,11 +55,16 @@ def combine(shares: Tensor) -> Rows:
     moments = (moments + totals * offset.clamp(min=FLOOR)) * scale
     total = (totals * scale).sum(dim=0)
     log_total = total.log()
-    return Rows(targets.sum(dim=0) - peak - log_total, log_total - moments.sum(dim=0) / total, peak, total)
+    return RowStatistics(targets.sum(dim=0) - peak - log_total, log_total - moments.sum(dim=0) / total, peak, total)
 
 
 def gradient(
-    logits: Tensor, targets: Tensor, rows: Rows, grad_logprobs: Tensor, grad_entropy: Tensor, vocabulary: Vocabulary
+    logits: Tensor,
+    targets: Tensor,
+    rows: RowStatistics,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    vocabulary: Vocabulary,
 ) -> Tensor:
     """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective.
 
@@ -116,12 +73,12 @@ def gradient(
     local, owned = vocabulary.owned(targets)
     grad_logprobs = vocabulary.defined(grad_logprobs, targets)  # where the log-probability is NaN, so is the gradient
     shifted = compute_dtype(logits) / vocabulary.temperature - rows.peaks[:, None]
-    p = shifted.exp() / rows.totals[:, None]
-    # log p_j kept finite where p_j is 0
-    log_p_plus_entropy = (shifted - (rows.totals.log() - rows.entropy)[:, None]).clamp(min=FLOOR)
-    grad = p * (-grad_logprobs[:, None] - grad_entropy[:, None] * log_p_plus_entropy)
+    grad = shifted.exp().div_(rows.totals[:, None])
+    # log p_j + H, kept finite where p_j is 0; in place: tables are large
+    bend = shifted.sub_((rows.totals.log() - rows.entropy)[:, None]).clamp_(min=FLOOR)
+    grad.mul_(torch.sub(-grad_logprobs[:, None], bend.mul_(grad_entropy[:, None]), out=bend))
     at_target = grad.gather(1, local[:, None]) + torch.where(owned, grad_logprobs, 0)[:, None]
-    return grad.scatter_(1, local[:, None], at_target) / vocabulary.temperature
+    return grad.scatter_(1, local[:, None], at_target).div_(vocabulary.temperature)
 
 
 def compute_dtype(logits: Tensor) -> Tensor:

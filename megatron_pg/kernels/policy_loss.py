@@ -136,7 +136,7 @@ class PolicyLoss:
         is_whole = len(streams) == len(self.terms.streams)
         return self if is_whole else PolicyLoss(replace(self.terms, streams=streams), self.fields)
 
-    @property
+    @cached_property
     def topk_ids(self) -> Tensor | None:
         """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
         if not self.terms.reads_topk:

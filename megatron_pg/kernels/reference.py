@@ -1,16 +1,15 @@
-"""The eager implementation: plain torch with autograd, on any device. It is what the others are compared with.
+"""The eager implementation: plain torch with autograd, on any device. The others are compared with it.
 
-Beside the logits it keeps one [T, V / tp] table, in their dtype, from forward to backward, and holds at most six in the
-compute dtype at once.
+In addition to the logits it keeps one [T, V / tp] table, in their dtype, from forward to backward, and holds at most six in
+the compute dtype at once.
 """
 
 import torch
 from torch import Tensor
 
-from megatron_pg.kernels.logprobs import logprobs_of
+from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.support import support_rows_of
-from megatron_pg.kernels.topk import topk_logprobs, topk_rows_of
+from megatron_pg.kernels.readers import read
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -22,9 +21,6 @@ def reference_loss(
     # Selected before exp: with the mask applied afterwards a NaN or inf would still reach the gradient.
     safe_logits = vocabulary.hide_padding(logits.masked_fill(~fields.mask[:, None], 0))
     safe_targets = torch.where(fields.mask, fields.targets, 0)
-    if (restriction := policy_loss.restriction(entropy)) is not None:
-        return policy_loss(*support_rows_of(safe_logits, safe_targets, restriction, vocabulary))
-    if (ids := policy_loss.topk_ids) is None:
-        return policy_loss(*logprobs_of(safe_logits, safe_targets, vocabulary)[:2])
-    logprobs, entropies, head, tail = topk_rows_of(safe_logits, safe_targets, ids, vocabulary)
-    return policy_loss(logprobs, entropies, topk_logprobs(head, tail, ids, vocabulary))
+    reader = reader_of("torch", vocabulary, safe_targets, detail_of(policy_loss, entropy=entropy))
+    *outputs, _ = read(safe_logits, reader)
+    return loss_of(policy_loss, outputs, vocabulary, "torch")

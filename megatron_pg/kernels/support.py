@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_pg.batch.fields import TokenSupport
 from megatron_pg.kernels import logprobs
-from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.logprobs import RowStatistics
+from megatron_pg.kernels.readers import Reader, Slopes, filled
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -26,12 +28,12 @@ class Restriction:
     whole_entropy: bool = True
 
     def at(self, rows: Tensor | slice) -> "Restriction":
-        """That of some of the rows."""
+        """Select rows."""
         return replace(self, support=self.support.at(rows))
 
 
-class SupportRows(NamedTuple):
-    """`Rows` over the support, and what the gradient needs of those over all columns, [T] each; one of both without `whole_entropy`."""
+class SupportRowStatistics(NamedTuple):
+    """`RowStatistics` over the support and over all columns, [T] each; without `whole_entropy` both are over the support."""
 
     logprobs: Tensor
     entropy: Tensor  # of the support, or of all columns
@@ -42,8 +44,9 @@ class SupportRows(NamedTuple):
     whole_peaks: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, whole: Rows) -> "SupportRows":
-        """From those of the support and those that have the entropy."""
+    def of(cls, rows: RowStatistics, whole: RowStatistics | None = None) -> "SupportRowStatistics":
+        """From the statistics over the support, and those over all columns if the entropy is over them."""
+        whole = rows if whole is None else whole
         return cls(rows.logprobs, whole.entropy, rows.totals, rows.peaks, rows.entropy, whole.totals, whole.peaks)
 
     @property
@@ -52,82 +55,64 @@ class SupportRows(NamedTuple):
         return self.logprobs, self.entropy
 
     @property
-    def of_support(self) -> Rows:
+    def of_support(self) -> RowStatistics:
         """Over the support."""
-        return Rows(self.logprobs, self.support_entropy, self.peaks, self.totals)
+        return RowStatistics(self.logprobs, self.support_entropy, self.peaks, self.totals)
 
     @property
-    def of_all(self) -> Rows:
+    def of_all(self) -> RowStatistics:
         """Over all columns, where the entropy is; without the log-probability there, which nothing reads."""
-        return Rows(self.logprobs, self.entropy, self.whole_peaks, self.whole_totals)
+        return RowStatistics(self.logprobs, self.entropy, self.whole_peaks, self.whole_totals)
 
 
 def check_restriction(restriction: Restriction | None, targets: Tensor) -> None:
-    """Refuse one of another number of rows."""
+    """Raise ValueError for a restriction of another number of rows."""
     if restriction is not None and restriction.support.counts.shape != targets.shape:
         raise ValueError(
-            f"the restriction has {len(restriction.support.counts)} rows for {len(targets)} targets, so rows would have others' ids. Give one "
-            "set of ids per row; an empty one stands for the whole vocabulary."
+            f"the restriction has {len(restriction.support.counts)} rows for {len(targets)} targets. Give one set of ids "
+            "per row; an empty set means the whole vocabulary."
         )
 
 
-def support_rows_of(
-    logits: Tensor, targets: Tensor, restriction: Restriction, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor]:
-    """`SupportRows.outputs`, differentiable; padding must be hidden, the logits are left as they are."""
-    return _SupportRows.apply(logits, targets, restriction, vocabulary)
+class SupportReader(Reader[SupportRowStatistics]):
+    """Distributions over what could be sampled, in torch."""
 
+    record = SupportRowStatistics
 
-class _SupportRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, restriction, vocabulary):
-        shares = statistics(logits, targets, restriction, vocabulary)
-        rows = combine(vocabulary.gather(shares), targets, restriction, vocabulary)
-        ctx.save_for_backward(logits, targets, *rows)
-        ctx.restriction, ctx.vocabulary = restriction, vocabulary
-        return tuple(values.clone() for values in rows.outputs)  # what is saved must not be an output
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction):
+        super().__init__(vocabulary, targets)
+        self._restriction = restriction
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *slopes):
-        logits, targets, *rows = ctx.saved_tensors
-        grad = gradient(logits, targets, ctx.restriction, SupportRows(*rows), slopes, ctx.vocabulary)
-        return grad.to(logits.dtype), None, None, None
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4] over the support; with `whole_entropy` [2 c, 4], those over all columns after them."""
+        z, targets = self._vocabulary.hide_padding(z), self._targets[chunk]
+        tables = [self._restricted(z, chunk), *([z] if self._restriction.whole_entropy else [])]
+        return torch.cat([logprobs.statistics(table, targets, self._vocabulary) for table in tables])
 
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SupportRowStatistics:
+        targets = self._targets[chunk]
+        kept, *whole = (logprobs.combine(part) for part in shares.split(len(targets), dim=1))
+        kept = kept._replace(logprobs=self._vocabulary.defined(kept.logprobs, targets))
+        return SupportRowStatistics.of(kept, *whole)
 
-def statistics(logits: Tensor, targets: Tensor, restriction: Restriction, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4] as `logprobs.statistics`, over the support; with `whole_entropy` [2 T, 4], those over all columns behind them."""
-    tables = [_restricted(logits, restriction.support, vocabulary), *([logits] if restriction.whole_entropy else [])]
-    return torch.cat([logprobs.statistics(table, targets, vocabulary) for table in tables])
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: SupportRowStatistics, slopes: Slopes) -> None:
+        z, targets = self._vocabulary.hide_padding(z), self._targets[chunk]
+        by_logprob, by_entropy = filled(slopes, rows)
+        table, zeros = self._restricted(z, chunk), torch.zeros_like(by_entropy)
+        if not self._restriction.whole_entropy:
+            grad = logprobs.gradient(table, targets, rows.of_support, by_logprob, by_entropy, self._vocabulary)
+        else:
+            grad = logprobs.gradient(table, targets, rows.of_support, by_logprob, zeros, self._vocabulary)
+            grad = grad + logprobs.gradient(z, targets, rows.of_all, zeros, by_entropy, self._vocabulary)
+        out.copy_(grad)
 
-
-def combine(shares: Tensor, targets: Tensor, restriction: Restriction, vocabulary: Vocabulary) -> SupportRows:
-    """The ranks' shares [tp, T or 2 T, 4], in rank order, to the distributions."""
-    found = [logprobs.combine(part) for part in shares.split(len(targets), dim=1)]
-    rows = found[0]._replace(logprobs=vocabulary.defined(found[0].logprobs, targets))
-    return SupportRows.of(rows, found[-1] if restriction.whole_entropy else rows)
-
-
-def gradient(
-    logits: Tensor,
-    targets: Tensor,
-    restriction: Restriction,
-    rows: SupportRows,
-    slopes: tuple[Tensor, ...],
-    vocabulary: Vocabulary,
-) -> Tensor:
-    """[T, V / tp] gradient of the logits from the derivatives by `outputs`, in the dtype that is computed in; no collective."""
-    of_logprob, of_entropy = slopes
-    table, nothing = _restricted(logits, restriction.support, vocabulary), torch.zeros_like(of_entropy)
-    if not restriction.whole_entropy:
-        return logprobs.gradient(table, targets, rows.of_support, of_logprob, of_entropy, vocabulary)
-    grad = logprobs.gradient(table, targets, rows.of_support, of_logprob, nothing, vocabulary)
-    return grad + logprobs.gradient(logits, targets, rows.of_all, nothing, of_entropy, vocabulary)
-
-
-def _restricted(logits: Tensor, support: TokenSupport, vocabulary: Vocabulary) -> Tensor:
-    """A copy of [T, V / tp] with -inf in the columns that are not of a row's support."""
-    local, owned = vocabulary.owned(support.table())
-    kept = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-    kept.scatter_(1, torch.where(owned, local, logits.shape[1]).long(), True)
-    return logits.masked_fill(~(kept[:, :-1] | (support.counts == 0)[:, None]), -torch.inf)
+    def _restricted(self, z: Tensor, chunk: slice) -> Tensor:
+        """A copy of z with -inf in the columns that are not in a row's support."""
+        support = self._restriction.support.at(chunk)
+        local, owned = self._vocabulary.owned(support.table())
+        kept = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
+        kept.scatter_(1, torch.where(owned, local, z.shape[1]).long(), True)
+        return z.masked_fill(~(kept[:, :-1] | (support.counts == 0)[:, None]), -torch.inf)

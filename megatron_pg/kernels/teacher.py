@@ -11,13 +11,15 @@ sums first, takes a second exchange. With g the upstream gradient of the diverge
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_pg.kernels import logprobs
-from megatron_pg.kernels.logprobs import Rows, compute_dtype, moments
+from megatron_pg.kernels.logprobs import RowStatistics, compute_dtype, moments
+from megatron_pg.kernels.readers import Reader, Slopes, filled
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -28,15 +30,15 @@ class Form(NamedTuple):
     share: float | None = None  # β
 
 
-class TeacherRows(NamedTuple):
-    """`Rows` beside a teacher: what is known of each row's two distributions, and all that the gradient needs beside their logits."""
+class TeacherRowStatistics(NamedTuple):
+    """`RowStatistics` of a student with those of its teacher, [T] each."""
 
     logprobs: Tensor
     entropy: Tensor
     peaks: Tensor
     totals: Tensor
     divergence: Tensor  # nats
-    centres: Tensor  # Σ q f
+    centers: Tensor  # Σ q f
     teacher_peaks: Tensor
     teacher_totals: Tensor
 
@@ -46,78 +48,94 @@ class TeacherRows(NamedTuple):
         return self.logprobs, self.entropy, self.divergence
 
 
-Slopes = tuple[Tensor, Tensor, Tensor]  # derivatives of the loss by `TeacherRows.outputs`
+class TeacherLogits(Protocol):
+    """The logits of a teacher."""
+
+    form: Form
+
+    def of(self, chunk: slice, student: Tensor) -> Tensor:
+        """[c, V / tp] of a chunk of rows, in the dtype of the student's logits, with padding hidden."""
 
 
-def statistics(student: Tensor, teacher: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> Tensor:
-    """[T, 7] of this rank's columns of both logits [T, V / tp], of which padding must be hidden."""
-    own = logprobs.statistics(student, targets, vocabulary)
-    theirs = moments(compute_dtype(teacher) / vocabulary.temperature)[:, :2]
-    x, u = _shifted(student, own[:, 0], vocabulary), _shifted(teacher, theirs[:, 0], vocabulary)
-    if form.name == "forward_kl":
-        cross = _times(u.exp(), u - x).sum(dim=1)
-    elif form.name == "reverse_kl":
-        cross = _times(x.exp(), x - u).sum(dim=1)
-    else:
-        cross = torch.zeros_like(own[:, 0])
-    return torch.cat([own, theirs, cross[:, None]], dim=1)
+class TeacherReader(Reader[TeacherRowStatistics]):
+    """Distributions of a student and the divergence from its teacher's, in torch."""
 
+    record = TeacherRowStatistics
 
-def combine(shares: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> TeacherRows:
-    """The ranks' shares [tp, T, 7], in rank order, to both distributions; the divergence of a jsd is that of `with_mixture`."""
-    rows = logprobs.combine(shares[..., :4])
-    peaks, totals, tops, weights, crosses = shares[..., [0, 1, 4, 5, 6]].unbind(dim=2)
-    top = tops.amax(dim=0)
-    drop, fall = peaks - rows.peaks, tops - top
-    teacher_total = (weights * fall.exp()).sum(dim=0)
-    gap = rows.totals.log() - teacher_total.log()
-    if form.name == "forward_kl":
-        cross = ((crosses + weights * (fall - drop)) * fall.exp()).sum(dim=0)
-        divergence = cross / teacher_total + gap
-        centres = torch.full_like(gap, -1.0)
-    else:
-        cross = ((crosses + totals * (drop - fall)) * drop.exp()).sum(dim=0)
-        divergence = centres = cross / rows.totals - gap
-    known = rows._replace(logprobs=vocabulary.defined(rows.logprobs, targets))
-    return TeacherRows(*known, divergence, centres, top, teacher_total)
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, teacher: TeacherLogits):
+        super().__init__(vocabulary, targets)
+        self._teacher, self._form = teacher, teacher.form
 
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 7]."""
+        student, teacher = self._pair(z, chunk)
+        own = logprobs.statistics(student, self._targets[chunk], self._vocabulary)
+        others = moments(compute_dtype(teacher) / self._vocabulary.temperature)[:, :2]
+        x, u = _shifted(student, own[:, 0], self._vocabulary), _shifted(teacher, others[:, 0], self._vocabulary)
+        if self._form.name == "forward_kl":
+            cross = _times(u.exp(), u - x).sum(dim=1)
+        elif self._form.name == "reverse_kl":
+            cross = _times(x.exp(), x - u).sum(dim=1)
+        else:
+            cross = torch.zeros_like(own[:, 0])
+        return torch.cat([own, others, cross[:, None]], dim=1)
 
-def mixture_sums(student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form, vocabulary: Vocabulary) -> Tensor:
-    """[T, 2] of this rank's columns: the jsd and Σ q f."""
-    log_q, log_p, log_m = _logs(student, teacher, rows, form, vocabulary)
-    of_q = (1 - form.share) * _times(log_q.exp(), log_q - log_m).sum(dim=1)
-    return torch.stack([form.share * _times(log_p.exp(), log_p - log_m).sum(dim=1) + of_q, of_q], dim=1)
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TeacherRowStatistics:
+        """A jsd takes another exchange."""
+        rows = self._combine(shares, self._targets[chunk])
+        if self._form.share is None:
+            return rows
+        sums = self._vocabulary.gather(self._mixture_sums(z, self._teacher.of(chunk, z), rows)).sum(dim=0)
+        divergence, centers = sums.t().contiguous()  # kernels have no strides
+        return rows._replace(divergence=divergence, centers=centers)
 
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TeacherRowStatistics, slopes: Slopes) -> None:
+        student, teacher = self._pair(z, chunk)
+        by_logprob, by_entropy, by_divergence = filled(slopes, rows)
+        log_q, log_p, log_m = _logs(student, teacher, rows, self._form, self._vocabulary)
+        q = log_q.exp()
+        if self._form.name == "forward_kl":
+            pulled = -log_p.exp()
+        elif self._form.name == "reverse_kl":
+            pulled = _times(q, log_q - log_p)
+        else:
+            pulled = (1 - self._form.share) * _times(q, log_q - log_m)
+        of_divergence = by_divergence[:, None] * (pulled - q * rows.centers[:, None]) / self._vocabulary.temperature
+        plain = RowStatistics(*rows[:4])
+        own = logprobs.gradient(student, self._targets[chunk], plain, by_logprob, by_entropy, self._vocabulary)
+        out.copy_(own + of_divergence)
 
-def with_mixture(rows: TeacherRows, shares: Tensor) -> TeacherRows:
-    """The rows of a jsd, from every rank's `mixture_sums` [tp, T, 2]."""
-    divergence, centres = shares.sum(dim=0).t().contiguous()  # kernels have no strides
-    return rows._replace(divergence=divergence, centres=centres)
+    def _combine(self, shares: Tensor, targets: Tensor) -> TeacherRowStatistics:
+        """Both distributions, in rank order; of a jsd the divergence is not known yet."""
+        rows = logprobs.combine(shares[..., :4])
+        peaks, totals, tops, weights, crosses = shares[..., [0, 1, 4, 5, 6]].unbind(dim=2)
+        top = tops.amax(dim=0)
+        drop, fall = peaks - rows.peaks, tops - top
+        teacher_total = (weights * fall.exp()).sum(dim=0)
+        gap = rows.totals.log() - teacher_total.log()
+        if self._form.name == "forward_kl":
+            cross = ((crosses + weights * (fall - drop)) * fall.exp()).sum(dim=0)
+            divergence = cross / teacher_total + gap
+            centers = torch.full_like(gap, -1.0)
+        else:
+            cross = ((crosses + totals * (drop - fall)) * drop.exp()).sum(dim=0)
+            divergence = centers = cross / rows.totals - gap
+        known = rows._replace(logprobs=self._vocabulary.defined(rows.logprobs, targets))
+        return TeacherRowStatistics(*known, divergence, centers, top, teacher_total)
 
+    def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
+        """[c, 2] of this rank's columns: the jsd and Σ q f."""
+        log_q, log_p, log_m = _logs(student, teacher, rows, self._form, self._vocabulary)
+        of_q = (1 - self._form.share) * _times(log_q.exp(), log_q - log_m).sum(dim=1)
+        return torch.stack([self._form.share * _times(log_p.exp(), log_p - log_m).sum(dim=1) + of_q, of_q], dim=1)
 
-def write_gradient(
-    student: Tensor,
-    teacher: Tensor,
-    out: Tensor,
-    targets: Tensor,
-    rows: TeacherRows,
-    slopes: Slopes,
-    form: Form,
-    vocabulary: Vocabulary,
-) -> None:
-    """Fills `out` [T, V / tp], which may be the student's logits, with their gradient."""
-    by_logprob, by_entropy, by_divergence = slopes
-    log_q, log_p, log_m = _logs(student, teacher, rows, form, vocabulary)
-    q = log_q.exp()
-    if form.name == "forward_kl":
-        pulled = -log_p.exp()
-    elif form.name == "reverse_kl":
-        pulled = _times(q, log_q - log_p)
-    else:
-        pulled = (1 - form.share) * _times(q, log_q - log_m)
-    of_divergence = by_divergence[:, None] * (pulled - q * rows.centres[:, None]) / vocabulary.temperature
-    own = logprobs.gradient(student, targets, Rows(*rows[:4]), by_logprob, by_entropy, vocabulary)
-    out.copy_(own + of_divergence)
+    def _pair(self, z: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """The logits of student and teacher."""
+        z = self._vocabulary.hide_padding(z)
+        return z, self._teacher.of(chunk, z)
 
 
 def _shifted(logits: Tensor, peaks: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -125,7 +143,7 @@ def _shifted(logits: Tensor, peaks: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def _logs(
-    student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form, vocabulary: Vocabulary
+    student: Tensor, teacher: Tensor, rows: TeacherRowStatistics, form: Form, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log q, log p, and log m of a jsd (else log q)."""
     log_q = _shifted(student, rows.peaks, vocabulary) - rows.totals.log()[:, None]

@@ -10,12 +10,15 @@ log-probabilities of the ids, of the tail and of the target, and of the entropy,
     dz_k = q_k (C - e (log q_k + H)) + a_k                 in S,       and a more at the target; all over τ
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron_pg.kernels.logprobs import FLOOR, compute_dtype, moments
+from megatron_pg.kernels.readers import Reader, Slopes, filled
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -27,8 +30,8 @@ class TopKLogprobs(NamedTuple):
     has_tail: Tensor  # [T] bool, whether the vocabulary has a token that is not named
 
 
-class TopKRows(NamedTuple):
-    """`Rows` with ids: what is known of each row's distribution, and all that its gradient needs beside the logits."""
+class TopKRowStatistics(NamedTuple):
+    """`RowStatistics` with the log-probabilities of the ids and of the tail."""
 
     logprobs: Tensor  # [T]
     entropy: Tensor  # [T]
@@ -42,15 +45,6 @@ class TopKRows(NamedTuple):
     def outputs(self) -> tuple[Tensor, ...]:
         """What the loss is a function of."""
         return self.logprobs, self.entropy, self.head, self.tail
-
-
-class Slopes(NamedTuple):
-    """Derivatives of the loss by `TopKRows.outputs`."""
-
-    by_logprob: Tensor
-    by_entropy: Tensor
-    by_head: Tensor
-    by_tail: Tensor
 
 
 class Coefficients(NamedTuple):
@@ -67,37 +61,50 @@ def topk_logprobs(head: Tensor, tail: Tensor, ids: Tensor, vocabulary: Vocabular
     return TopKLogprobs(head, tail, (ids >= 0).sum(dim=1) < vocabulary.size)
 
 
-def topk_rows_of(logits: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, ...]:
-    """`TopKRows.outputs`, differentiable; padding must be hidden, the logits are left as they are."""
-    return _TopKRows.apply(logits, targets, ids, vocabulary)
+class TopKReader(Reader[TopKRowStatistics]):
+    """Distributions with the log-probabilities of some ids [n, K] of each row, -1 where there is none, in torch."""
+
+    record = TopKRowStatistics
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor):
+        super().__init__(vocabulary, targets)
+        self._ids = ids
+
+    @override
+    def empty(self, like: Tensor, dtype: torch.dtype) -> TopKRowStatistics:
+        """The log-probabilities of the ids and of the tail are float64."""
+        shapes = dict.fromkeys(TopKRowStatistics._fields, (len(self._targets),)) | {"head": tuple(self._ids.shape)}
+        double = {"head", "tail", "tail_totals"}
+        tensors = (like.new_empty(s, dtype=torch.float64 if n in double else dtype) for n, s in shapes.items())
+        return TopKRowStatistics(*tensors)
+
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4 + K]: m, S, U of `logprobs` without the ids, then z/tau of target and ids, 0 if not owned."""
+        z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._ids[chunk]
+        scaled = compute_dtype(z) / self._vocabulary.temperature
+        local, owned = self._vocabulary.owned(torch.cat([targets[:, None], ids], dim=1))
+        named = torch.where(owned, scaled.gather(1, local), 0)
+        return torch.cat([moments(_with(scaled, ids, -torch.inf, self._vocabulary)), named], dim=1)
+
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
+        return combine(shares, self._targets[chunk], self._ids[chunk], self._vocabulary)
+
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
+        z, targets, ids = self._vocabulary.hide_padding(z), self._targets[chunk], self._ids[chunk]
+        shifted = compute_dtype(z) / self._vocabulary.temperature - rows.tail_peaks[:, None]
+        shifted = _with(shifted, ids, -torch.inf, self._vocabulary)
+        factors = coefficients(targets, ids, rows, filled(slopes, rows), self._vocabulary)
+        outside, by_x, named, at_target = (values.to(shifted.dtype) for values in factors)
+        grad = shifted.exp() * (outside[:, None] + by_x[:, None] * shifted.clamp(min=FLOOR))
+        local, owned = self._vocabulary.owned(targets)
+        grad.scatter_add_(1, local[:, None], torch.where(owned, at_target, 0)[:, None])
+        out.copy_(_with(grad, ids, named, self._vocabulary))
 
 
-class _TopKRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, ids, vocabulary):
-        rows = combine(vocabulary.gather(statistics(logits, targets, ids, vocabulary)), targets, ids, vocabulary)
-        ctx.save_for_backward(logits, targets, ids, *rows)
-        ctx.vocabulary = vocabulary
-        return rows.outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *slopes):
-        logits, targets, ids, *rows = ctx.saved_tensors
-        grad = gradient(logits, targets, ids, TopKRows(*rows), Slopes(*slopes), ctx.vocabulary)
-        return grad.to(logits.dtype), None, None, None
-
-
-def statistics(logits: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4 + K] of this rank's columns: m, S, U of `Rows` without the ids, then z/tau of target and ids, 0 if not owned."""
-    scaled = compute_dtype(logits) / vocabulary.temperature
-    wanted = torch.cat([targets[:, None], ids], dim=1)
-    local, owned = vocabulary.owned(wanted)
-    found = torch.where(owned, scaled.gather(1, local), 0)
-    return torch.cat([moments(_with(scaled, ids, -torch.inf, vocabulary)), found], dim=1)
-
-
-def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRows:
+def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRowStatistics:
     """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary."""
     dtype = shares.dtype
     peaks, totals, moments_, _ = shares[..., :4].double().unbind(dim=2)
@@ -116,7 +123,7 @@ def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary
     moment = moment + (weights * head.clamp(min=FLOOR)).sum(dim=1)
     log_total = total.log()
     head = torch.where(ids < vocabulary.size, head - log_total[:, None], torch.nan)
-    return TopKRows(
+    return TopKRowStatistics(
         logprobs=vocabulary.defined(target - peak - log_total, targets).to(dtype),
         entropy=(log_total - moment / total).to(dtype),
         totals=total.to(dtype),
@@ -127,19 +134,22 @@ def combine(shares: Tensor, targets: Tensor, ids: Tensor, vocabulary: Vocabulary
     )
 
 
-def coefficients(targets: Tensor, ids: Tensor, rows: TopKRows, slopes: Slopes, vocabulary: Vocabulary) -> Coefficients:
-    """From the upstream gradients, on [T, K]."""
-    of_target, of_entropy = (slope.double() for slope in slopes[:2])
+def coefficients(
+    targets: Tensor, ids: Tensor, rows: TopKRowStatistics, slopes: Sequence[Tensor], vocabulary: Vocabulary
+) -> Coefficients:
+    """From the derivatives by `outputs`, on [T, K]."""
+    by_logprob, by_entropy, by_head, by_tail = slopes
+    of_target, of_entropy = by_logprob.double(), by_entropy.double()
     of_target = vocabulary.defined(of_target, targets)  # where the log-probability is NaN, so is the gradient
-    common = -(slopes.by_head.sum(dim=1) + slopes.by_tail + of_target)
+    common = -(by_head.sum(dim=1) + by_tail + of_target)
     entropy = rows.entropy.double()
     # e^x of the tail is q over this; where there is no tail nothing is multiplied by it
     log_factor = rows.tail - rows.tail_totals.log()
     is_there = rows.tail_totals != 0
     factor, log_factor = torch.where(is_there, log_factor.exp(), 0), torch.where(is_there, log_factor, 0)
-    of_tail = torch.where(is_there, slopes.by_tail / rows.tail_totals, 0)
+    of_tail = torch.where(is_there, by_tail / rows.tail_totals, 0)
     head = rows.head.clamp(min=FLOOR)
-    named = head.exp() * (common[:, None] - of_entropy[:, None] * (head + entropy[:, None])) + slopes.by_head
+    named = head.exp() * (common[:, None] - of_entropy[:, None] * (head + entropy[:, None])) + by_head
     named = named + torch.where(ids == targets[:, None], of_target[:, None], 0)
     found = Coefficients(
         outside=factor * (common - of_entropy * (log_factor + entropy)) + of_tail,
@@ -148,21 +158,6 @@ def coefficients(targets: Tensor, ids: Tensor, rows: TopKRows, slopes: Slopes, v
         at_target=of_target,
     )
     return Coefficients(*(values / vocabulary.temperature for values in found))
-
-
-def gradient(
-    logits: Tensor, targets: Tensor, ids: Tensor, rows: TopKRows, slopes: Slopes, vocabulary: Vocabulary
-) -> Tensor:
-    """[T, V / tp] gradient of the logits, in the dtype that is computed in; no collective."""
-    shifted = compute_dtype(logits) / vocabulary.temperature - rows.tail_peaks[:, None]
-    shifted = _with(shifted, ids, -torch.inf, vocabulary)
-    outside, by_x, named, at_target = (
-        values.to(shifted.dtype) for values in coefficients(targets, ids, rows, slopes, vocabulary)
-    )
-    grad = shifted.exp() * (outside[:, None] + by_x[:, None] * shifted.clamp(min=FLOOR))
-    local, owned = vocabulary.owned(targets)
-    grad.scatter_add_(1, local[:, None], torch.where(owned, at_target, 0)[:, None])
-    return _with(grad, ids, named, vocabulary)
 
 
 def _with(table: Tensor, ids: Tensor, values: Tensor | float, vocabulary: Vocabulary) -> Tensor:

@@ -2,19 +2,20 @@
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.losses import reader_of
+from megatron_pg.kernels.readers import Statistics
 from megatron_pg.kernels.support import Restriction
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.products import logits_dtype, product_into
-from megatron_pg.lm_head.readers import EagerReader, EagerSupportReader, EagerTeacherReader, EagerTopKReader
-from megatron_pg.lm_head.teacher import Teacher
+from megatron_pg.lm_head.teacher import Teacher, TeacherLogits
 
-Named = Tensor | Restriction | Teacher | None  # what a reader knows beside the targets
+Detail = Tensor | Restriction | Teacher | None  # what a reader needs in addition to the targets
 
 
 class Chunks:
@@ -26,9 +27,9 @@ class Chunks:
         targets: [n] of the wanted rows.
         rows: [n] which rows of `hidden` they are; None: all.
         vocabulary: what the logits are of.
-        impl: what reads them.
-        named: ids [n, K] of the wanted rows, whose log-probabilities are wanted too, or what those rows are restricted to, or their
-            teacher, whose logits take half of the memory; None: nothing.
+        impl: "triton" or "torch".
+        detail: of the wanted rows, ids [n, K] whose log-probabilities are wanted too, or the restriction, or the teacher, whose
+            logits take half of the memory.
     """
 
     def __init__(
@@ -39,13 +40,16 @@ class Chunks:
         rows: Tensor | None,
         vocabulary: Vocabulary,
         impl: str,
-        named: Named = None,
+        detail: Detail = None,
     ):
         self._hidden, self._weight, self._rows, self._count = hidden, weight, rows, len(targets)
         self._vocabulary = vocabulary
-        self.reader = _reader(impl, vocabulary, targets, named)
+        is_taught = isinstance(detail, Teacher)
+        self.reader = reader_of(
+            impl, vocabulary, targets, TeacherLogits(detail, vocabulary) if isinstance(detail, Teacher) else detail
+        )
         buffers = min(vocabulary.ranks, 2)
-        self.rows = products.chunk_rows(weight, 2 * buffers if isinstance(named, Teacher) else buffers)
+        self.rows = products.chunk_rows(weight, 2 * buffers if is_taught else buffers)
         size = min(self.rows, self._count), len(weight)
         self.buffers = [hidden.new_empty(size, dtype=logits_dtype(hidden)) for _ in range(buffers)]
 
@@ -59,9 +63,9 @@ class Chunks:
         product_into(products.states(self._hidden, self._rows, chunk), self._weight.t(), out)
         return out
 
-    def with_rows(self) -> Iterator[tuple[slice, Tensor, Any]]:
-        """Each chunk, its logits, and its distributions, the reader's `rows`; ranks exchange those of a chunk under the product of the next."""
-        waiting: deque[tuple] = deque()
+    def with_rows(self) -> Iterator[tuple[slice, Tensor, Statistics]]:
+        """Each chunk, its logits, and its statistics; the ranks exchange those of a chunk during the product of the next one."""
+        waiting: deque[tuple[slice, Tensor, Tensor, Work | None]] = deque()
         for number, chunk in enumerate(self.slices()):
             z = self.logits(chunk, number % len(self.buffers))
             waiting.append((chunk, z, *start_gather(self.reader.statistics(z, chunk), self._vocabulary)))
@@ -70,29 +74,16 @@ class Chunks:
         while waiting:
             yield self._combined(*waiting.popleft())
 
-    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Any) -> tuple[slice, Tensor, Any]:
+    def _combined(self, chunk: slice, z: Tensor, shares: Tensor, work: Work | None) -> tuple[slice, Tensor, Statistics]:
         if work is not None:
             work.wait()
-        return chunk, z, self.reader.combine(shares, chunk)
+        return chunk, z, self.reader.combine(shares, z, chunk)
 
 
-def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Any]:
+def start_gather(shares: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Work | None]:
     """[tp, c, …] that will hold every rank's shares [c, …], and what to wait for first."""
     if vocabulary.ranks == 1:
         return shares[None], None
     gathered = shares.new_empty(vocabulary.ranks, *shares.shape)
     into = gathered.flatten(0, 1)
     return gathered, torch.distributed.all_gather_into_tensor(into, shares, group=vocabulary.tp_group, async_op=True)
-
-
-def _reader(impl: str, vocabulary: Vocabulary, targets: Tensor, named: Named) -> EagerReader:
-    kinds: tuple[Any, ...] = EagerReader, EagerTopKReader, EagerSupportReader, EagerTeacherReader
-    if impl == "triton":  # torch alone must not need Triton
-        from megatron_pg.lm_head import triton_reader as by
-
-        kinds = by.TritonReader, by.TritonTopKReader, by.TritonSupportReader, by.TritonTeacherReader
-    plain, of_ids, of_support, of_teacher = kinds
-    if named is None:
-        return plain(vocabulary, targets)
-    kind = {Restriction: of_support, Teacher: of_teacher}.get(type(named), of_ids)
-    return kind(vocabulary, targets, named)

@@ -1,7 +1,5 @@
 """All logits in float32 by one product, or log-probabilities and entropies from chunks of logits that are never stored whole."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -11,7 +9,7 @@ from megatron_pg.kernels.cross_entropy import CrossEntropy
 from megatron_pg.kernels.support import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
-from megatron_pg.lm_head.chunks import Chunks, Named
+from megatron_pg.lm_head.chunks import Chunks, Detail
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.inputs import Head, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype, product
@@ -138,26 +136,25 @@ def rows_of(
     rows: Tensor | None,
     vocabulary: Vocabulary,
     head: Head,
-    named: Named = None,
+    detail: Detail = None,
 ) -> tuple[Tensor, ...]:
-    """`outputs` of `Rows`, differentiable, and then its `totals`, of arguments that have been checked.
+    """`outputs` of the reader's statistics, differentiable, then their `totals`, from checked arguments.
 
-    Hidden states are [T, H] of all rows, targets [n] of the wanted ones, as is `named`: with ids [n, K] they are of `TopKRows`, with a
-    restriction of `SupportRows`, with a teacher of `TeacherRows`.
+    Hidden states are [T, H] of all rows; targets [n] and `detail` are of the wanted rows.
     """
-    return _Outputs.apply(hidden, weight, targets, rows, vocabulary, head, named)
+    return _Outputs.apply(hidden, weight, targets, rows, vocabulary, head, detail)
 
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, rows, vocabulary, head, named):
-        chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, named)
-        found = _empty(chunks.reader.rows, hidden, targets, named)
+    def forward(ctx, hidden, weight, targets, rows, vocabulary, head, detail):
+        chunks = Chunks(hidden, weight, targets, rows, vocabulary, head.impl, detail)
+        found = chunks.reader.empty(hidden, logits_dtype(hidden))
         for chunk, _, part in chunks.with_rows():
             for values, new in zip(found, part, strict=True):
                 values[chunk] = new
         ctx.save_for_backward(hidden, weight, targets, rows, *found)
-        ctx.vocabulary, ctx.head, ctx.named, ctx.parameter = vocabulary, head, named, weight
+        ctx.vocabulary, ctx.head, ctx.detail, ctx.parameter = vocabulary, head, detail, weight
         outputs = [values.clone() for values in (*found.outputs, found.totals)]  # what is saved must not be an output
         ctx.mark_non_differentiable(outputs[-1])
         return tuple(outputs)
@@ -166,23 +163,13 @@ class _Outputs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *slopes):
         hidden, weight, targets, rows, *found = ctx.saved_tensors
-        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ctx.named)
+        chunks = Chunks(hidden, weight, targets, rows, ctx.vocabulary, ctx.head.impl, ctx.detail)
         known = hidden, weight, rows, len(targets), chunks.rows, ctx.head, ctx.needs_input_grad
         gradients = Gradients(*known, parameter=ctx.parameter)
         for chunk in chunks.slices():
             z = chunks.logits(chunk)
-            of_chunk = chunks.reader.rows(*(values[chunk] for values in found))
+            of_chunk = chunks.reader.record(*(values[chunk] for values in found))
             out = gradients.buffer(chunk, z)
             chunks.reader.write_gradient(z, out, chunk, of_chunk, tuple(slope[chunk] for slope in slopes[:-1]))
             gradients.take(chunk, z)
         return *gradients.finish(), None, None, None, None, None
-
-
-def _empty(kind: Any, hidden: Tensor, targets: Tensor, named: Named) -> Any:
-    """What a reader makes of n rows, to be filled."""
-    count, dtype = len(targets), logits_dtype(hidden)
-    if not isinstance(named, Tensor):
-        return kind(*hidden.new_empty(len(kind._fields), count, dtype=dtype))
-    dtypes = {"head": torch.float64, "tail": torch.float64, "tail_totals": torch.float64}
-    shapes = {"head": (count, named.shape[1])}
-    return kind(*(hidden.new_empty(shapes.get(n, (count,)), dtype=dtypes.get(n, dtype)) for n in kind._fields))

@@ -1,6 +1,6 @@
 """The policy-gradient loss from hidden states: its gradient made with it, chunk by chunk, or by `heads` in the backward."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.kernels import GRPOLoss, PolicyGradientLoss, PolicyLoss, Vocabulary
 from megatron_pg.kernels.checks import check_for_triton, check_labels, check_loss
+from megatron_pg.kernels.losses import detail_of, loss_and_slopes, loss_of
 from megatron_pg.kernels.policy_loss import clipped_surrogate
-from megatron_pg.lm_head.chunks import Chunks, Named
+from megatron_pg.lm_head.chunks import Chunks, Detail
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
 from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype
-from megatron_pg.lm_head.readers import loss_of
 from megatron_pg.lm_head.scaled_exp.gradients import Odds
 from megatron_pg.lm_head.teacher import teacher_of
 
@@ -115,56 +115,47 @@ def policy_gradient_head_loss(  # noqa: D417
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden = enter(hidden, vocabulary.tp_group, head.sequence_parallel).flatten(0, -2)
     check_targets(hidden, policy_loss.fields.targets)
-    named = _named(policy_loss, entropy, weight, teacher_weight)
-    named = named.index_select(0, rows) if isinstance(named, Tensor) else named and named.at(rows)
+    detail = _detail_of(policy_loss, rows, entropy, weight, teacher_weight)
     if head.mode != "recompute" and trains and len(rows):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         found = PolicyGradientLoss(
-            *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, named, options)
+            *_GradientInForward.apply(hidden, weight, rows, policy_loss, vocabulary, head, detail, options)
         )
     else:
         targets = policy_loss.fields.targets.index_select(0, rows)
-        *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, named)
+        *outputs, _ = rows_of(hidden, weight, targets, rows, vocabulary, head, detail)
         whole = [v.new_zeros(len(mask), *v.shape[1:]).index_copy(0, rows, v) for v in outputs]
-        found = _loss_of(policy_loss, whole, vocabulary, head.impl)
+        found = loss_of(policy_loss, whole, vocabulary, head.impl)
     return found if entropy or policy_loss.terms.reads_entropy else replace(found, entropy=None)
 
 
-def _loss_of(
-    policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary, impl: str
-) -> PolicyGradientLoss:
-    """`loss_of`, in few launches where kernels have the objective's row or a divergence over the teacher's likeliest tokens."""
-    ids = policy_loss.topk_ids
-    if impl == "torch" or not (policy_loss.row or ids is not None):
-        return loss_of(policy_loss, outputs, vocabulary)
-    from megatron_pg.kernels.triton.surrogate import surrogate_loss  # torch alone must not need Triton
-    from megatron_pg.kernels.triton.topk_loss import topk_loss
-
-    return surrogate_loss(policy_loss, *outputs) if ids is None else topk_loss(policy_loss, outputs, ids, vocabulary)
-
-
-def _named(policy_loss: PolicyLoss, entropy: bool, weight: Tensor, teacher_weight: Tensor | None) -> Named:
-    """What `Chunks` takes, of all rows."""
+def _detail_of(
+    policy_loss: PolicyLoss, rows: Tensor, entropy: bool, weight: Tensor, teacher_weight: Tensor | None
+) -> Detail:
+    """What `Chunks` needs of the wanted rows."""
     if policy_loss.terms.whole_form is not None:
-        return teacher_of(policy_loss, weight, teacher_weight)
-    restriction = policy_loss.restriction(entropy)
-    return policy_loss.topk_ids if restriction is None else restriction
+        teacher = teacher_of(policy_loss, weight, teacher_weight)
+        return None if teacher is None else teacher.at(rows)
+    detail = detail_of(policy_loss, entropy=entropy)
+    if isinstance(detail, Tensor):
+        return detail.index_select(0, rows)
+    return None if detail is None else detail.at(rows)
 
 
 class _GradientInForward(torch.autograd.Function):
     """The gradient is made with the loss, for the upstream gradient `grad_scale`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, named, options):
+    def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, detail, options):
         chosen, needed = policy_loss.at(rows), ctx.needs_input_grad
         ctx.grad_scale = options["grad_scale"]
         if head.mode == "odds":
             ctx.gradients = Odds(hidden, weight, rows, vocabulary, head, needed)
             parts = list(ctx.gradients.losses(chosen, ctx.grad_scale))
         else:
-            chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, named)
+            chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, detail)
             ctx.gradients = Gradients(hidden, weight, rows, len(rows), chunks.rows, head, needed)
-            parts = list(_losses(chosen, chunks, ctx.gradients, **options))
+            parts = list(_losses(chosen, chunks, vocabulary, head.impl, ctx.gradients, **options))
         per_token = _spread(parts, rows, len(policy_loss.fields.mask))
         ctx.mark_non_differentiable(*(values for values in per_token if values is not None))
         loss = sum((part.loss for part in parts), start=hidden.new_zeros((), dtype=logits_dtype(hidden)))
@@ -183,21 +174,33 @@ class _GradientInForward(torch.autograd.Function):
 
 
 def _losses(
-    policy_loss: PolicyLoss, chunks: Chunks, gradients: Gradients, *, grad_scale: float, entropy: bool
+    policy_loss: PolicyLoss,
+    chunks: Chunks,
+    vocabulary: Vocabulary,
+    impl: str,
+    gradients: Gradients,
+    *,
+    grad_scale: float,
+    entropy: bool,
 ) -> Iterator[PolicyGradientLoss]:
-    """The loss of each chunk; the gradient of its logits comes with it, or from its slopes by log-probability and entropy."""
-    if chunks.reader.fits_single_pass(policy_loss, chunks.buffers[0], entropy=entropy):
-        for chunk in chunks.slices():
-            z = chunks.logits(chunk)
-            out = gradients.buffer(chunk, z)
-            yield chunks.reader.loss_and_gradient(z, out, policy_loss.at(chunk), grad_scale=grad_scale, entropy=entropy)
-            gradients.take(chunk, z)
-        return
+    """The loss of each chunk; the gradient of its logits is made with it, or from its slopes."""
+    if impl == "triton":
+        from megatron_pg.kernels.triton import loss as triton_loss  # torch needs no Triton
+
+        if triton_loss.fits_single_pass(chunks.buffers[0], policy_loss, vocabulary, entropy=entropy):
+            from megatron_pg.kernels.triton import single_pass  # an earlier Triton has no such language
+
+            for chunk in chunks.slices():
+                z = chunks.logits(chunk)
+                out, part = gradients.buffer(chunk, z), policy_loss.at(chunk)
+                yield single_pass.loss_and_gradient(z, out, part, vocabulary, grad_scale=grad_scale, entropy=entropy)
+                gradients.take(chunk, z)
+            return
     for chunk, z, rows in chunks.with_rows():
-        found, slopes = chunks.reader.loss_and_slopes(policy_loss.at(chunk), rows)
-        yield found
-        slopes = tuple(slope * grad_scale for slope in slopes)
-        chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, rows, slopes)
+        loss, slopes = loss_and_slopes(policy_loss.at(chunk), rows, vocabulary, impl)
+        yield loss
+        scaled = tuple(slope * grad_scale for slope in slopes)
+        chunks.reader.write_gradient(z, gradients.buffer(chunk, z), chunk, rows, scaled)
         gradients.take(chunk, z)
 
 

@@ -66,6 +66,7 @@ class TeacherLogits:
     """
 
     def __init__(self, teacher: Teacher, vocabulary: Vocabulary):
+        self.form = teacher.form
         self._teacher, self._vocabulary = teacher, vocabulary
         self._buffers: list[Tensor] = []
         self._known: dict[int, Tensor] = {}  # by the start of the chunk, the oldest first

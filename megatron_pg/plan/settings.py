@@ -8,8 +8,7 @@ import torch
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import AS_POLICY, SHORTHANDS
-from megatron_pg.flags.loss_terms import correction_numbers, objective_numbers
-from megatron_pg.flags.streams import has_policy, own_tokens, streams_of
+from megatron_pg.flags.facts import Facts
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
 from megatron_pg.lm_head.inputs import check_odds_kernel
@@ -54,19 +53,20 @@ class LossSettings:
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
         """Settings from arguments that `validate_args` has accepted; loads and probes the user's functions (rule E16)."""
+        facts = Facts(args)
         path = args.custom_pg_loss_reducer_function_path
         per_token = vars(args).get("calculate_per_token_loss", False)
         correction = Correction(
-            name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in correction_numbers(args).items()}
+            name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in facts.correction_numbers.items()}
         )
         anchor = CORRECTIONS[correction.name].anchor
         own = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
-            objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **objective_numbers(args)),
+            objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
             opsm_anchor=anchor,
             opsm_threshold=correction.high if anchor else None,
-            streams=streams_of(args),
+            streams=facts.streams,
             grad_divisor=args.pg_grad_divisor,
             entropy_support=args.pg_entropy_support,
         )
@@ -79,8 +79,8 @@ class LossSettings:
             correction=correction,
             seed=vars(args).get("seed") or 0,
             denominator=args.pg_denominator,
-            has_policy=has_policy(args),
-            streams_of_samples=own_tokens(args),
+            has_policy=facts.has_policy,
+            streams_of_samples=facts.own_tokens,
             support_missing=args.pg_support_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,

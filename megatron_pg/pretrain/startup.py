@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_pg.args import ArgumentError, disagreement, rank_snapshot, validate_args
-from megatron_pg.flags.banner import banner, in_force
+from megatron_pg.flags.banner import banner, command_line, in_force
 from megatron_pg.flags.import_path import source_of
 from megatron_pg.plan.collectives import all_gather_rows, decode, encode
 from megatron_pg.plan.settings import LossSettings
@@ -48,6 +48,7 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
 
 def _end_dry_run(say: Callable[[str], None]) -> None:
     if torch.distributed.get_rank() == 0:
+        say(command_line(sys.argv))
         say(f"dry run: {torch.distributed.get_world_size()} ranks agree on valid arguments; no model was built")
     torch.distributed.barrier()  # no rank exits while another one still reads the store
     torch.distributed.destroy_process_group()

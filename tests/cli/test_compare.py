@@ -431,10 +431,10 @@ def test_without_a_package_there_is_a_message_and_the_help():
 
 # --- size ---
 
-PROCESSOR_SECONDS, GIBIBYTES = 60.0, 2.0  # 35 s on a core whose sibling is busy; 0.3 GiB
+GIBIBYTES = 2.0  # 0.3 GiB are needed
 
 
-def test_a_large_file_is_compared_in_time_and_memory(tmp_path, full):
+def test_a_large_file_is_compared_in_little_memory(tmp_path, full):
     """100,000 samples of 200 response tokens in the full tier."""
     samples = 100_000 if full else 1_000
     path, rng = tmp_path / "r.jsonl", random.Random(0)
@@ -446,17 +446,13 @@ def test_a_large_file_is_compared_in_time_and_memory(tmp_path, full):
             record |= {"response_length": n, "loss_mask": [1] * n, "old_logprobs": [-rng.random() for _ in range(n)]}
             file.write(json.dumps(record) + "\n")
     (tmp_path / "measured.py").write_text(
-        "import json, resource, sys\n"
+        "import resource, sys\n"
         "from megatron_pg.cli import main\n"
         "if __name__ == '__main__':\n"
         f"    assert main(['compare', {str(path)!r}, '--json']) == 0\n"
-        "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "    seconds, kibibytes = used.ru_utime + used.ru_stime, used.ru_maxrss\n"
-        "    print(json.dumps([seconds, kibibytes]), file=sys.stderr)\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
     )
     command = [sys.executable, str(tmp_path / "measured.py")]
     done = subprocess.run(command, env=processes.environment(), capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["samples"] == samples
-    seconds, kibibytes = json.loads(done.stderr.splitlines()[-1])
-    assert seconds < PROCESSOR_SECONDS
-    assert kibibytes < GIBIBYTES * 2**20
+    assert int(done.stderr.splitlines()[-1]) < GIBIBYTES * 2**20  # KiB

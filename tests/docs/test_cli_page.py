@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,8 @@ def checkout(tmp_path, monkeypatch):
     """A folder that looks like a checkout, with the files that the page's reader would have."""
     for name in ("examples", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (script,) = re.findall(r"^    GPUS=.*\n(?:    .*\n)*", PAGE, re.MULTILINE)
-    (tmp_path / "launch.sh").write_text(textwrap.dedent(script))
+    (line,) = re.findall(r"^    (megatron_pg command line: .*\n)", PAGE, re.MULTILINE)
+    (tmp_path / "job.txt").write_text(line)
     for name, top in (("a", 0.625), ("b", 0.8)):
         writer = MetricsFile(tmp_path / "runs" / name / "metrics.jsonl")
         for i in range(8):

@@ -1,4 +1,4 @@
-"""Whatever is in a file: read, or one line that says what is wrong, soon, and nothing of it raw."""
+"""Whatever is in a file: read, or one line that says what is wrong, and nothing of it raw."""
 
 import itertools
 import json
@@ -13,10 +13,9 @@ from hostile import Mutator
 from rollout_files import HEADER, RECORD
 
 from megatron_pg import RolloutFileError, read_rollouts
-from megatron_pg.cli import recorder
 from megatron_pg.cli.rollouts.compare import digest_rollouts
 
-FILES = "Fuzz: files that the subcommands read: done or one line of an error, at most 2 s of CPU time"
+FILES = "Fuzz: files that the subcommands read: done or one line of an error"
 ROLLOUTS = [
     HEADER,
     RECORD,
@@ -48,9 +47,7 @@ def test_compare_reads_what_training_reads(full, evidence):
     for number in range(count):
         rng = random.Random(number)
         Path("rollouts.jsonl").write_bytes(Mutator(rng).text(ROLLOUTS, changes=rng.choice([0, 1, 1, 2])))
-        with hostile.CpuTime() as used:
-            readings = reading(read_rollouts), reading(lambda path: digest_rollouts(path)[0])
-        assert not hostile.takes_too_long(used.seconds, cases=2), number
+        readings = reading(read_rollouts), reading(lambda path: digest_rollouts(path)[0])
         if isinstance(readings[0], str):
             assert readings[0] == readings[1], number
             assert readings[0].isprintable(), number
@@ -272,78 +269,51 @@ def test_a_file_of_tensors(full, evidence):
 
 WORDS = [
     *(
-        "torchrun",
-        "python3",
-        "t.py",
-        "--pg-objective",
-        "grpo",
-        "--loss-aggregation",
-        "constant",
-        "--docs-per-step",
-        "9" * 400,
-    ),
-    *(
-        "exec",
-        "if",
-        "then",
-        "fi",
-        "for",
+        "+",
         "(",
         ")",
         "{",
-        "}",
         ";",
         "&",
         "|",
         "<<EOF",
+        ">",
+        "2>&1",
         "'",
         '"',
+        "$'",
         "$(",
         "`",
         "\\",
         "$",
         "*",
         "#",
-    ),
-    *(
         "$1",
         "${X:-1}",
-        "set -e",
-        "false",
-        "exit 3",
-        "echo",
-        "printf '\\e[31m'",
-        "source ./a",
-        "while :",
-        "do",
-        "done",
+    ),
+    *(
+        "python",
         "uv",
         "env",
         "A=1",
-    ),
-    *(
+        "-m",
+        "--",
+        "t.py",
+        "--pg-objective",
+        "--nnodes",
         "\n",
         "\r\n",
         "\x1b[31m",
         "\udcff",
         "é",
-        "x" * 5000,
-        "\n" * 3000,
-        "( exec " * 1000,
-        "/" * 3000,
-        "a" * 50_000,
-        "$((9**99))",
     ),
+    *("x" * 5000, "\n" * 3000, "( exec " * 1000, "/" * 3000, "a" * 50_000, "$((9**99))", "megatron_pg command line: "),
 ]
 
 
 @pytest.mark.proof(FILES)
-def test_a_launch_script(full, evidence, monkeypatch):
-    monkeypatch.setattr(
-        recorder, "_NAMESPACES", ("--no-such-namespace",)
-    )  # no word of these writes outside of this folder
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    good = "set -eu\nARGS=(--pg-objective grpo --micro-batch-size 2)\nif true; then\n  torchrun --nproc-per-node 4 t.py ${ARGS[@]}\nfi\n"
+def test_a_command_line(full, evidence):
+    good = "+ mkdir -p a\n+ torchrun --nproc-per-node 4 t.py --pg-objective grpo --micro-batch-size 2 'a b'\n"
 
     def words(rng: random.Random) -> list[str]:
         parts = list(itertools.chain(*([*line.split(" "), "\n"] for line in good.split("\n"))))
@@ -351,7 +321,7 @@ def test_a_launch_script(full, evidence, monkeypatch):
             at = rng.randrange(len(parts))
             parts[at : at + rng.randint(0, 2)] = rng.choices(WORDS, k=rng.randint(0, 2))
         text = " ".join(parts).encode("utf-8", "surrogateescape")
-        Path("launch.sh").write_bytes(Mutator(rng).damaged(text) if rng.random() < 0.1 else text)
-        return [rng.choice(["validate", "explain"]), "--time-limit", "1", "--run", "launch.sh"]
+        Path("job.txt").write_bytes(Mutator(rng).damaged(text) if rng.random() < 0.1 else text)
+        return [rng.choice(["validate", "explain"]), "--args-file", "job.txt"]
 
-    evidence(cases=hostile.cases("scripts", 400 if full else 5, words))
+    evidence(cases=hostile.cases("command lines", 4_000 if full else 50, words))

@@ -20,7 +20,7 @@ import megatron_pg.plan.plan
 import megatron_pg.plan.table
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.sequences import Sequences
-from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, readers
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives.grpo import clipped_surrogate
 from megatron_pg.objectives.interface.tokens import Parameters, ratio
@@ -225,9 +225,8 @@ def reference(logits, loss, vocabulary, *, safe: bool):
     """The eager loss with its mask applied by multiplication, before (safe) or after the exp."""
     fields = loss.fields
     keep = fields.mask.to(logits.dtype)
-    logprobs, entropy, _ = megatron_pg.kernels.logprobs.logprobs_of(
-        logits * keep[:, None] if safe else logits, torch.where(fields.mask, fields.targets, 0), vocabulary
-    )
+    reader = readers.PlainReader(vocabulary, torch.where(fields.mask, fields.targets, 0))
+    logprobs, entropy, _ = readers.read(logits * keep[:, None] if safe else logits, reader)
     ratios, advantages = logprobs - fields.old_logprobs, fields.advantages
     ratios, advantages = (ratios * keep, advantages * keep) if safe else (ratios, advantages)
     losses = clipped_surrogate(ratio(ratios), advantages, loss.terms.objective.parameters)
@@ -334,13 +333,13 @@ def micro_batch_means_in_the_metrics():
 
 @mutant
 def temperature_forgotten_in_the_gradient():
-    original = megatron_pg.kernels.logprobs._LogprobsAndEntropy.backward
+    original = readers.PlainReader.write_gradient
 
-    def mutated(ctx, *grads):
-        grad, *rest = original(ctx, *grads)
-        return (grad * ctx.vocabulary.temperature, *rest)
+    def mutated(self, z, out, *rest):
+        original(self, z, out, *rest)
+        out.mul_(self._vocabulary.temperature)
 
-    with mock.patch.object(megatron_pg.kernels.logprobs._LogprobsAndEntropy, "backward", staticmethod(mutated)):
+    with mock.patch.object(readers.PlainReader, "write_gradient", mutated):
         yield
 
 

@@ -9,8 +9,8 @@ from simulation import EPS_HIGH, EPS_LOW
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from megatron_pg.kernels import grpo_loss
-from megatron_pg.kernels.logprobs import logprobs_and_entropy
+from megatron_pg.kernels import Vocabulary, grpo_loss
+from megatron_pg.kernels.label_logprobs import label_logprobs
 from megatron_pg.objectives import MAX_LOG_RATIO, Parameters
 from megatron_pg.objectives.grpo import clipped_surrogate
 from megatron_pg.objectives.interface.tokens import ratio
@@ -49,7 +49,8 @@ def logprob_point(rng: random.Random, tokens: int, vocabulary: int):
     logits = (rng.choice([0.1, 1.0, 4.0]) * normal(tokens, vocabulary, generator=generator)).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
     temperature = rng.choice([0.5, 1.0, 2.0])
-    return lambda z: logprobs_and_entropy(z, targets, temperature=temperature), logits
+    vocabulary_ = Vocabulary.of(vocabulary, temperature=temperature)
+    return lambda z: label_logprobs(z, targets, vocabulary_, impl="torch"), logits
 
 
 def loss_point(rng: random.Random, tokens: int, vocabulary: int):
@@ -57,7 +58,7 @@ def loss_point(rng: random.Random, tokens: int, vocabulary: int):
     logits = normal(tokens, vocabulary, generator=generator)
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
     temperature = rng.choice([0.7, 1.0])
-    logprobs, _ = logprobs_and_entropy(logits, targets, temperature=temperature)
+    logprobs, _ = label_logprobs(logits, targets, Vocabulary.of(vocabulary, temperature=temperature), impl="torch")
     log_ratios = off_the_kinks(rng.choice([0.1, 1.0]) * normal(tokens, generator=generator))
     fields = {
         "old_logprobs": logprobs - log_ratios,

@@ -11,6 +11,8 @@ import torch
 from processes import beside_each_other, records
 
 from megatron_pg import read_rollouts
+from megatron_pg.cli import main
+from megatron_pg.cli.command_line import read_command_line
 
 SHORT = example_runs.words_of(
     {"warm-up-iters": 1, "train-iters": 5, "exact-match-interval": 2, "progress-interval": 1, "lr-warmup-iters": 1}
@@ -197,10 +199,14 @@ def test_a_run_trains_the_tokens_of_the_highest_entropy(of_sharp_tokens):
 
 def test_a_dry_run_says_what_is_in_force_and_builds_nothing(dry):
     folder, flag, environment, unclear = dry
-    for done, ranks in ((flag, 2), (environment, 1)):
+    for done, ranks, added in ((flag, 2, ("--pg-dry-run", "--loss-aggregation", "token_mean")), (environment, 1, ())):
         assert done.returncode == 0
         assert "effective policy-gradient objective" in done.stdout
         assert f"dry run: {ranks} ranks agree on valid arguments; no model was built" in done.stdout
+        (folder / "log").write_text(done.stdout)
+        line = read_command_line(str(folder / "log"))
+        assert tuple(line.words[-len((*SHORT, *added)) :]) == (*SHORT, *added)
+        assert main(["validate", "--args-file", str(folder / "log"), "--world-size", str(ranks)]) == 0
     assert "--loss-aggregation token_mean" in flag.stdout
     assert unclear.returncode != 0
     assert "MEGATRON_PG_DRY_RUN=yes is neither 0 nor 1" in unclear.stdout + unclear.stderr

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_pg.args import ArgumentError
+from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
-from megatron_pg.flags.streams import own_tokens
 from megatron_pg.hosts.rollout import flags as rollout_flags
 from megatron_pg.hosts.startup import (
     Checked,
@@ -100,7 +100,7 @@ class RolloutHost:
 
         settings, rows = start(declared.name, found, contract=CONTRACT, says=is_writer())
         log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
-        self.streams = own_tokens(found.args)
+        self.streams = Facts(found.args).own_tokens
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

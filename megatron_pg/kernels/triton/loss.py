@@ -8,14 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.single_pass import Path, path_of
-from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.logprobs import RowStatistics
+from megatron_pg.kernels.losses import detail_of, loss_of, reader_of
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
-from megatron_pg.kernels.triton.support import support_rows_of
-from megatron_pg.kernels.triton.surrogate import loss_and_slopes, surrogate_loss
+from megatron_pg.kernels.readers import read
+from megatron_pg.kernels.triton.surrogate import loss_and_slopes
 from megatron_pg.kernels.triton.tiles import FUSED
-from megatron_pg.kernels.triton.topk import topk_rows_of
-from megatron_pg.kernels.triton.topk_loss import topk_loss
-from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy, rows_of, write_gradient
+from megatron_pg.kernels.triton.vocab_parallel import rows_of, write_gradient
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 RESCALE_BLOCK = 8192
@@ -28,30 +27,23 @@ def triton_loss(
 ) -> PolicyGradientLoss:
     """See `megatron_pg.kernels.policy_gradient_loss`."""
     trains = torch.is_grad_enabled() and logits.requires_grad
-    restriction = policy_loss.restriction(entropy)
     if policy_loss.terms.reads_topk and logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()  # where ids are hidden in rows, each has its own
-    if policy_loss.is_by_token and trains and fits_single_pass(logits, policy_loss, vocabulary, entropy=entropy):
+    if trains and fits_single_pass(logits, policy_loss, vocabulary, entropy=entropy):
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
-    fields = policy_loss.fields
-    targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
-    if (ids := policy_loss.topk_ids) is not None:
-        ids = ids.contiguous()
-        outputs = topk_rows_of(logits, targets, mask, ids, vocabulary, inplace=inplace)
-        return topk_loss(policy_loss, outputs, ids, vocabulary)
-    if restriction is not None:
-        logprobs, entropies = support_rows_of(logits, targets, mask, restriction, vocabulary, inplace=inplace)
-    elif policy_loss.row:
+    fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
+    if detail is None and policy_loss.row:
+        targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
         return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
-    else:
-        logprobs, entropies, _ = logprobs_and_entropy(logits, targets, mask, vocabulary, inplace=inplace)
-    return surrogate_loss(policy_loss, logprobs, entropies) if policy_loss.row else policy_loss(logprobs, entropies)
+    reader = reader_of("triton", vocabulary, fields.targets, detail, fields.mask)
+    outputs = read(logits, reader, inplace=inplace)[:-1]
+    return loss_of(policy_loss, outputs, vocabulary, "triton")
 
 
 def fits_single_pass(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary, *, entropy: bool) -> bool:
-    """Whether the single-pass kernel does the work for these rows: they are whole and fit, and it was tried here or agrees."""
-    if vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
+    """Whether the single-pass kernel does the work: the loss is by token, rows are whole and fit, it was tried here or agrees."""
+    if not policy_loss.is_by_token or vocabulary.ranks > 1 or not logits.is_cuda or not len(logits):
         return False
     path = path_on(logits.device)
     if not path.takes:
@@ -128,7 +120,9 @@ class _TwoPasses(torch.autograd.Function):
         logits, targets, mask, *rows, slope, bend = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
         slopes = slope, bend
-        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary, grad_loss=grad_loss)
+        write_gradient(
+            logits, gradient, targets, mask, RowStatistics(*rows), slopes, ctx.vocabulary, grad_loss=grad_loss
+        )
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None, None

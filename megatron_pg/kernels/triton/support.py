@@ -7,136 +7,101 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_pg.kernels.support import Restriction, SupportRows
+from megatron_pg.kernels.readers import Slopes, filled
+from megatron_pg.kernels.support import Restriction, SupportRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, accumulate, merge
-from megatron_pg.kernels.triton.vocab_parallel import log2_scale
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256  # ids at a time
 WARPS = 4
 
 
-def support_rows_of(
-    logits: Tensor, targets: Tensor, mask: Tensor, restriction: Restriction, vocabulary: Vocabulary, *, inplace: bool
-) -> tuple[Tensor, Tensor]:
-    """`SupportRows.outputs`, [T] float32, 0 where masked; differentiable. With `inplace` the backward writes the gradient over the logits."""
-    return _SupportRows.apply(logits, targets, mask, restriction, vocabulary, inplace)
+class TritonSupportReader(TritonReader[SupportRowStatistics]):
+    """`SupportReader` by kernels."""
 
+    record = SupportRowStatistics
 
-class _SupportRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, mask, restriction, vocabulary, inplace):
-        shares = vocabulary.gather(statistics(logits, targets, mask, restriction, vocabulary))
-        rows = combine(shares, targets, mask, restriction, vocabulary)
-        ctx.save_for_backward(logits, targets, mask, *rows)
-        ctx.restriction, ctx.vocabulary, ctx.inplace = restriction, vocabulary, inplace
-        return tuple(values.clone() for values in rows.outputs)  # what is saved must not be an output
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction, mask: Tensor | None = None):
+        super().__init__(vocabulary, targets, mask)
+        self._restriction = restriction
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *slopes):
-        logits, targets, mask, *rows = ctx.saved_tensors
-        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        where = targets, mask, ctx.restriction
-        write_gradient(logits, gradient, *where, SupportRows(*rows), slopes, ctx.vocabulary)
-        if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None, None
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        (targets, mask), restriction = self._where(chunk), self._restriction.at(chunk)
+        is_read = mask if restriction.whole_entropy else mask & (restriction.support.counts == 0)
+        whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
+        shares = whole.clone() if restriction.whole_entropy else whole
+        support_statistics_kernel[(len(z),)](
+            z,
+            targets,
+            mask,
+            *_sets(restriction),
+            shares,
+            self._vocabulary.valid,
+            self._vocabulary.first,
+            z.stride(0),
+            log2_scale(self._vocabulary),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **FUSED,
+        )
+        return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SupportRowStatistics:
+        """0 where masked."""
+        parts = shares.chunk(2, dim=1) if self._restriction.whole_entropy else (shares,)
+        where = *self._where(chunk), self._vocabulary
+        return SupportRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
 
-def statistics(
-    logits: Tensor, targets: Tensor, mask: Tensor, restriction: Restriction, vocabulary: Vocabulary
-) -> Tensor:
-    """[T, 4] float32 as `vocab_parallel.statistics`, over the support; with `whole_entropy` [2 T, 4], over all columns behind them."""
-    support = restriction.support
-    is_read = mask if restriction.whole_entropy else mask & (support.counts == 0)
-    whole = vocab_parallel.statistics(logits, targets, is_read, vocabulary)
-    shares = whole.clone() if restriction.whole_entropy else whole
-    support_statistics_kernel[(len(logits),)](
-        logits,
-        targets,
-        mask,
-        *_sets(restriction),
-        shares,
-        vocabulary.valid,
-        vocabulary.first,
-        logits.stride(0),
-        log2_scale(vocabulary),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-        **FUSED,
-    )
-    return torch.cat([shares, whole]) if restriction.whole_entropy else shares
-
-
-def combine(
-    shares: Tensor, targets: Tensor, mask: Tensor, restriction: Restriction, vocabulary: Vocabulary
-) -> SupportRows:
-    """The ranks' shares [tp, T or 2 T, 4], in rank order, to the distributions; 0 where masked."""
-    parts = shares.chunk(2, dim=1) if restriction.whole_entropy else (shares,)
-    found = [vocab_parallel.combine(part.contiguous(), targets, mask, vocabulary) for part in parts]
-    return SupportRows.of(found[0], found[-1])
-
-
-def write_gradient(
-    logits: Tensor,
-    gradient: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    restriction: Restriction,
-    rows: SupportRows,
-    slopes: tuple[Tensor, ...],
-    vocabulary: Vocabulary,
-) -> None:
-    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits; `slopes`: by `outputs`."""
-    of_logprob, of_entropy = slopes
-    is_whole, values = restriction.support.counts == 0, _values(restriction)
-    where = vocabulary.valid, vocabulary.first
-    support_gradient_kernel[(len(logits),)](  # before the logits are written over
-        logits,
-        targets,
-        mask,
-        *_sets(restriction),
-        values,
-        rows.peaks,
-        rows.totals,
-        rows.support_entropy,
-        rows.whole_peaks,
-        rows.whole_totals,
-        rows.entropy,
-        of_logprob.contiguous(),
-        of_entropy.contiguous(),
-        *where,
-        vocabulary.size,
-        logits.stride(0),
-        log2_scale(vocabulary),
-        WHOLE_ENTROPY=restriction.whole_entropy,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-        **FUSED,
-    )
-    if restriction.whole_entropy:
-        is_read, of_rows, of_logprob = mask, rows.of_all, torch.where(is_whole, of_logprob, 0)
-    else:
-        is_read, of_rows = mask & is_whole, rows.of_support
-    slopes = of_logprob, of_entropy
-    vocab_parallel.write_gradient(logits, gradient, targets, is_read, of_rows, slopes, vocabulary)
-    support_put_kernel[(len(logits),)](
-        gradient, mask, *_sets(restriction), values, *where, gradient.stride(0), BLOCK=BLOCK, num_warps=WARPS, **FUSED
-    )
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: SupportRowStatistics, slopes: Slopes) -> None:
+        (targets, mask), restriction, vocabulary = self._where(chunk), self._restriction.at(chunk), self._vocabulary
+        by_logprob, by_entropy = filled(slopes, rows)
+        is_whole, ids = restriction.support.counts == 0, restriction.support.ids
+        values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        columns = vocabulary.valid, vocabulary.first
+        support_gradient_kernel[(len(z),)](  # before the logits are overwritten
+            z,
+            targets,
+            mask,
+            *_sets(restriction),
+            values,
+            rows.peaks,
+            rows.totals,
+            rows.support_entropy,
+            rows.whole_peaks,
+            rows.whole_totals,
+            rows.entropy,
+            by_logprob.contiguous(),
+            by_entropy.contiguous(),
+            *columns,
+            vocabulary.size,
+            z.stride(0),
+            log2_scale(vocabulary),
+            WHOLE_ENTROPY=restriction.whole_entropy,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            **FUSED,
+        )
+        if restriction.whole_entropy:
+            is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
+        else:
+            is_read, of_rows = mask & is_whole, rows.of_support
+        vocab_parallel.write_gradient(z, out, targets, is_read, of_rows, (by_logprob, by_entropy), vocabulary)
+        support_put_kernel[(len(z),)](
+            out, mask, *_sets(restriction), values, *columns, out.stride(0), BLOCK=BLOCK, num_warps=WARPS, **FUSED
+        )
 
 
 def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
-    """As kernels take them, which have no strides."""
+    """Starts, counts and ids; kernels have no strides."""
     support = restriction.support
     return support.starts.contiguous(), support.counts.contiguous(), support.ids.contiguous()
-
-
-def _values(restriction: Restriction) -> Tensor:
-    """One per id."""
-    return torch.empty(restriction.support.ids.shape, dtype=torch.float32, device=restriction.support.ids.device)
 
 
 @triton.jit

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_pg.kernels.teacher import Form, Slopes, TeacherRows
+from megatron_pg.kernels.readers import Slopes, filled
+from megatron_pg.kernels.teacher import Form, TeacherLogits, TeacherReader, TeacherRowStatistics
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, logprob_and_entropy
 from megatron_pg.kernels.triton.vocab_parallel import COMBINE_ROWS, READ, Walk, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -20,99 +22,96 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 MIX, WRITE = Walk(warps=8, unroll=4), Walk(warps=1, unroll=8)
 
 
-def statistics(student: Tensor, teacher: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> Tensor:
-    """[T, 7] float32 of this rank's columns: m, s, t, the target's logit, 0 if it is not here, n, w and x."""
-    shares = torch.empty(len(student), 7, dtype=torch.float32, device=student.device)
-    statistics_kernel[(len(student),)](
-        student,
-        teacher,
-        targets,
-        shares,
-        vocabulary.valid,
-        vocabulary.first,
-        student.stride(0),
-        teacher.stride(0),
-        log2_scale(vocabulary),
-        **READ.options(student),
-        FORM=form.name,
-    )
-    return shares
+class TritonTeacherReader(TeacherReader):
+    """`TeacherReader` by kernels."""
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, teacher: TeacherLogits):
+        super().__init__(vocabulary, targets.contiguous(), teacher)  # kernels have no strides
+
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 7] float32: m, s, t, the target's logit, 0 if it is not here, n, w and x."""
+        student, teacher = self._pair(z, chunk)
+        shares = torch.empty(len(z), 7, dtype=torch.float32, device=z.device)
+        statistics_kernel[(len(z),)](
+            student,
+            teacher,
+            self._targets[chunk],
+            shares,
+            self._vocabulary.valid,
+            self._vocabulary.first,
+            student.stride(0),
+            teacher.stride(0),
+            log2_scale(self._vocabulary),
+            **READ.options(student),
+            FORM=self._form.name,
+        )
+        return shares
+
+    @override
+    def _combine(self, shares: Tensor, targets: Tensor) -> TeacherRowStatistics:
+        ranks, rows, _ = shares.shape
+        out = torch.empty(len(TeacherRowStatistics._fields), rows, dtype=torch.float32, device=shares.device)
+        combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
+            shares,
+            targets,
+            out,
+            ranks,
+            rows,
+            self._vocabulary.size,
+            log2_scale(self._vocabulary),
+            FORM=self._form.name,
+            BLOCK=COMBINE_ROWS,
+            **FUSED,
+        )
+        return TeacherRowStatistics(*out)
+
+    @override
+    def _mixture_sums(self, student: Tensor, teacher: Tensor, rows: TeacherRowStatistics) -> Tensor:
+        sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
+        mixture_kernel[(len(student),)](
+            student,
+            teacher,
+            *_sums_of(rows),
+            sums,
+            self._vocabulary.valid,
+            student.stride(0),
+            teacher.stride(0),
+            log2_scale(self._vocabulary),
+            **MIX.options(student),
+            NUMBERS=_numbers_of(self._form),
+        )
+        return sums
+
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TeacherRowStatistics, slopes: Slopes) -> None:
+        student, teacher = self._pair(z, chunk)
+        blocks = WRITE.blocks(student, student.shape[1])
+        gradient_kernel[(len(student) * blocks,)](
+            student,
+            teacher,
+            out,
+            self._targets[chunk],
+            *_sums_of(rows),
+            rows.entropy,
+            rows.centers,
+            *(slope.contiguous() for slope in filled(slopes, rows)),
+            student.shape[1],
+            self._vocabulary.valid,
+            self._vocabulary.first,
+            self._vocabulary.size,
+            blocks,
+            student.stride(0),
+            teacher.stride(0),
+            out.stride(0),
+            log2_scale(self._vocabulary),
+            **WRITE.options(student),
+            FORM=self._form.name,
+            NUMBERS=_numbers_of(self._form),
+        )
 
 
-def combine(shares: Tensor, targets: Tensor, form: Form, vocabulary: Vocabulary) -> TeacherRows:
-    """As of `teacher`."""
-    ranks, rows, _ = shares.shape
-    out = torch.empty(len(TeacherRows._fields), rows, dtype=torch.float32, device=shares.device)
-    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        shares,
-        targets,
-        out,
-        ranks,
-        rows,
-        vocabulary.size,
-        log2_scale(vocabulary),
-        FORM=form.name,
-        BLOCK=COMBINE_ROWS,
-        **FUSED,
-    )
-    return TeacherRows(*out)
-
-
-def mixture_sums(student: Tensor, teacher: Tensor, rows: TeacherRows, form: Form, vocabulary: Vocabulary) -> Tensor:
-    """As of `teacher`."""
-    sums = torch.empty(len(student), 2, dtype=torch.float32, device=student.device)
-    mixture_kernel[(len(student),)](
-        student,
-        teacher,
-        *_sums_of(rows),
-        sums,
-        vocabulary.valid,
-        student.stride(0),
-        teacher.stride(0),
-        log2_scale(vocabulary),
-        **MIX.options(student),
-        NUMBERS=_numbers_of(form),
-    )
-    return sums
-
-
-def write_gradient(
-    student: Tensor,
-    teacher: Tensor,
-    out: Tensor,
-    targets: Tensor,
-    rows: TeacherRows,
-    slopes: Slopes,
-    form: Form,
-    vocabulary: Vocabulary,
-) -> None:
-    """As of `teacher`, in any floating dtype."""
-    blocks = WRITE.blocks(student, student.shape[1])
-    gradient_kernel[(len(student) * blocks,)](
-        student,
-        teacher,
-        out,
-        targets,
-        *_sums_of(rows),
-        rows.entropy,
-        rows.centres,
-        *(slope.contiguous() for slope in slopes),
-        student.shape[1],
-        vocabulary.valid,
-        vocabulary.first,
-        vocabulary.size,
-        blocks,
-        student.stride(0),
-        teacher.stride(0),
-        out.stride(0),
-        log2_scale(vocabulary),
-        **WRITE.options(student),
-        FORM=form.name,
-        NUMBERS=_numbers_of(form),
-    )
-
-
-def _sums_of(rows: TeacherRows) -> tuple[Tensor, ...]:
+def _sums_of(rows: TeacherRowStatistics) -> tuple[Tensor, ...]:
     return rows.peaks, rows.totals, rows.teacher_peaks, rows.teacher_totals
 
 
@@ -227,7 +226,7 @@ def statistics_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def combine_kernel(shares, targets, results, ranks, rows, vocab_size, c, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """The ranks' shares of each row, in rank order, to results [8, rows] in the order of `TeacherRows`."""
+    """The ranks' shares of each row, in rank order, to results [8, rows] in the order of `TeacherRowStatistics`."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     m = tl.full((BLOCK,), FLOOR, tl.float32)
@@ -376,7 +375,7 @@ def gradient_kernel(
     teacher_peaks,
     teacher_totals,
     entropies,
-    centres,
+    centers,
     by_logprobs,
     by_entropies,
     by_divergences,
@@ -411,7 +410,7 @@ def gradient_kernel(
     g = tl.load(by_divergences + row) * (c * LN2)
     log_s = tl.log2(total)
     log_w = tl.log2(teacher_total)
-    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centres + row)) / total
+    constant = -(a + e * (tl.load(entropies + row) - LN2 * log_s) + g * tl.load(centers + row)) / total
     if FORM == "forward_kl":
         pull = g / teacher_total
     elif FORM == "reverse_kl":

@@ -4,88 +4,76 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_pg.kernels.topk import Slopes, TopKRows
-from megatron_pg.kernels.triton import vocab_parallel
+from megatron_pg.kernels.readers import ALL, Slopes, filled
+from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics
+from megatron_pg.kernels.triton import topk_rows, vocab_parallel
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LOWEST
-from megatron_pg.kernels.triton.topk_rows import block_of, coefficients, combine
-from megatron_pg.kernels.triton.vocab_parallel import WRITE, log2_scale
+from megatron_pg.kernels.triton.topk_rows import block_of
+from megatron_pg.kernels.triton.vocab_parallel import WRITE, TritonReader, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
-def topk_rows_of(
-    logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary, *, inplace: bool
-) -> tuple[Tensor, ...]:
-    """`TopKRows.outputs`, 0 where masked; differentiable. With `inplace` the backward writes the gradient over the logits."""
-    stays_hidden = inplace and torch.is_grad_enabled() and logits.requires_grad
-    return _TopKRows.apply(logits, targets, mask, ids, vocabulary, inplace, stays_hidden)
+class TritonTopKReader(TritonReader[TopKRowStatistics]):
+    """`TopKReader` by kernels, which hide the ids in the logits while the others are reduced."""
 
+    record = TopKRowStatistics
+    empty = TopKReader.empty
 
-class _TopKRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, mask, ids, vocabulary, inplace, stays_hidden):
-        table = logits.detach()
-        shares = statistics(table, targets, mask, ids, vocabulary)
-        if stays_hidden:  # whoever saved the logits gets an error, not the gradient of -inf
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, ids: Tensor, mask: Tensor | None = None):
+        super().__init__(vocabulary, targets, mask)
+        self._ids = ids.contiguous()
+
+    @override
+    def read(self, logits: Tensor, *, may_hide: bool = False) -> TopKRowStatistics:
+        """The ids stay hidden only with `may_hide`."""
+        shares = self.statistics(logits, ALL)
+        if may_hide:  # other readers of the saved logits get an error, not the gradient of -inf
             torch.autograd.graph.increment_version(logits)
         else:
-            put(table, ids, mask, shares[:, 4:], vocabulary)
-        rows = combine(vocabulary.gather(shares), targets, mask, ids, vocabulary)
-        ctx.save_for_backward(logits, targets, mask, ids, *rows)
-        ctx.vocabulary, ctx.inplace = vocabulary, inplace
-        return rows.outputs
+            put(logits, self._ids, self._mask, shares[:, 4:], self._vocabulary)
+        return self.combine(self._vocabulary.gather(shares), logits, ALL)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *slopes):
-        logits, targets, mask, ids, *rows = ctx.saved_tensors
-        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        write_gradient(logits, gradient, targets, mask, ids, TopKRows(*rows), Slopes(*slopes), ctx.vocabulary)
-        if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None, None, None
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        """[c, 4 + K] float32: m, s, t of `tiles` without the ids, then the logits of target and ids, 0 if not here.
 
+        The ids are left hidden in the logits; `put` brings them back.
+        """
+        targets, mask = self._where(chunk)
+        shares = take_and_hide(z, targets, mask, self._ids[chunk], self._vocabulary)
+        shares[:, :3] = vocab_parallel.statistics(z, targets, mask, self._vocabulary)[:, :3]
+        return shares
 
-def statistics(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """[T, 4 + K] float32 of this rank's columns: m, s, t of `tiles` without the ids, then the logits of target and ids, 0 if not here.
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> TopKRowStatistics:
+        """0 where masked."""
+        return topk_rows.combine(shares, *self._where(chunk), self._ids[chunk], self._vocabulary)
 
-    The ids are left hidden in the logits; `put` brings them back.
-    """
-    shares = take_and_hide(logits, targets, mask, ids, vocabulary)
-    shares[:, :3] = vocab_parallel.statistics(logits, targets, mask, vocabulary)[:, :3]
-    return shares
-
-
-def write_gradient(
-    logits: Tensor,
-    gradient: Tensor,
-    targets: Tensor,
-    mask: Tensor,
-    ids: Tensor,
-    rows: TopKRows,
-    slopes: Slopes,
-    vocabulary: Vocabulary,
-) -> None:
-    """Fills `gradient` [T, V / tp], any floating dtype, which may be the logits, whether the ids are hidden in those or not."""
-    factors, named = coefficients(targets, mask, ids, rows, slopes, vocabulary)
-    blocks = WRITE.blocks(logits, logits.shape[1])
-    tail_gradient_kernel[(len(logits) * blocks,)](
-        logits,
-        gradient,
-        targets,
-        mask,
-        rows.tail_peaks,
-        factors,
-        logits.shape[1],
-        vocabulary.valid,
-        vocabulary.first,
-        blocks,
-        logits.stride(0),
-        gradient.stride(0),
-        log2_scale(vocabulary),
-        **WRITE.options(logits),
-    )
-    put(gradient, ids, mask, named, vocabulary)
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: TopKRowStatistics, slopes: Slopes) -> None:
+        """The ids may be hidden in the logits or not."""
+        (targets, mask), ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
+        factors, named = topk_rows.coefficients(targets, mask, ids, rows, filled(slopes, rows), vocabulary)
+        blocks = WRITE.blocks(z, z.shape[1])
+        tail_gradient_kernel[(len(z) * blocks,)](
+            z,
+            out,
+            targets,
+            mask,
+            rows.tail_peaks,
+            factors,
+            z.shape[1],
+            vocabulary.valid,
+            vocabulary.first,
+            blocks,
+            z.stride(0),
+            out.stride(0),
+            log2_scale(vocabulary),
+            **WRITE.options(z),
+        )
+        put(out, ids, mask, named, vocabulary)
 
 
 def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:

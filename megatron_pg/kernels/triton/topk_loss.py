@@ -1,4 +1,4 @@
-"""The loss from `TopKRows`, each divergence in one launch, and what else there is as if the teacher were not."""
+"""The loss from `TopKRowStatistics`: one launch per divergence; the other terms are computed as if there were no teacher."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def constants_of(stream: Stream) -> dict[str, Any]:
 def topk_loss(
     policy_loss: PolicyLoss, outputs: Sequence[Tensor], ids: Tensor, vocabulary: Vocabulary
 ) -> PolicyGradientLoss:
-    """What `policy_loss` makes of `TopKRows.outputs` and its `topk_ids`; differentiable."""
+    """The loss from `TopKRowStatistics.outputs` and its `topk_ids`; differentiable."""
     logprobs, entropy, head, tail = outputs
     rest = policy_loss.without_topk
     found = surrogate_loss(rest, logprobs, entropy) if rest.row else rest(logprobs, entropy)

@@ -3,13 +3,15 @@
 One row per program, in float64, from statistics in the log2 domain of `tiles`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.kernels import logprobs
-from megatron_pg.kernels.topk import Slopes, TopKRows
+from megatron_pg.kernels.topk import TopKRowStatistics
 from megatron_pg.kernels.triton.tiles import FUSED, LN2
 from megatron_pg.kernels.triton.vocab_parallel import log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -23,7 +25,7 @@ def block_of(ids: Tensor) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(min(block // 32, 16), 1)}
 
 
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRows:
+def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabulary: Vocabulary) -> TopKRowStatistics:
     """The ranks' shares [tp, T, 4 + K], in rank order, to the distributions of the whole vocabulary; 0 where masked."""
     ranks, rows, _ = shares.shape
     single, double = (shares.new_empty(n, rows, dtype=dtype) for n, dtype in ((4, torch.float32), (2, torch.float64)))
@@ -46,11 +48,16 @@ def combine(shares: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vocabula
     )
     logprob, entropy, total, peak = single
     tail, tail_total = double
-    return TopKRows(logprob, entropy, total, head, tail, peak, tail_total)
+    return TopKRowStatistics(logprob, entropy, total, head, tail, peak, tail_total)
 
 
 def coefficients(
-    targets: Tensor, mask: Tensor, ids: Tensor, rows: TopKRows, slopes: Slopes, vocabulary: Vocabulary
+    targets: Tensor,
+    mask: Tensor,
+    ids: Tensor,
+    rows: TopKRowStatistics,
+    slopes: Sequence[Tensor],
+    vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
     """`Coefficients` in float32: [T, 3] outside, by_x in the log2 domain and at_target, and [T, K] named; nothing where masked."""
     factors = torch.empty(len(ids), 3, dtype=torch.float32, device=ids.device)

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_pg.kernels.logprobs import Rows
+from megatron_pg.kernels.logprobs import RowStatistics
+from megatron_pg.kernels.readers import ALL, R, Reader, Slopes
 from megatron_pg.kernels.triton.tiles import (
     FLOOR,
     FUSED,
@@ -58,38 +60,45 @@ def words_of(logits: Tensor) -> int:
 READ, WRITE = Walk(warps=4, unroll=4), Walk(warps=2, unroll=8)
 
 
-def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary, *, inplace: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, [T] float32, 0 where masked; differentiable.
+class TritonReader(Reader[R]):
+    """Reads logits by kernels.
 
-    With them come the `totals` of `Rows`. Masked rows are not read; with `inplace` the backward writes the gradient over the logits.
+    Args:
+        vocabulary, targets: as in `Reader`.
+        mask: [n] bool, the rows that are read; statistics of others are 0. None: all rows.
     """
-    return _LogprobsAndEntropy.apply(logits, targets, mask, vocabulary, inplace)
+
+    def __init__(self, vocabulary: Vocabulary, targets: Tensor, mask: Tensor | None = None):
+        super().__init__(vocabulary, targets.contiguous())  # kernels have no strides
+        self._mask = torch.ones_like(self._targets, dtype=torch.bool) if mask is None else mask.contiguous()
+
+    def _where(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Targets and mask of a chunk."""
+        return self._targets[chunk], self._mask[chunk]
 
 
-class _LogprobsAndEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, mask, vocabulary, inplace):
-        rows = rows_of(logits, targets, mask, vocabulary)
-        ctx.save_for_backward(logits, targets, mask, *rows)
-        ctx.vocabulary, ctx.inplace = vocabulary, inplace
-        ctx.set_materialize_grads(False)  # zeros for what has no gradient would be a launch each
-        ctx.mark_non_differentiable(rows.totals)
-        return rows.logprobs, rows.entropy, rows.totals
+class TritonPlainReader(TritonReader[RowStatistics]):
+    """`PlainReader` by kernels."""
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy, _):
-        if grad_logprobs is None and grad_entropy is None:  # of a loss that stops both
-            return None, None, None, None, None
-        logits, targets, mask, *rows = ctx.saved_tensors
-        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        slopes = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs, grad_entropy
-        write_gradient(logits, gradient, targets, mask, Rows(*rows), slopes, ctx.vocabulary)
-        if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None, None
+    record = RowStatistics
+
+    @override
+    def read(self, logits: Tensor, *, may_hide: bool = False) -> RowStatistics:
+        return rows_of(logits, *self._where(ALL), self._vocabulary)
+
+    @override
+    def statistics(self, z: Tensor, chunk: slice) -> Tensor:
+        return statistics(z, *self._where(chunk), self._vocabulary)
+
+    @override
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> RowStatistics:
+        return combine(shares, *self._where(chunk), self._vocabulary)
+
+    @override
+    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: RowStatistics, slopes: Slopes) -> None:
+        by_logprob, by_entropy = slopes
+        by_logprob = torch.zeros_like(rows.logprobs) if by_logprob is None else by_logprob
+        write_gradient(z, out, *self._where(chunk), rows, (by_logprob, by_entropy), self._vocabulary)
 
 
 def _is_shifted(*matrices: Tensor) -> bool:
@@ -108,13 +117,13 @@ def log2_scale(vocabulary: Vocabulary) -> float:
     return math.log2(math.e) / vocabulary.temperature
 
 
-def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
+def rows_of(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
     """[T] each of the whole vocabulary: in one launch where it is all here, else by `statistics`, an all-gather and `combine`."""
     if vocabulary.ranks > 1:
         return combine(vocabulary.gather(statistics(logits, targets, mask, vocabulary)), targets, mask, vocabulary)
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     _read(logits, targets, mask, out, vocabulary, whole=True)
-    return Rows(*out.unbind())
+    return RowStatistics(*out.unbind())
 
 
 def statistics(logits: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -143,14 +152,14 @@ def _read(
     )
 
 
-def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> Rows:
+def combine(shares: Tensor, targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> RowStatistics:
     """The ranks' shares [tp, T, 4], in rank order, to log-probabilities and entropy of the whole vocabulary."""
     ranks, rows, _ = shares.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=shares.device)
     combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
         shares, targets, mask, out, ranks, rows, vocabulary.size, log2_scale(vocabulary), BLOCK=COMBINE_ROWS, **FUSED
     )
-    return Rows(*out.unbind())
+    return RowStatistics(*out.unbind())
 
 
 def write_gradient(
@@ -158,7 +167,7 @@ def write_gradient(
     gradient: Tensor,
     targets: Tensor,
     mask: Tensor,
-    rows: Rows,
+    rows: RowStatistics,
     slopes: tuple[Tensor, Tensor | None],
     vocabulary: Vocabulary,
     grad_loss: Tensor | None = None,

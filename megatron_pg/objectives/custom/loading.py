@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_pg.declarations.choices import AT_ONCE, OBJECTIVE_PARAMETERS
 from megatron_pg.declarations.objectives import numbers as declared_numbers
 from megatron_pg.flags.errors import ArgumentError
+from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import needs_recompute
 from megatron_pg.flags.import_path import load_function
-from megatron_pg.flags.loss_terms import objective_numbers
 from megatron_pg.objectives.custom.custom_row import custom_row, row_failure, row_refusal
 from megatron_pg.objectives.interface.objective import Objective
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
@@ -50,7 +50,7 @@ def custom_objective_of(args: Namespace) -> Objective:
         ArgumentError: rule E16, or E55, when it reads whole sequences and the fused head cannot.
         ImportPathError: it cannot be imported or called.
     """
-    objective = load_custom_objective(args.pg_custom_objective_path, **objective_numbers(args))
+    objective = load_custom_objective(args.pg_custom_objective_path, **Facts(args).objective_numbers)
     if objective.reads_sequences and args.pg_fused_head in AT_ONCE:
         reader = f"--pg-custom-objective-path {objective.name}"
         raise ArgumentError(list(needs_recompute(reader, args.pg_fused_head)))

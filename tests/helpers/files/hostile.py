@@ -1,24 +1,17 @@
 """Hostile command lines and files from a seed, and the law that the command keeps with all of them."""
 
 import argparse
-import gc
 import io
 import json
 import random
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
 from megatron_pg.cli import main
-
-MOST_SECONDS = (
-    2.0  # of CPU time where `_pace` takes no longer than this; a child of the recorder has its own time limit
-)
-_PACE = 0.04
 
 HUGE = ["9" * 400, "9" * 5000, "-" + "9" * 5000, "0." + "3" * 5000, str(2**62), str(-(2**63)), "1" + "0" * 308]
 NUMBERS = [
@@ -90,42 +83,12 @@ class Outcome:
     code: int
     out: str
     err: str
-    seconds: float  # of CPU time
-
-
-class CpuTime:
-    """CPU seconds of its block: of this thread alone, without the collector's walk over the whole session's objects.
-
-    Ranks of other tests, which may end meanwhile, and threads that wait for them are no part of the case.
-    """
-
-    def __enter__(self) -> "CpuTime":
-        gc.disable()
-        self.seconds = -time.thread_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.thread_time()
-        gc.enable()
-
-
-def takes_too_long(seconds: float, cases: int = 1) -> bool:
-    """Whether it is more than the CPU seconds of as many cases; a machine that is slow just now has the more of them."""
-    most = cases * MOST_SECONDS
-    return seconds > most and seconds > most * _pace() / _PACE
-
-
-def _pace() -> float:
-    """CPU seconds of a loop."""
-    with CpuTime() as used:
-        sum(number * number for number in range(300_000))
-    return used.seconds
 
 
 def outcome_of(words: Sequence[str]) -> Outcome:
     """The command in this process, with streams that know no lone surrogate; a warning is an error."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
-    with CpuTime() as used, redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
+    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             code = main(words)
@@ -135,7 +98,7 @@ def outcome_of(words: Sequence[str]) -> Outcome:
     for stream in (out, err):
         stream.flush()
         texts.append(stream.buffer.getvalue().decode("utf-8"))
-    return Outcome(code, *texts, used.seconds)
+    return Outcome(code, *texts)
 
 
 def check(words: Sequence[str]) -> Outcome:
@@ -163,7 +126,6 @@ def broken(words: Sequence[str], found: Outcome) -> str | None:
         or (len(lines) == 2 or (command == "validate" and len(lines) > 2)),
         "prints beside an error": found.code != 2 or found.out == "" or "--json" in words,
         "is no JSON": found.code == 2 or "--json" not in words or is_json_or_help(found.out),
-        "takes too long": not takes_too_long(found.seconds),
     }
     return next((name for name, holds in laws.items() if not holds), None)
 

@@ -5,8 +5,12 @@ from namespaces import REDUCER, accepts, arguments, breaks, constant, row
 
 from megatron_pg.args import validate_args
 from megatron_pg.declarations.streams import Stream
+from megatron_pg.flags import stream_text
 from megatron_pg.flags.banner import banner
-from megatron_pg.flags.streams import parse, streams_of
+from megatron_pg.flags.facts import Facts
+from megatron_pg.flags.stream_text import parse
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.rollouts.fields import is_stream
 
 
 def streams(*texts: str, **rest: object) -> dict[str, object]:
@@ -274,7 +278,7 @@ def test_a_text_is_a_stream():
 
 def test_what_is_not_said_is_the_objectives():
     args = validate_args(arguments(**constant(7.0), **streams("sft:ce", "t:opd,on=rl,aggregation=token_mean")))
-    sft, teacher = streams_of(args)
+    sft, teacher = Facts(args).streams
     assert (sft.aggregation, sft.divisor, sft.tokens) == ("constant", 7.0, "sft")
     assert (teacher.aggregation, teacher.divisor, teacher.tokens) == ("token_mean", None, "rl")
     assert teacher.estimator == "k3_weighted"
@@ -283,15 +287,15 @@ def test_what_is_not_said_is_the_objectives():
 
 def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
     texts = ("a:topk_jsd,beta=0.1", "b:topk_skew_reverse,on=rl", "c:topk_generalised_reverse", "d:ce")
-    found = streams_of(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))
+    found = Facts(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3)))).streams
     assert [(each.mixture, each.tail_floor) for each in found] == [(0.1, 1e-3), (0.1, 1e-3), (None, None), (None, None)]
     assert [each.reads for each in found] == [*[("teacher_topk",)] * 3, ()]
-    (whole,) = streams_of(validate_args(arguments(**streams("a:full_jsd", **TAUGHT))))
+    (whole,) = Facts(validate_args(arguments(**streams("a:full_jsd", **TAUGHT)))).streams
     assert (whole.reads, whole.mixture, whole.tail_floor) == (("teacher_hidden",), 0.5, None)
     shown = banner(validate_args(arguments(**streams("a:full_jsd", **TAUGHT))))
     assert "m = βP + (1-β)Q, β = 0.5, over the whole vocabulary)" in shown
     assert "logits of its hidden states, by teacher.safetensors  (--pg-teacher-head)" in shown
-    (plain,) = streams_of(validate_args(arguments(**streams("a:topk_jsd"))))
+    (plain,) = Facts(validate_args(arguments(**streams("a:topk_jsd")))).streams
     assert (plain.mixture, plain.tail_floor) == (0.5, 1e-6)
     text = banner(validate_args(arguments(**streams(*texts, pg_teacher_tail_floor=1e-3))))
     assert (
@@ -304,12 +308,12 @@ def test_a_top_k_divergence_has_its_mixture_and_the_floor_of_its_tail():
 @pytest.mark.filterwarnings("ignore::megatron_pg.args.ArgumentWarning")
 def test_under_a_custom_reducer_the_default_is_the_step_mean():
     args = validate_args(arguments(custom_pg_loss_reducer_function_path=REDUCER, **streams("sft:ce")))
-    assert streams_of(args)[0].aggregation == "sample_mean"
+    assert Facts(args).streams[0].aggregation == "sample_mean"
 
 
 def test_a_weight_of_0_drops_a_stream_and_the_shorthands_are_streams():
     args = validate_args(arguments(pg_kl_coef=0.1, pg_kl_estimator="k2", **streams("sft:ce,weight=0", "b:ce")))
-    assert [(stream.name, stream.weight, stream.tokens) for stream in streams_of(args)] == [
+    assert [(stream.name, stream.weight, stream.tokens) for stream in Facts(args).streams] == [
         ("kl", 0.1, "rl"),
         ("b", 1.0, "b"),
     ]
@@ -325,3 +329,13 @@ def test_the_banner_says_the_whole_sum():
     assert "objective" in alone
     assert "none  (--pg-stream rl:rl,weight=0)" in alone
     assert "pg_loss" not in alone.partition("δ = ")[0]
+
+
+def test_a_text_is_parsed_once_in_a_startup(monkeypatch):
+    texts, parsed = ("once_a:ce", "once_b:opd,on=rl", "once_c:entropy,on=rl"), []
+    monkeypatch.setattr(stream_text, "is_stream", lambda name: parsed.append(name) or is_stream(name))
+    args = validate_args(arguments(**streams(*texts, pg_kernel="torch", pg_entropy_support="kept")))
+    banner(args)
+    LossSettings.from_args(args)
+    validate_args(args)
+    assert parsed == ["once_a", "once_b", "once_c"]

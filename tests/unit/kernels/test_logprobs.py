@@ -4,7 +4,12 @@ import pytest
 import threads
 import torch
 
-from megatron_pg.kernels.logprobs import logprobs_and_entropy
+from megatron_pg.kernels import Vocabulary
+from megatron_pg.kernels.label_logprobs import label_logprobs
+
+
+def logprobs_and_entropy(logits, targets, **options):
+    return label_logprobs(logits, targets, Vocabulary.of(logits.shape[1], **options), impl="torch")
 
 
 def reference(logits, targets, temperature):

@@ -308,10 +308,10 @@ def test_a_number_that_is_none_stays_visible_at_a_weight_of_zero(impl, dtype):
 
 def test_beside_an_objective_with_a_row_the_rest_is_one_launch(monkeypatch):
     """Of every chunk: the surrogate kernel has been asked, and torch has not."""
-    from megatron_pg.lm_head import triton_reader
+    from megatron_pg.kernels.triton import surrogate as triton_surrogate
 
     parts, calls = Parts.draw("full_reverse_kl", torch.float32, has_own_tokens=False), []
-    surrogate = triton_reader.surrogate_and_slopes
-    monkeypatch.setattr(triton_reader, "surrogate_and_slopes", lambda *given: calls.append(1) or surrogate(*given))
+    surrogate = triton_surrogate.surrogate_and_slopes
+    monkeypatch.setattr(triton_surrogate, "surrogate_and_slopes", lambda *given: calls.append(1) or surrogate(*given))
     run(moved(parts, DEVICE), Head(impl="triton"))
     assert len(calls) == -(-int(parts.policy_loss.fields.mask.sum()) // 4)

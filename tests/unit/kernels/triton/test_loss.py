@@ -20,7 +20,8 @@ from megatron_pg.batch import TokenFields, pack, slice_batch
 from megatron_pg.batch.fields import StreamFields
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, api, grpo_loss, policy_gradient_loss
-from megatron_pg.kernels.logprobs import logprobs_of
+from megatron_pg.kernels.losses import reader_of
+from megatron_pg.kernels.readers import read
 from megatron_pg.step.loss import microbatch_loss
 
 CUDA = torch.cuda.is_available()
@@ -453,12 +454,8 @@ def test_a_logprob_that_does_not_exist_has_a_nan_gradient_whatever_is_upstream(i
     logits[4, 7] = math.nan
     leaf = logits.requires_grad_()
     targets, mask = torch.tensor([3, 32, 32, 3, 3], device=DEVICE), torch.tensor([1, 1, 0, 0, 1], device=DEVICE).bool()
-    if impl == "triton":
-        from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy
-
-        logprobs, *_ = logprobs_and_entropy(leaf, targets, mask, Vocabulary.of(32), inplace=False)
-    else:
-        logprobs = logprobs_of(leaf, torch.where(mask, targets, 0), Vocabulary.of(32))[0]
+    targets = targets if impl == "triton" else torch.where(mask, targets, 0)
+    logprobs, *_ = read(leaf, reader_of(impl, Vocabulary.of(32), targets, mask=mask))
     logprobs.backward(torch.zeros(5, device=DEVICE))
     assert leaf.grad.isnan().all(dim=1).tolist() == [False, True, False, False, True]
     assert not leaf.grad[[0, 2, 3]].any()
@@ -711,17 +708,14 @@ def test_sharded_vocabularies_equal_the_whole_one_and_every_rank_has_the_same_bi
 
 
 def test_an_entropy_gradient_goes_through_the_same_kernel():
-    from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy
-
     logits = torch.randn(4, 300, dtype=torch.float64)
     logits[0, :100] = -math.inf
     targets, mask = torch.tensor([150, 2, 3, 299]), torch.tensor([True, True, False, True])
     up_logprobs, up_entropy = torch.randn(4), torch.randn(4)
     up_logprobs[1] = up_entropy[3] = 0  # as of a clipped token: what else it has goes on
     x = logits.float().to(DEVICE).requires_grad_()
-    logprobs, entropy, _ = logprobs_and_entropy(
-        x, targets.to(DEVICE), mask.to(DEVICE), Vocabulary.of(300, temperature=0.8), inplace=False
-    )
+    vocabulary = Vocabulary.of(300, temperature=0.8)
+    logprobs, entropy, _ = read(x, reader_of("triton", vocabulary, targets.to(DEVICE), mask=mask.to(DEVICE)))
     (logprobs @ up_logprobs.to(DEVICE) + entropy @ up_entropy.to(DEVICE)).backward()
     log_p = log_softmax(logits / 0.8)
     p, h = log_p.exp(), -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(1, keepdim=True)
@@ -745,11 +739,9 @@ class _Stopped(torch.autograd.Function):
 
 
 def test_a_loss_that_stops_both_gradients_gives_none():
-    from megatron_pg.kernels.triton.vocab_parallel import logprobs_and_entropy
-
     logits = torch.randn(3, 9, device=DEVICE, requires_grad=True)
     targets, mask = torch.arange(3, device=DEVICE), torch.ones(3, dtype=torch.bool, device=DEVICE)
-    logprobs, entropy, _ = logprobs_and_entropy(logits, targets, mask, Vocabulary.of(9), inplace=False)
+    logprobs, entropy, _ = read(logits, reader_of("triton", Vocabulary.of(9), targets, mask=mask))
     _Stopped.apply(logprobs, entropy, logits).backward()
     assert torch.equal(logits.grad, torch.ones_like(logits))
 

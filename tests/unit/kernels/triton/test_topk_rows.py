@@ -8,8 +8,9 @@ import torch
 from topk_parts import NAMES, Parts
 
 from megatron_pg.kernels import Vocabulary, topk
-from megatron_pg.kernels.topk import Slopes, TopKRows, topk_logprobs
-from megatron_pg.kernels.triton import topk as topk_triton
+from megatron_pg.kernels.losses import reader_of
+from megatron_pg.kernels.readers import ALL, read
+from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics, topk_logprobs
 from megatron_pg.kernels.triton import topk_rows
 from megatron_pg.kernels.triton.topk_loss import topk_loss
 from megatron_pg.kernels.triton.vocab_parallel import log2_scale
@@ -85,7 +86,7 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
     own = vocabularies(columns, ranks, size)
     padded = torch.nn.functional.pad(logits, (0, columns * ranks - size), value=-math.inf)
     slices = padded.chunk(ranks, dim=1)
-    in_nats_ = [topk.statistics(z, targets, ids, v) for z, v in zip(slices, own, strict=True)]
+    in_nats_ = [TopKReader(v, targets, ids).statistics(z, ALL) for z, v in zip(slices, own, strict=True)]
     shares = torch.stack([in_log2(each, own[0]) for each in in_nats_])
     expected = topk.combine(in_nats(shares, own[0]), targets, ids, own[0])
     there = [each.to(DEVICE) for each in (targets, mask, ids)]
@@ -96,12 +97,12 @@ def test_distributions_and_coefficients_are_those_of_torch(ranks, size, width, e
         assert error(ours[mask], theirs[mask]) <= limits.get(name, SINGLE), name
         assert not ours[~mask].any()
     assert torch.equal(found.tail_peaks.cpu()[:7], shares[:, :7, 0].amax(dim=0))
-    slopes = [torch.randn(8, dtype=torch.float64) for _ in range(3)]
-    slopes = Slopes(slopes[0], slopes[1], torch.where(ids >= 0, torch.randn(ids.shape).double(), 0), slopes[2])
-    slopes = Slopes(*(each.float().double() for each in slopes))  # what the kernel reads, exactly
-    known = TopKRows(*(each.cpu().double() for each in found))
+    of_rows = [torch.randn(8, dtype=torch.float64) for _ in range(3)]
+    slopes = of_rows[0], of_rows[1], torch.where(ids >= 0, torch.randn(ids.shape).double(), 0), of_rows[2]
+    slopes = [each.float().double() for each in slopes]  # what the kernel reads, exactly
+    known = TopKRowStatistics(*(each.cpu().double() for each in found))
     wanted = topk.coefficients(targets, ids, known, slopes, own[0])
-    given = Slopes(*(s.float().to(DEVICE) for s in slopes[:2]), *(s.to(DEVICE) for s in slopes[2:]))
+    given = [*(s.float().to(DEVICE) for s in slopes[:2]), *(s.to(DEVICE) for s in slopes[2:])]
     factors, named = topk_rows.coefficients(*there, found, given, own[0])
     theirs = torch.stack([wanted.outside, wanted.by_x * LN2, wanted.at_target], dim=1)
     assert error(factors[mask], theirs[mask]) <= SINGLE
@@ -122,7 +123,7 @@ def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
     mask, ids = parts.fields.mask, loss.topk_ids
     logits[1, ids[1].clamp(min=0).long()] += 25.0
     targets = torch.where(mask, parts.fields.targets, 0)
-    rows = topk.topk_rows_of(logits, targets, ids, vocabulary)
+    rows = read(logits, reader_of("torch", vocabulary, targets, ids))[:-1]
     outputs = [torch.where(mask if each.dim() == 1 else mask[:, None], each, 0) for each in rows]
     theirs = [each.clone().requires_grad_() for each in outputs]
     expected = loss(*theirs[:2], topk_logprobs(*theirs[2:], ids, vocabulary))
@@ -148,24 +149,25 @@ def test_the_gradient_of_every_shard_is_that_of_the_whole(ranks, size, width):
     padded = torch.nn.functional.pad(logits, (0, columns * ranks - size), value=50.0)
     slices = [z.contiguous().to(DEVICE) for z in padded.chunk(ranks, dim=1)]
     there = [each.to(DEVICE) for each in (targets, mask, ids)]
-    shares = torch.stack([topk_triton.statistics(z, *there, v) for z, v in zip(slices, own, strict=True)])
+    readers = [reader_of("triton", v, there[0], there[2], there[1]) for v in own]
+    shares = torch.stack([reader.statistics(z, ALL) for z, reader in zip(slices, readers, strict=True)])
     rows = topk_rows.combine(shares, *there, own[0])
     has_tail = (ids >= 0).sum(dim=1) < size
-    slopes = Slopes(*(torch.randn(shape) for shape in (8, 8, ids.shape, 8)))  # 0 by what is not there
-    slopes = slopes._replace(by_head=slopes.by_head * (ids >= 0), by_tail=slopes.by_tail * has_tail)
-    given = Slopes(*(s.to(DEVICE) for s in slopes[:2]), *(s.double().to(DEVICE) for s in slopes[2:]))
+    by_logprob, by_entropy, by_head, by_tail = (torch.randn(shape) for shape in (8, 8, ids.shape, 8))
+    by_head, by_tail = by_head * (ids >= 0), by_tail * has_tail  # 0 by what is not there
+    given = [*(s.to(DEVICE) for s in (by_logprob, by_entropy)), *(s.double().to(DEVICE) for s in (by_head, by_tail))]
     gradients = [torch.full_like(z, math.nan) for z in slices]
-    for z, gradient, vocabulary in zip(slices, gradients, own, strict=True):
-        topk_triton.write_gradient(z, gradient, *there, rows, given, vocabulary)
+    for z, gradient, reader in zip(slices, gradients, readers, strict=True):
+        reader.write_gradient(z, gradient, ALL, rows, given)
     found = torch.cat(gradients, dim=1).cpu()
     assert not found[:, size:].any()
     leaf = torch.where(mask[:, None], logits, 0).double().requires_grad_()
-    outputs = topk.topk_rows_of(leaf, targets, ids, Vocabulary.of(size, temperature=0.75))
+    outputs = read(leaf, reader_of("torch", Vocabulary.of(size, temperature=0.75), targets, ids))
     head = torch.where((ids >= 0) & mask[:, None], outputs[2], 0)
     tail = torch.where(has_tail, outputs[3], 0)
-    terms = [slopes.by_logprob * outputs[0], slopes.by_entropy * outputs[1], slopes.by_tail * tail]
+    terms = [by_logprob * outputs[0], by_entropy * outputs[1], by_tail * tail]
     total = torch.stack([torch.where(mask, each, 0) for each in terms]).sum()
-    total = total + (slopes.by_head * head).sum()
+    total = total + (by_head * head).sum()
     (expected,) = torch.autograd.grad(total, leaf)
     for t in range(6 if width < size else 5):  # then the fifth has a target that is none
         assert error(found[t, :size], expected[t]) <= 16 * SINGLE, t

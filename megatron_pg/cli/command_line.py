@@ -1,0 +1,193 @@
+"""The command line of a job, read from a text: what `set -x` or a dry run printed. Nothing of it is run."""
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from os.path import basename
+
+from megatron_pg.cli.terminal import InputError, decoded, read_text, show_path
+from megatron_pg.flags.banner import COMMAND_LINE
+from megatron_pg.rollouts.printable import printable
+
+_LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
+_PYTHON = re.compile(r"python[\d.]*|uv")
+_OURS = re.compile(r"--(pg-|loss-aggregation|custom-pg-)")
+_BEFORE = re.compile(r"\++$|[A-Za-z_]\w*=")  # what `set -x` prints before a command, and assignments
+_MOST_LINES = 20  # named in a message
+_PIECE = re.compile(
+    r"""
+      (?P<blank>[ \t\r]+|\\\r?(?:\n|\Z))
+    | (?P<comment>(?<![^\s;&|()])\#[^\n]*)
+    | (?P<redirection>\d*(?:<<<|<<-?|>>|>\||<>|[<>])&?|&>>?)
+    | (?P<end>[\n;&|()]+)
+    | '(?P<single>[^']*)'
+    | \$'(?P<ansi>[^'\\]*(?:\\.[^'\\]*)*)'
+    | "(?P<double>[^"\\]*(?:\\.[^"\\]*)*)"
+    | \\(?P<escaped>.)
+    | (?P<plain>(?:[^ \t\r\n'"\\;&|()<>$]|\$\([^()]*\)?|\$(?!'))+)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_EXPANSION = re.compile(r"\\.|(?P<variable>\$(?:\{[^}]*\}|\w+|[@*#?!-]))|(?P<substitution>\$\(|`)", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Command:
+    """One command of the text."""
+
+    line: int
+    words: list[str] = field(default_factory=list)
+    unexpanded: str | None = None  # the first part that a shell would have replaced
+
+    @property
+    def has_our_flags(self) -> bool:
+        """Whether a flag of megatron_pg is among its words."""
+        return any(map(_OURS.match, self.words))
+
+    @property
+    def starts_script(self) -> bool:
+        """Whether a launcher, Python or a Python script is among its words; assignments of arrays have none."""
+        names = {basename(word) for word in self.words}
+        return bool(names & _LAUNCHERS) or any(_PYTHON.fullmatch(name) or name.endswith(".py") for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The command line of the job."""
+
+    source: str  # file and line, for messages
+    launcher_words: Sequence[str]  # the options of torchrun
+    words: Sequence[str]  # the flags of the training script
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks, from torchrun's options; None if they do not give it."""
+        sizes: dict[str, int | None] = {"nproc-per-node": None, "nnodes": 1}
+        parts = [part for word in self.launcher_words for part in word.split("=", 1)]
+        for flag, value in itertools.pairwise(parts):
+            option = flag[2:].replace("_", "-")
+            for name in sizes if flag.startswith("--n") else ():
+                if name.startswith(option):  # argparse completes abbreviations
+                    sizes[name] = int(value) if value.isdecimal() and len(value) < 10 else None
+        ranks, nodes = sizes.values()
+        return None if ranks is None or nodes is None else ranks * nodes
+
+
+def read_command_line(path: str) -> CommandLine:
+    """The one command line of the job in file `path`, or in standard input if `path` is `-`.
+
+    Raises:
+        InputError: the text cannot be read, has no or several command lines, or a shell has not expanded the line.
+    """
+    name = "standard input" if path == "-" else show_path(path)
+    text = _standard_input() if path == "-" else read_text(path)
+    try:
+        command = _choose(list(_printed_by_dry_run(text)) or list(_commands(text)))
+        if command.unexpanded:
+            raise InputError(
+                f"line {command.line} has the unexpanded {command.unexpanded}. Use the line that `set -x` prints."
+            )
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    launcher_words, words = _split(command.words)
+    return CommandLine(f"{name}, line {command.line}", launcher_words, words)
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("standard input: is closed. Give a file, or pipe the command line in.")
+    return decoded(sys.stdin.buffer, "standard input")
+
+
+def _printed_by_dry_run(text: str) -> Iterator[Command]:
+    """The commands that a dry run has printed, within any other text."""
+    start, line = 0, 1
+    while (found := text.find(COMMAND_LINE, start)) >= 0:
+        line += text.count("\n", start, found)
+        start = found + len(COMMAND_LINE)
+        yield next(_commands(text, start, line), Command(line))
+
+
+def _choose(commands: Sequence[Command]) -> Command:
+    """The command of the job: the only one, or the only one that has flags of megatron_pg and starts a script."""
+    if not commands:
+        raise InputError("has no command line. Give the line that `set -x` or the dry run of the job prints.")
+    different: dict[tuple[str, ...], Command] = {}
+    for command in commands:
+        different.setdefault(tuple(command.words), command)
+    chosen = [command for command in different.values() if command.has_our_flags] or [*different.values()]
+    chosen = [command for command in chosen if command.starts_script] or chosen
+    if len(chosen) == 1:
+        return chosen[0]
+    which = "with" if chosen[0].has_our_flags else "without"
+    lines = [str(command.line) for command in chosen]
+    shown = ", ".join(lines[:_MOST_LINES] + ["…"] * (len(lines) > _MOST_LINES))
+    raise InputError(
+        f"has several command lines {which} flags of megatron_pg: lines {shown}. Keep only the line of the job."
+    )
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What the launcher reads, and what the training script reads."""
+    names = [basename(word) for word in words]
+    launcher = next((i for i, name in enumerate(names) if name in _LAUNCHERS), None)
+    python = next((i for i, name in enumerate(names) if _PYTHON.fullmatch(name)), None)
+    start = python if launcher is None else launcher
+    if start is None and words[:1] and words[0].startswith("-"):  # flags alone
+        return (), words
+    begin = 0 if start is None else start + 1
+    for i, word in enumerate(words[begin:], start=begin):
+        if word in ("-m", "--module"):
+            return words[begin:i], words[i + 2 :]
+        if word.endswith(".py"):
+            return words[begin:i], words[i + 1 :]
+    flags = next((i for i, word in enumerate(words[begin:], start=begin) if word.startswith("-")), len(words))
+    return words[begin:], words[flags:]
+
+
+def _commands(text: str, start: int = 0, line: int = 1) -> Iterator[Command]:
+    """The commands of a text as a shell splits it, from position `start`, which is in line `line`."""
+    command, word, unexpanded, is_redirected = Command(line), None, None, False
+    for kind, content, at in _pieces(text, start, line):
+        if kind not in ("blank", "comment", "redirection", "end"):
+            is_escaped = kind == "double"
+            word = (word or "") + (re.sub(r'\\(["\\$`\n])', r"\1", content) if is_escaped else content)
+            unexpanded = unexpanded or _unexpanded(kind, content)
+            continue
+        if word is not None and not is_redirected and (command.words or not _BEFORE.match(word)):
+            command.line = command.line if command.words else at
+            command.words.append(word)
+            command.unexpanded = command.unexpanded or unexpanded
+        if word is not None:
+            word, unexpanded, is_redirected = None, None, False
+        if kind == "redirection":  # the next word names a file
+            is_redirected = True
+        elif kind == "end":
+            if command.words:
+                yield command
+            command, is_redirected = Command(at), False
+
+
+def _pieces(text: str, start: int, line: int) -> Iterator[tuple[str, str, int]]:
+    """Kind, text and line of every piece of a word, and of what separates words; the last one is an end."""
+    while start < len(text):
+        piece = _PIECE.match(text, start)
+        if piece is None:
+            raise InputError(f"line {line} opens a quote {text[start]} that is not closed. Close it.")
+        kind = str(piece.lastgroup)
+        yield kind, piece[kind], line
+        line += text.count("\n", start, piece.end())
+        start = piece.end()
+    yield "end", "", line
+
+
+def _unexpanded(kind: str, content: str) -> str | None:
+    """What a shell would replace in this piece of a word."""
+    for match in _EXPANSION.finditer(content) if kind in ("plain", "double") else ():
+        if match["variable"]:
+            return f"variable {printable(match['variable'])}"
+        if match["substitution"]:
+            return f"command substitution {match['substitution']}"
+    return None

@@ -1,0 +1,102 @@
+"""Which reader a loss needs, and the loss from the reader's outputs, in torch or in few launches of Triton kernels."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
+from megatron_pg.kernels.readers import PlainReader, Reader, Slopes, Statistics
+from megatron_pg.kernels.support import Restriction, SupportReader
+from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
+from megatron_pg.kernels.topk import TopKReader, topk_logprobs
+from megatron_pg.kernels.vocabulary import Vocabulary
+
+Detail = Tensor | Restriction | TeacherLogits | None  # ids [n, K], what the rows are restricted to, or their teacher
+
+
+def detail_of(policy_loss: PolicyLoss, *, entropy: bool) -> Tensor | Restriction | None:
+    """What the reader of a loss on stored logits needs in addition to the targets."""
+    restriction = policy_loss.restriction(entropy)
+    return policy_loss.topk_ids if restriction is None else restriction
+
+
+def reader_of(
+    impl: str, vocabulary: Vocabulary, targets: Tensor, detail: Detail = None, mask: Tensor | None = None
+) -> Reader:
+    """The reader of rows with these targets; `mask`: the rows that Triton kernels read, None: all."""
+    if impl == "torch":
+        if detail is None:
+            return PlainReader(vocabulary, targets)
+        if isinstance(detail, Tensor):
+            return TopKReader(vocabulary, targets, detail)
+        if isinstance(detail, Restriction):
+            return SupportReader(vocabulary, targets, detail)
+        return TeacherReader(vocabulary, targets, detail)
+    from megatron_pg.kernels.triton import support, teacher, topk, vocab_parallel  # torch needs no Triton
+
+    if detail is None:
+        return vocab_parallel.TritonPlainReader(vocabulary, targets, mask)
+    if isinstance(detail, Tensor):
+        return topk.TritonTopKReader(vocabulary, targets, detail, mask)
+    if isinstance(detail, Restriction):
+        return support.TritonSupportReader(vocabulary, targets, detail, mask)
+    return teacher.TritonTeacherReader(vocabulary, targets, detail)
+
+
+def loss_of(
+    policy_loss: PolicyLoss, outputs: Sequence[Tensor], vocabulary: Vocabulary, impl: str
+) -> PolicyGradientLoss:
+    """The loss from the `outputs` of its reader's statistics; differentiable."""
+    logprobs, entropy, *details = outputs
+    if impl == "triton" and policy_loss.terms.reads_topk:
+        from megatron_pg.kernels.triton.topk_loss import topk_loss
+
+        return topk_loss(policy_loss, outputs, policy_loss.topk_ids, vocabulary)
+    if impl == "triton" and policy_loss.row:
+        from megatron_pg.kernels.triton.surrogate import surrogate_loss
+
+        return surrogate_loss(policy_loss, logprobs, entropy)
+    if policy_loss.terms.reads_topk:
+        head, tail = details
+        return policy_loss(logprobs, entropy, topk_logprobs(head, tail, policy_loss.topk_ids, vocabulary))
+    return policy_loss(logprobs, entropy, divergence=details[0] if details else None)
+
+
+def loss_and_slopes(
+    policy_loss: PolicyLoss, rows: Statistics, vocabulary: Vocabulary, impl: str
+) -> tuple[PolicyGradientLoss, Slopes]:
+    """The loss, detached, and its derivatives by the `outputs` of the statistics."""
+    if impl == "triton":
+        from megatron_pg.kernels.triton.surrogate import surrogate_and_slopes
+
+        logprobs, entropy = rows.outputs[:2]
+        if policy_loss.row:
+            return surrogate_and_slopes(policy_loss, logprobs, entropy)
+        if isinstance(rows, TeacherRowStatistics) and (rest := policy_loss.without_hidden).row:
+            return _with_divergence(policy_loss, rows.divergence, *surrogate_and_slopes(rest, logprobs, entropy))
+    with torch.enable_grad():
+        outputs = [values.detach().requires_grad_() for values in rows.outputs]
+        result = loss_of(policy_loss, outputs, vocabulary, impl)
+        slopes = torch.autograd.grad(result.loss, outputs, materialize_grads=True, allow_unused=True)
+    return replace(result, loss=result.loss.detach()), slopes
+
+
+def _with_divergence(
+    policy_loss: PolicyLoss, divergence: Tensor, rest: PolicyGradientLoss, slopes: Slopes
+) -> tuple[PolicyGradientLoss, Slopes]:
+    """Adds the streams over the teacher's hidden states to the loss of the others."""
+    others = iter(() if rest.stream_losses is None else rest.stream_losses)
+    terms, loss, weights, losses = policy_loss.terms, rest.loss, [], []
+    for stream in terms.streams:
+        if not stream.reads_hidden:
+            losses.append(next(others))
+            continue
+        fields = policy_loss.fields.of_stream(stream.name)
+        weights.append(torch.where(fields.mask, stream.weight * fields.weights, 0).to(loss.dtype))
+        losses.append(torch.where(fields.mask, divergence, 0))
+        loss = loss + (weights[-1] * losses[-1]).sum()  # NaN at a weight of 0, too
+    weight = sum(weights[1:], start=weights[0])
+    by_divergence = weight if terms.grad_divisor == 1.0 else weight / terms.grad_divisor
+    return replace(rest, loss=loss, stream_losses=torch.stack(losses)), (*slopes, by_divergence)
