@@ -42,7 +42,7 @@ def make_batch(tokens: int, vocabulary: int, device: str):
             )
         )
     batch = pack(samples, qkv_format="thd")
-    weights = batch.response_values("loss_mask").double() / (256 * len(samples))
+    weights = batch.loss_mask.double() / (256 * len(samples))
     return slice_batch(batch, {"weights": weights}, cp_rank=0, cp_size=1, device=device)
 
 

@@ -303,9 +303,10 @@ def _rank_and_size(cp_rank: int | None, cp_size: int | None) -> tuple[int, int]:
             f"cp_rank={cp_rank} and cp_size={cp_size}: one without the other names no layout. Give both or neither."
         )
     state = sys.modules.get("megatron.core.parallel_state")  # never imported from here
-    if cp_rank is None and not _WHOLE_SEQUENCES.get() and state is not None and state.model_parallel_is_initialized():
-        cp_rank, cp_size = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
-    elif cp_rank is None:
-        cp_rank, cp_size = 0, 1
-    check_rank(cp_rank, cp_size)
-    return cp_rank, cp_size
+    rank_and_size = 0, 1
+    if cp_rank is not None and cp_size is not None:
+        rank_and_size = cp_rank, cp_size
+    elif not _WHOLE_SEQUENCES.get() and state is not None and state.model_parallel_is_initialized():
+        rank_and_size = state.get_context_parallel_rank(), state.get_context_parallel_world_size()
+    check_rank(*rank_and_size)
+    return rank_and_size

@@ -195,6 +195,7 @@ TOGETHER = {
     "flags/megatron.py": "tests/unit/flags/test_compatibility.py",
     "rollouts/fields.py": "tests/unit/rollouts/test_sample.py",
     "rollouts/file.py": "tests/unit/rollouts/test_sample.py",
+    "rollouts/payloads/*": "tests/unit/rollouts/test_payloads.py",
     "batch/fields.py": "tests/unit/batch/test_pack.py",
     "batch/slicing.py": "tests/unit/batch/test_pack.py",
     "batch/zigzag.py": "tests/unit/test_cp_utils.py",

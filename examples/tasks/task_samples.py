@@ -17,7 +17,7 @@ from tasks.sampling import Policy
 
 from megatron_pg import Sample, group_advantages
 from megatron_pg.plan.collectives import all_gather_rows
-from megatron_pg.rollouts.support import Support
+from megatron_pg.rollouts.payloads.sampling_masks import Support
 
 T = TypeVar("T", list, torch.Tensor)
 TASKS = {

@@ -30,7 +30,7 @@ def local_experts(local: LocalBatch, *, num_experts: int, layers: int, topk: int
         rows[:, local.row_index].t().reshape(-1).chunk(tp_size)[tp_rank]
         for rows in (whole.sample_index, whole.position_ids)
     )
-    records = [sample.routed_experts for sample in whole.samples]
+    records = [sample.routed_experts for sample in whole.samples if sample.routed_experts is not None]
     every = torch.cat([torch.zeros(0, layers, topk, dtype=torch.int32), *records])
     lengths = torch.tensor([*map(len, records), 0])  # an index of -1, padding, takes the last: no token
     starts = torch.tensor([0, *itertools.accumulate(map(len, records))])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
-
-TOPK = "topk:"  # before the names of `TopK`'s fields; no stream's name holds a colon
-SAMPLED = "sampled"  # among the fields of a step: bool, tokens at which a term reads the policy that was sampled from
-TAUGHT = "taught"  # among the fields of a step: bool, tokens that a stream trains by the teacher's hidden states
+from megatron_pg.rollouts.payloads import PAYLOADS, Rows
+from megatron_pg.rollouts.payloads.hidden_states import TeacherStates
+from megatron_pg.rollouts.payloads.sampling_masks import TokenSupport
+from megatron_pg.rollouts.payloads.topk import TopK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,63 +21,6 @@ class StreamFields:
 
     weights: Tensor | None = None  # None: those of the objective
     mask: Tensor | None = None  # bool; None: the tokens of the objective
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TopK:
-    """The teacher's likeliest tokens; where no stream that reads them trains the token they may be anything."""
-
-    ids: Tensor  # [T, K] int32, global ids, -1 where there is none
-    logprobs: Tensor  # [T, K] float32, nats
-    tails: Tensor  # [T] float64, the teacher's probability of all other tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenSupport:
-    """What the rollout engine could have sampled in the place of each token: row t's is ids[starts[t] : starts[t] + counts[t]]."""
-
-    starts: Tensor  # [T] int64
-    counts: Tensor  # [T] int64; 0: the whole vocabulary
-    ids: Tensor  # [n] int32, global ids, of all rows and maybe others
-    longest: int  # ids of a row, at most
-
-    @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor) -> "TokenSupport":
-        """Of T rows, from `Support`'s form: ids [n] int32 and offsets [T + 1] int64; the host waits for their device.
-
-        Raises:
-            ValueError: the offsets do not rise from 0 to n.
-        """
-        counts = offsets.diff()
-        if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, len(ids)] or (counts < 0).any():
-            raise ValueError(
-                f"offsets do not rise from 0 to {len(ids)}, the number of ids, so rows would have others' ids. Give one for the begin of each "
-                "row and one for the end."
-            )
-        longest = int(counts.max()) if len(counts) else 0
-        return cls(starts=offsets[:-1], counts=counts, ids=ids, longest=longest)
-
-    def at(self, rows: Tensor | slice) -> "TokenSupport":
-        """That of some of the rows."""
-        return replace(self, starts=self.starts[rows], counts=self.counts[rows])
-
-    def table(self) -> Tensor:
-        """[T, longest] int32, -1 where a row has fewer ids."""
-        k = torch.arange(self.longest, device=self.ids.device)
-        here = k < self.counts[:, None]
-        return torch.where(here, self.ids[torch.where(here, self.starts[:, None] + k, 0)], -1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TeacherStates:
-    """The teacher's last hidden states: row t's are states[slots[t]]; where no stream that reads them trains it, anyone's."""
-
-    slots: Tensor  # [T] int64
-    states: Tensor  # [m, H_T] of the rows that a stream trains, on any device; m = 0: of none
-
-    def at(self, rows: Tensor | slice) -> "TeacherStates":
-        """Those of some of the rows."""
-        return replace(self, slots=self.slots[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,34 +69,35 @@ class TokenFields:
         return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The fields that are known but support and hidden states, by name; those of a stream as `stream.field`, those of `TopK` as `topk:field`, two of them [T, K]."""
-        found = dict(zip(_NAMES, _values(self), strict=True))
-        if self.teacher_topk is not None:
-            found |= {f"{TOPK}{each.name}": getattr(self.teacher_topk, each.name) for each in fields(TopK)}
+        """The known fields [T] by name; those of a stream as `stream.field`. Payloads are not among them."""
+        known = dict(zip(_NAMES, _values(self), strict=True))
         for stream, own in self.streams.items():
-            found |= {f"{stream}.{each.name}": getattr(own, each.name) for each in fields(own)}
-        return {name: values for name, values in found.items() if isinstance(values, torch.Tensor)}
+            known |= {f"{stream}.{each.name}": getattr(own, each.name) for each in fields(own)}
+        return {name: values for name, values in known.items() if isinstance(values, torch.Tensor)}
+
+    @property
+    def payloads(self) -> dict[str, Rows]:
+        """The known payloads by name."""
+        known = {name: getattr(self, name) for name in PAYLOADS if name in _NAMES}
+        return {name: rows for name, rows in known.items() if rows is not None}
 
     @classmethod
-    def of(cls, values: Mapping[str, Tensor], sequences: Sequences | None = None) -> "TokenFields":
-        """From the values by the names of `per_token`."""
-        own: dict[str, dict[str, Tensor]] = {}
+    def of(cls, values: Mapping[str, Any], sequences: Sequences | None = None) -> "TokenFields":
+        """From the values by the names of `per_token`, and payloads by theirs."""
+        by_stream: dict[str, dict[str, Tensor]] = {}
         for name in values:
             stream, dot, kind = name.partition(".")
             if dot:
-                own.setdefault(stream, {})[kind] = values[name]
-        streams = {stream: StreamFields(**each) for stream, each in own.items()}
-        topk = {name.removeprefix(TOPK): v for name, v in values.items() if name.startswith(TOPK)}
+                by_stream.setdefault(stream, {})[kind] = values[name]
+        streams = {stream: StreamFields(**own) for stream, own in by_stream.items()}
         rest: dict[str, Any] = {"old_logprobs": None}
-        rest |= {name: v for name, v in values.items() if "." not in name and not name.startswith(TOPK)}
-        return cls(**rest, teacher_topk=TopK(**topk) if topk else None, streams=streams, sequences=sequences)
+        rest |= {name: v for name, v in values.items() if "." not in name}
+        return cls(**rest, streams=streams, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
-        """The fields of some of the rows, for a loss that reads no sequences."""
-        found = TokenFields.of({name: values[rows] for name, values in self.per_token().items()}, self.sequences)
-        support = None if self.support is None else self.support.at(rows)
-        hidden = None if self.teacher_hidden is None else self.teacher_hidden.at(rows)
-        return replace(found, support=support, teacher_hidden=hidden)
+        """Select rows, for a loss that reads no sequences."""
+        chosen: dict[str, Any] = {name: values[rows] for name, values in self.per_token().items()}
+        return TokenFields.of(chosen | {name: each.at(rows) for name, each in self.payloads.items()}, self.sequences)
 
 
 _NAMES = tuple(each.name for each in fields(TokenFields))

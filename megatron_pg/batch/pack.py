@@ -4,22 +4,21 @@ Two layouts: thd (one row, samples one after the other) and bshd (one padded row
 out at full length first, and labels are shifted inside each sample; context parallelism slices afterwards (`slicing`).
 """
 
-import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch.context_ranks import ContextRanks
-from megatron_pg.batch.fields import TokenSupport, TopK
 from megatron_pg.batch.zigzag import padded_length
 from megatron_pg.rollouts.fields import OPTIONAL, POLICY
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.token_sets import ABSENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,28 +36,26 @@ class PackedBatch:
     position_ids: Tensor  # [B, W] int64, counted from the start of the sample
     sample_index: Tensor  # [B, W] int64 into `samples`, -1 on padding
     response_positions: Tensor  # [sum of R] int64 into the flattened rows
+    lengths: Tensor  # [S] int64, R of each sample
+    masks: Mapping[str, Tensor]  # [sum of R] bool by stream, the response tokens that it trains
+    values: Mapping[str, Tensor]  # [sum of R] float64 by field; NaN where a sample has none, absent if no sample has it
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
     num_missing: int = 0  # trained tokens that were masked, because their samples' supports do not hold them
 
     @property
     def digest(self) -> bytes:
-        """48 bits of everything that the loss and the metrics read."""
+        """48 bits of everything that the loss and the metrics read, whatever its layout in memory."""
         facts = [(s.reward, s.truncated, s.environment, s.stream, sorted(s.masks)) for s in self.samples]
-        shape = (self.qkv_format, self.padded_lengths, facts, self.cp_ranks)
-        content = hashlib.blake2b(repr(shape).encode(), digest_size=6)
-        for values in (
-            self.tokens,
-            *(sample.loss_mask for sample in self.samples),
-            *(self.response_values(name) for name in ("old_logprobs", "advantages")),
-            *(self.optional_values(name) for name in OPTIONAL),
-            *(sample.routed_experts for sample in self.samples),
-            *(values for s in self.samples if (t := s.teacher_topk) is not None for values in (t.ids, t.logprobs)),
-            *(s.teacher_hidden.contiguous().view(torch.uint8) for s in self.samples if s.teacher_hidden is not None),
-            *(values for s in self.samples if s.support is not None for values in (s.support.ids, s.support.offsets)),
-            *(sample.masks[name] for sample in self.samples for name in sorted(sample.masks)),
-        ):
-            content.update(b"" if values is None else values.numpy().tobytes())
+        content = hashlib.blake2b(digest_size=6)
+        content.update(repr((self.qkv_format, self.padded_lengths, facts, self.cp_ranks)).encode())
+        tensors = {"tokens": self.tokens, "lengths": self.lengths, **self.masks, **self.values}
+        for name, values in sorted(tensors.items()):
+            content.update(name.encode() + values.numpy().tobytes())
+        for name, payload in PAYLOADS.items():
+            for i, record in enumerate(self.records_of(name)):
+                for values in () if record is None else payload.tensors(record):
+                    content.update(f"{name} {i}".encode() + values.numpy().tobytes())
         return content.digest()
 
     @property
@@ -73,82 +70,41 @@ class PackedBatch:
 
     def tokens_of(self, *streams: str) -> list[int]:
         """Tokens of each sample that one of the streams trains; -1 where it is of none of them."""
-        masks = [[mask for name in streams if (mask := sample.mask_of(name)) is not None] for sample in self.samples]
-        return [int(functools.reduce(Tensor.logical_or, own).sum()) if own else -1 for own in masks]
+        return self._counted(self.mask_of(*streams), streams)
+
+    def trained_at(self, depth: int, *streams: str) -> list[int]:
+        """Those of `tokens_of` that multi-token prediction of that depth can predict; -1 where `tokens_of` has it."""
+        return self._counted(self.mask_of(*streams) & self.reached(depth), streams)
+
+    def _counted(self, mask: Tensor, streams: Sequence[str]) -> list[int]:
+        counts = torch.zeros_like(self.lengths).index_add_(
+            0, self.per_token(torch.arange(len(self.samples))), mask.long()
+        )
+        is_member = [any(name == s.stream or name in s.masks for name in streams) for s in self.samples]
+        return [n if is_of else -1 for n, is_of in zip(counts.tolist(), is_member, strict=True)]
 
     def mask_of(self, *streams: str) -> Tensor:
         """[sum of R] bool, tokens that one of the streams trains."""
-        found = torch.zeros(sum(sample.response_length for sample in self.samples), dtype=torch.bool)
-        for part, sample in zip(found.split([s.response_length for s in self.samples]), self.samples, strict=True):
-            for mask in (sample.mask_of(name) for name in streams):
-                if mask is not None:
-                    part |= mask
-        return found
-
-    def response_values(self, field: str) -> Tensor:
-        """[sum of R] one response-aligned field of the samples, one sample after the other; NaN for samples without it."""
-        values = self.optional_values(field)
-        size = sum(sample.response_length for sample in self.samples)
-        return torch.full((size,), torch.nan, dtype=torch.float64) if values is None else values
-
-    def optional_values(self, field: str) -> Tensor | None:
-        """[sum of R] an optional field, NaN for samples without it; None when there are samples and none has it."""
-        values = [getattr(sample, field) for sample in self.samples]
-        if not values:
-            return torch.zeros(0, dtype=torch.float64)
-        if all(value is None for value in values):
-            return None
-        gaps = [torch.full((sample.response_length,), torch.nan, dtype=torch.float64) for sample in self.samples]
-        return torch.cat([gap if value is None else value for value, gap in zip(values, gaps, strict=True)])
-
-    def topk(self) -> TopK:
-        """The teacher's likeliest tokens of the response tokens, [sum of R] instead of [T] each; none for samples without them."""
-        known = [sample.teacher_topk for sample in self.samples]
-        width = max((sets.ids.shape[1] for sets in known if sets is not None), default=0) or 1
-        lengths = [sample.response_length for sample in self.samples]
-        size = sum(lengths)
-        found = TopK(
-            ids=torch.full((size, width), ABSENT, dtype=torch.int32),
-            logprobs=torch.zeros(size, width),
-            tails=torch.ones(size, dtype=torch.float64),
-        )
-        parts = zip(known, *(v.split(lengths) for v in (found.ids, found.logprobs, found.tails)), strict=True)
-        for sets, ids, logprobs, tails in parts:
-            if sets is not None:
-                ids[:, : sets.ids.shape[1]] = sets.ids
-                logprobs[:, : sets.ids.shape[1]] = sets.logprobs
-                tails.copy_(sets.tails)
-        return found
-
-    def teacher_hidden(self, tokens: Tensor) -> Tensor:
-        """[n, H_T] the teacher's hidden states of some response tokens, given by their numbers among all [n] int64; [0, 1] of none."""
-        found, start = torch.zeros(0, 1), 0
-        for sample in self.samples:
-            states, number = sample.teacher_hidden, tokens - start
-            here = (number >= 0) & (number < sample.response_length)
-            start += sample.response_length
-            if states is None or not here.any():
-                continue
-            if not len(found):
-                found = torch.zeros(len(tokens), states.shape[1], dtype=states.dtype)
-            found = found.to(torch.promote_types(found.dtype, states.dtype))
-            found[here] = states[number[here]].to(found.dtype)
-        return found
-
-    def support(self) -> TokenSupport | None:
-        """What could have been sampled in the place of the response tokens, [sum of R] instead of [T] each; None: nothing is known."""
-        known = [sample.support for sample in self.samples]
-        if all(each is None for each in known):
-            return None
-        lengths = [torch.zeros(s.response_length, dtype=torch.int64) for s in self.samples]
-        counts = torch.cat([n if each is None else each.counts for each, n in zip(known, lengths, strict=True)])
-        ids = torch.cat([each.ids for each in known if each is not None])
-        return TokenSupport.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+        masks = [self.masks[name] for name in streams if name in self.masks]
+        return torch.stack(masks).any(dim=0) if masks else torch.zeros(int(self.lengths.sum()), dtype=torch.bool)
 
     @property
     def loss_mask(self) -> Tensor:
         """[sum of R] bool, response tokens that the objective trains."""
         return self.mask_of(POLICY)
+
+    def response_values(self, field: str) -> Tensor:
+        """[sum of R] float64, one field of the samples; NaN for samples without it."""
+        known = self.values.get(field)
+        return torch.full((int(self.lengths.sum()),), torch.nan, dtype=torch.float64) if known is None else known
+
+    def records_of(self, payload: str) -> list[Any]:
+        """The payload of each sample, None for samples without it."""
+        return [getattr(sample, payload) for sample in self.samples]
+
+    def with_samples(self, samples: Sequence[Sample]) -> "PackedBatch":
+        """The same layout with other masks, values and payloads of the same tokens."""
+        return replace(self, samples=tuple(samples), **_concatenated(samples))
 
     def reached(self, depth: int) -> Tensor:
         """[sum of R] bool: the token's sample has a position `depth` before the one that predicts it."""
@@ -161,18 +117,9 @@ class PackedBatch:
         flat[self.response_positions[reached] - depth] = values[reached]
         return flat.view(*self.tokens.shape, *further)
 
-    def trained_at(self, depth: int, *streams: str) -> list[int]:
-        """Tokens of each sample that one of the streams trains and multi-token prediction of that depth can predict.
-
-        -1 where it is of none of them.
-        """
-        counted = (self.mask_of(*streams) & self.reached(depth)).split([s.response_length for s in self.samples])
-        return [-1 if n < 0 else int(part.sum()) for part, n in zip(counted, self.tokens_of(*streams), strict=True)]
-
     def per_token(self, per_sample: Tensor) -> Tensor:
         """[sum of R] from one value per sample."""
-        lengths = torch.tensor([sample.response_length for sample in self.samples], dtype=torch.int64)
-        return torch.repeat_interleave(per_sample, lengths)
+        return torch.repeat_interleave(per_sample, self.lengths)
 
 
 def pack(
@@ -303,4 +250,29 @@ def _lay_out(
         sample_index=sample_index.view(shape),
         response_positions=torch.cat(response_positions),
         padded_lengths=lengths,
+        **_concatenated(samples),
+    )
+
+
+def _concatenated(samples: Sequence[Sample]) -> dict[str, Any]:
+    """What the samples know of their response tokens, one sample after another."""
+    lengths = [sample.response_length for sample in samples]
+    streams = dict.fromkeys(name for sample in samples for name in (sample.stream, *sample.masks))
+    columns = {name: [getattr(s, name) for s in samples] for name in ("old_logprobs", "advantages", *OPTIONAL)}
+    return {
+        "lengths": torch.tensor(lengths, dtype=torch.int64),
+        "masks": {name: _joined([s.mask_of(name) for s in samples], lengths, torch.bool, False) for name in streams},
+        "values": {
+            name: _joined(column, lengths, torch.float64, torch.nan)
+            for name, column in columns.items()
+            if not samples or any(values is not None for values in column)
+        },
+    }
+
+
+def _joined(parts: Sequence[Tensor | None], lengths: Sequence[int], dtype: torch.dtype, filling: float) -> Tensor:
+    """[sum of R] the parts, one after another, with `filling` for those that are None."""
+    gaps = (torch.full((length,), filling, dtype=dtype) for length in lengths)
+    return torch.cat(
+        [torch.zeros(0, dtype=dtype), *(gap if part is None else part for part, gap in zip(parts, gaps, strict=True))]
     )

@@ -1,17 +1,19 @@
 """This rank's slice of a micro-batch: one index takes tokens, masks, advantages and weights alike, so they cannot come apart."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch.fields import SAMPLED, TAUGHT, TeacherStates, TokenFields, TokenSupport
+from megatron_pg.batch.fields import TokenFields
 from megatron_pg.batch.pack import PackedBatch
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.rollouts.fields import LOGPROBS, OPTIONAL
+from megatron_pg.rollouts.payloads import PAYLOADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,8 +86,8 @@ def slice_batch(
 
     Args:
         batch: the whole micro-batch.
-        fields: [sum of R, …] each, what the step adds to the samples' own fields, by its name in `TokenFields.per_token`: at least
-            `weights`.
+        fields: [sum of R] each, what the step adds to the samples' own fields, by its name in `TokenFields.per_token`:
+            at least `weights`. The name of a payload gives a bool mask: the tokens at which a loss term reads it.
         cp_rank: rank in the context-parallel group.
         cp_size: size of that group.
         device: where the model runs.
@@ -100,28 +102,30 @@ def slice_batch(
         "old_logprobs": batch.response_values("old_logprobs"),
         "advantages": batch.response_values("advantages"),
         "sample_weights": batch.loss_mask / batch.per_token(counts),
-        **{name: batch.optional_values(name) for name in OPTIONAL if name in LOGPROBS},
-        **fields,
+        **{name: batch.values[name] for name in OPTIONAL if name in LOGPROBS and name in batch.values},
+        **{name: values for name, values in fields.items() if values is not None},
     }
-    rows = {name: batch.spread(values) for name, values in known.items() if values is not None}
-    rows |= {"targets": batch.labels, "slots": batch.sample_index}
-    if TAUGHT in known:
-        rows["number"] = batch.spread(torch.arange(len(known[TAUGHT])))
-    if (support := batch.support()) is not None:
-        rows |= {"starts": batch.spread(support.starts), "counts": batch.spread(support.counts)}
-    flat = {name: values[:, index].transpose(0, 1).flatten(0, 1) for name, values in rows.items()}
+    here = _rows_of(batch, index)
+    flat = {name: here(values) for name, values in known.items()}
+    lengths = batch.lengths.tolist()
+    payloads = {
+        name: payload.rows(batch.records_of(name), lengths, here, flat.pop(name))
+        for name, payload in PAYLOADS.items()
+        if name in flat
+    }
+    flat["targets"], slots = _columns(batch.labels, index), _columns(batch.sample_index, index)
     inputs = {name: getattr(batch, name)[:, index] for name in ("tokens", "labels", "position_ids")}
     inputs["loss_mask"] = flat["mask"].view(-1, len(batch.tokens)).t().float()
     if batch.qkv_format == "thd":
         inputs["boundaries"] = torch.tensor([0, *batch.padded_lengths]).cumsum(0).int()
-    slots, trained = flat.pop("slots"), flat["mask"].nonzero()[:, 0]
-    support = None if support is None else _support_here(support, flat, device)
-    taught = _states_here(batch, flat, device) if TAUGHT in flat else None
     whole = _sequences(slots, counts, device, cp_group) if sequences else None
     return LocalBatch(
         inputs=ModelInputs(**_on(device, **inputs)),
-        fields=replace(TokenFields.of(_on(device, **flat), whole), support=support, teacher_hidden=taught),
-        **_on(device, trained=trained),
+        fields=TokenFields.of(
+            _on(device, **flat) | {name: rows and rows.to(partial(_moved, device)) for name, rows in payloads.items()},
+            whole,
+        ),
+        **_on(device, trained=flat["mask"].nonzero()[:, 0]),
         whole=batch,
         row_index=index,
         depths=tuple(
@@ -131,32 +135,30 @@ def slice_batch(
     )
 
 
-def _support_here(support: TokenSupport, flat: dict[str, Tensor], device: torch.device | str) -> TokenSupport | None:
-    """Of this rank's rows, where a term reads it; None: it restricts none of them. Its own rows are taken out of `flat`."""
-    starts, counts = flat.pop("starts"), torch.where(flat.pop(SAMPLED, flat["mask"]), flat.pop("counts"), 0)
-    sets = _on(device, starts=starts, counts=counts, ids=support.ids)
-    return TokenSupport(**sets, longest=support.longest) if counts.any() else None
+def _columns(values: Tensor, index: Tensor) -> Tensor:
+    """[T, …] this rank's columns of [B, W, …], in the order of the logits."""
+    return values[:, index].transpose(0, 1).flatten(0, 1)
 
 
-def _states_here(batch: PackedBatch, flat: dict[str, Tensor], device: torch.device | str) -> TeacherStates:
-    """Of this rank's rows, where a stream that reads them trains. Its own rows are taken out of `flat`.
+def _rows_of(batch: PackedBatch, index: Tensor) -> Callable[[Tensor], Tensor]:
+    """Takes response-aligned values [sum of R, …] to this rank's rows [T, …], 0 elsewhere."""
+    numbers = _columns(batch.spread(torch.arange(1, len(batch.response_positions) + 1)), index)
+    rows = numbers.nonzero()[:, 0]
+    tokens = numbers[rows] - 1
 
-    The states stay on the host, from where each micro-batch takes its own: a step's would be as large as its activations.
-    """
-    taught, numbers = flat.pop(TAUGHT), flat.pop("number")
-    slots, states = (taught.cumsum(0) - 1).clamp(min=0), batch.teacher_hidden(numbers[taught])
-    states = states if torch.device(device).type == "cpu" else states.pin_memory()
-    return TeacherStates(**_on(device, slots=slots), states=states)
+    def here(values: Tensor) -> Tensor:
+        return values.new_zeros(len(numbers), *values.shape[1:]).index_copy_(0, rows, values[tokens])
+
+    return here
 
 
 def _depth_fields(
     batch: PackedBatch, index: Tensor, depth: int, weights: Tensor, trained: Tensor, device: torch.device | str
 ) -> DepthFields:
     labels = batch.labels.flatten()[batch.response_positions]
-    rows = {"targets": batch.spread(labels, depth), "weights": batch.spread(weights, depth)}
-    flat = {name: values[:, index].t().reshape(-1) for name, values in rows.items()}
-    mask = batch.spread(trained, depth)[:, index].t().reshape(-1)
-    return DepthFields(**_on(device, **flat, trained=mask.nonzero()[:, 0]))
+    rows = {"targets": labels, "weights": weights, "trained": trained}
+    flat = {name: _columns(batch.spread(values, depth), index) for name, values in rows.items()}
+    return DepthFields(**_on(device, **flat | {"trained": flat["trained"].nonzero()[:, 0]}))
 
 
 def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_group: ProcessGroup | None) -> Sequences:
@@ -167,6 +169,9 @@ def _sequences(slots: Tensor, counts: Tensor, device: torch.device | str, cp_gro
 
 def _on(device: torch.device | str, **tensors: Tensor) -> dict[str, Tensor]:
     """The tensors on the device, without waiting for it."""
-    if torch.device(device).type == "cpu":
-        return tensors
-    return {name: values.pin_memory().to(device, non_blocking=True) for name, values in tensors.items()}
+    return {name: _moved(device, values) for name, values in tensors.items()}
+
+
+def _moved(device: torch.device | str, values: Tensor) -> Tensor:
+    is_host = torch.device(device).type == "cpu"
+    return values if is_host else values.pin_memory().to(device, non_blocking=True)

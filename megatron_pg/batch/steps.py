@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_pg.batch.context_ranks import ContextRanks, assign_rows
 from megatron_pg.batch.pack import PackedBatch, pack
@@ -41,7 +41,7 @@ def read_steps(path: str | Path) -> list[list[Sample]]:
     """
     by_step: dict[int, list[Sample]] = {}
     for sample in read_rollouts(path):
-        by_step.setdefault(sample.step, []).append(sample)
+        by_step.setdefault(cast(int, sample.step), []).append(sample)
     numbers = sorted(by_step)
     try:
         check_boundaries([by_step[number] for number in numbers], numbers)

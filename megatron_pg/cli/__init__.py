@@ -1,7 +1,7 @@
 """`megatron-pg explain | validate | compare | mismatch | plot | report | convert | doctor`.
 
 Each subcommand is one module with `add_options(parser)` and `run(options) -> exit code`, imported when it is asked
-for: `explain` needs no torch. Bad input is one line on the standard error, exit code 2, and nothing written.
+for: `explain` needs no torch. Bad input is one line on standard error and exit code 2, and no file is written.
 """
 
 # PYTHON_ARGCOMPLETE_OK
@@ -38,7 +38,7 @@ FOLDERS = {  # of the subcommands' modules, below megatron_pg/cli
     **dict.fromkeys(("compare", "mismatch", "convert"), "rollouts."),
     **dict.fromkeys(("plot", "report"), "runs."),
 }
-LAUNCHES = ("explain", "validate")  # they take the launch's own flags, which belong to other parsers
+LAUNCHES = ("explain", "validate")  # take the flags of a job, which other parsers define
 
 
 def module_of(subcommand: str) -> ModuleType:
@@ -47,25 +47,25 @@ def module_of(subcommand: str) -> ModuleType:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are the one line that every mistake of the command is."""
+    """A parser that reports an error as every subcommand does: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} ({self.prog} --help shows the options)")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print help or version; argparse would pass over a standard output that cannot be written."""
+        """Print help or version; argparse would ignore a standard output that cannot be written."""
         with output_taken():
             (file or sys.stderr).write(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 doctor found a fault, 2 bad input or a full disk."""
+    """Run the command line and return its exit code: 0 done, 1 `doctor` reports a failure, 2 bad input or a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller, `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, until the process ends
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without Σ, a path that is no UTF-8
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Σ, a path that is not UTF-8
     if "_ARGCOMPLETE" in os.environ:
         return _complete(os.environ["COMP_LINE"])
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -81,17 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{command}: {printable(str(error), limit=None)}\n")
         return 2
     except OutputError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the output that is not flushed yet
         reason = error.__cause__
-        if isinstance(reason, BrokenPipeError):  # the reader of our output has seen enough
+        if isinstance(reason, BrokenPipeError):  # the reader of our output has exited
             return 128 + signal.SIGPIPE
         why = getattr(reason, "strerror", None) or reason
-        sys.stderr.write(f"{command}: the standard output cannot be written ({why}), so it is incomplete. Make room.\n")
+        sys.stderr.write(f"{command}: standard output cannot be written ({why}) and is incomplete. Free disk space.\n")
         return 2
-    except OSError as error:  # of a path that nobody has looked at before, or of the system
+    except OSError as error:  # about a path that no check has read before, or from the system
         where = "the system" if error.filename is None else os.fsdecode(error.filename)
         why = printable(f"{where}: {error.strerror or error}", limit=None)
-        sys.stderr.write(f"{command}: {why}, so the command ended. Give another path, or make room.\n")
+        sys.stderr.write(f"{command}: {why}. Give another path, or free disk space.\n")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -105,7 +105,7 @@ def _run(argv: list[str], name: str | None) -> int:
         if error.name not in ("numpy", "torch"):
             raise
         raise InputError(
-            f"{error.name} is not installed, and {name} needs it. Install it; megatron-pg doctor says what else is missing."
+            f"{name} needs {error.name}, which is not installed. Install it; megatron-pg doctor lists what else is missing."
         ) from error
 
 
@@ -122,22 +122,22 @@ def _parse(argv: list[str], name: str | None) -> argparse.Namespace:
 
 
 def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]) -> argparse.ArgumentParser:
-    """The command's parser, with the options of one subcommand only, and what `more` adds to them."""
+    """The command's parser, with the options of subcommand `name` only, and those that `more` adds."""
     parser = _Parser(prog="megatron-pg", description="Exactly normalised policy-gradient losses for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-pg {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    for each, summary in SUBCOMMANDS.items():
+    for subcommand, summary in SUBCOMMANDS.items():
         shape: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        sub = choices.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **shape)
-        if each == name:
-            for add in (module_of(each).add_options, *more):
+        sub = choices.add_parser(subcommand, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", **shape)
+        if subcommand == name:
+            for add in (module_of(subcommand).add_options, *more):
                 add(sub)
             sub.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return parser
 
 
 def _complete(line: str) -> int:
-    """Answer the shell's question how `line` goes on; exit code 1, and so the shell's own answer, where a package is missing."""
+    """Answer the shell that completes `line`; exit code 1, upon which the shell completes by itself, without argcomplete."""
     name = next((word for word in line.split() if word in SUBCOMMANDS), None)
     try:
         flags = [import_module("megatron_pg.args").add_arguments] if name in LAUNCHES else []

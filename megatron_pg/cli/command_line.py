@@ -104,9 +104,9 @@ def _standard_input() -> str:
 def _printed_by_dry_run(text: str) -> Iterator[Command]:
     """The commands that a dry run has printed, within any other text."""
     start, line = 0, 1
-    while (found := text.find(COMMAND_LINE, start)) >= 0:
-        line += text.count("\n", start, found)
-        start = found + len(COMMAND_LINE)
+    while (position := text.find(COMMAND_LINE, start)) >= 0:
+        line += text.count("\n", start, position)
+        start = position + len(COMMAND_LINE)
         yield next(_commands(text, start, line), Command(line))
 
 

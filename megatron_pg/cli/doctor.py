@@ -1,6 +1,6 @@
 """`megatron-pg doctor`: what is installed, which contract and kernels apply, what would fail and why.
 
-Everything that is imported is imported in a process of its own. Exit code 0: nothing that is required fails; 1: something does.
+Each package is imported in a separate process. Exit code 0: everything that is required works; 1: something fails.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _TIMEOUT = 180  # seconds for one probe
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row: what was looked at, how it stands, and what to do where it does not."""
+    """One row: what was checked, its status, and a fix if it fails."""
 
     name: str
     status: str  # "ok", "note" or "fail"
@@ -37,19 +37,19 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a probe said before it ended, and why it failed, where it did."""
+    """What a probe reported before it ended, and its error if it failed."""
 
     facts: Mapping[str, Any]
     error: str | None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """`doctor` has no options of its own."""
+    """`doctor` has no further options."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings."""
-    with progress("looking"):
+    with progress("probing"):
         findings = examine(_probe_all())
     failed = any(finding.status == "fail" for finding in findings)
     if options.json:
@@ -60,12 +60,12 @@ def run(options: argparse.Namespace) -> int:
         say(f"  {finding.status:<4}  {finding.name:<{width}}  {finding.found}")
         if finding.fix:
             say(f"  {'':<4}  {'':<{width}}  → {finding.fix}")
-    say("something that is required fails" if failed else "nothing that is required fails")
+    say("something that is required fails" if failed else "everything that is required works")
     return int(failed)
 
 
 def examine(probes: Mapping[str, Probe]) -> list[Finding]:
-    """Every finding, from what the probes said."""
+    """All findings, from the results of the probes."""
     torch, triton, megatron, gloo = (probes[name] for name in ("torch", "triton", "megatron", "gloo"))
     python, newer = platform.python_version(), "megatron.training of megatron-core 0.18 and later needs Python 3.12"
     return [
@@ -83,16 +83,16 @@ def examine(probes: Mapping[str, Probe]) -> list[Finding]:
 
 
 def _first(name: str, *cases: tuple) -> Finding:
-    """The finding of the first case that applies: whether it does, then status, what is found, and the fix if any."""
-    return next(Finding(name, *said) for applies, *said in cases if applies)
+    """The finding of the first case that applies; a case is a condition, a status, a text and perhaps a fix."""
+    return next(Finding(name, *content) for applies, *content in cases if applies)
 
 
 def _probe_all() -> dict[str, Probe]:
-    names = ("megatron", "torch", "triton")  # the longest first
+    names = ("megatron", "torch", "triton")  # the slowest first
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        found = dict(zip(names, pool.map(_probe, names), strict=True))
+        probes = dict(zip(names, pool.map(_probe, names), strict=True))
         both = list(pool.map(lambda rank: _probe("gloo", str(rank), f"{folder}/meeting"), range(2)))
-    return found | {"gloo": next((probe for probe in both if probe.error), both[0])}
+    return probes | {"gloo": next((probe for probe in both if probe.error), both[0])}
 
 
 def _probe(*words: str) -> Probe:
@@ -130,7 +130,7 @@ def _torch(probe: Probe) -> Finding:
 def _kernel(triton: Probe, torch: Probe) -> Finding:
     name, chosen, version = "device and kernel", torch.facts.get("chosen"), str(triton.facts.get("version"))
     if chosen is None:
-        return Finding(name, "note", "not known: see torch above")
+        return Finding(name, "note", "unknown: see torch above")
     if torch.facts["kernel"] == "torch":
         return Finding(name, "ok", chosen)
     if triton.error:
@@ -143,33 +143,33 @@ def _kernel(triton: Probe, torch: Probe) -> Finding:
 def _core(probe: Probe) -> list[Finding]:
     version, error = probe.facts.get("version"), str(probe.error)
     is_te = "transformer" in error.lower() or "libcu" in error
-    remove_te = "uninstall transformer-engine where there is no CUDA: megatron.core imports it"
-    found = _first(
+    remove_te = "uninstall transformer-engine on machines without CUDA: megatron.core imports it"
+    core = _first(
         "megatron-core",
         (version is None and is_te, "fail", f"cannot be imported: {error}", remove_te),
         (version is None, "fail", f"cannot be imported: {error}", "install megatron-core 0.16 or later"),
         (_release(version) < (0, 16), "fail", version, "install 0.16 or later"),
         (str(version).startswith(tuple(f"{release}." for release in TRIED)), "ok", version),
-        (True, "note", version, f"tried are {', '.join(TRIED)}; run the tests"),
+        (True, "note", version, f"tested with {', '.join(TRIED)}; run the tests"),
     )
-    return [found] if version is None else [found, *(_contract(probe, *row) for row in CONTRACTS)]
+    return [core] if version is None else [core, *(_contract(probe, *row) for row in CONTRACTS)]
 
 
-CONTRACTS = (  # docs/megatron.md: what a schedule makes of a loss of 1, and of a count of 3
+CONTRACTS = (  # docs/megatron.md: a schedule's results for a loss of 1 and a count of 3
     ("off", "per_microbatch", [0.5, 0.0], "(K·D·S, report): the schedule multiplies by C and divides by K"),
-    ("on", "per_token", [1.0, 3.0], "(Q·S, n, report): the schedule leaves it, finalize divides by Σ n"),
+    ("on", "per_token", [1.0, 3.0], "(Q·S, n, report): the schedule does not scale, finalize divides by Σ n"),
 )
 
 
 def _contract(probe: Probe, flag: str, key: str, expected: list[float], text: str) -> Finding:
-    """What the schedule of this release does, against what docs/megatron.md says it does."""
-    found = probe.facts.get(key)
-    fix = "gradients would be scaled wrongly: use a release of docs/megatron.md"
+    """Compare the schedule of this release with docs/megatron.md."""
+    results = probe.facts.get(key)
+    fix = "gradients would have the wrong scale: use a release of docs/megatron.md"
     return _first(
         f"contract, flag {flag}",
-        (found is None, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"),
-        (found == expected, "ok", f"{text} (tried on this release's schedule)"),
-        (True, "fail", f"a loss of 1 became {found}, not {expected} (K 4, C 2)", fix),
+        (results is None, "note", f"not checked: {probe.facts.get('contract_error') or probe.error}"),
+        (results == expected, "ok", f"{text} (tested on this release's schedule)"),
+        (True, "fail", f"a loss of 1 became {results}, not {expected} (K 4, C 2)", fix),
     )
 
 
@@ -181,7 +181,7 @@ def _training(probe: Probe) -> Finding:
         ("pretrain_hook" not in facts, "note", error, fix),
         (facts.get("pretrain_hook"), "ok", "flags enter by pretrain(extra_args_provider=)"),
         (facts.get("parse_hook"), "ok", "flags enter by parse_and_validate_args(extra_args_provider=)"),
-        (True, "fail", "takes our flags in no way that is known", "use a release of docs/megatron.md"),
+        (True, "fail", "has no known way to take our flags", "use a release of docs/megatron.md"),
     )
 
 
@@ -198,11 +198,11 @@ def _transformer_engine(*, can_import_core: bool) -> Finding:
 
 
 def _gloo(probe: Probe) -> Finding:
-    fix = "processes cannot meet: look at the firewall, GLOO_SOCKET_IFNAME and the shared memory"
+    fix = "processes cannot connect: check the firewall, GLOO_SOCKET_IFNAME and the shared memory"
     is_right = not probe.error and probe.facts.get("sum") == 2.0
     return _first(
         "gloo, 2 processes",
-        (is_right, "ok", "an all-reduce is right"),
+        (is_right, "ok", "an all-reduce is correct"),
         (True, "fail", str(probe.error or probe.facts), fix),
     )
 
@@ -220,6 +220,6 @@ def _version(name: str) -> str | None:
 
 
 def _release(version: object) -> tuple[int, ...]:
-    """The first two numbers of a version; beyond all others where it has none."""
+    """The first two numbers of a version, or (99,) if it has none."""
     match = re.match(r"(\d+)\.(\d+)(?:\.|$)", str(version))
     return (int(match[1]), int(match[2])) if match else (99,)

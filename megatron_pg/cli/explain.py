@@ -12,7 +12,7 @@ from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.flags.banner import banner, describe
 from megatron_pg.flags.facts import Facts
 
-Rows = list[tuple[str, str]]  # what is named, and how it stands
+Rows = list[tuple[str, str]]  # name and text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
-    """Which factor is put on, which ones Megatron takes off, with the numbers that are known."""
+    """The factors that the loss returns and those that Megatron removes, with the numbers that are known."""
     rows = [
         ("N_r", _rollouts_text(args, layout)),
         ("K", _microbatches_text(args, layout)),
@@ -71,7 +71,7 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
 
 
 def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ...]) -> list[dict[str, float]]:
-    """Weight of a token and of a whole answer for each length, in a step that holds the lengths in equal numbers.
+    """Weight of a token and of a whole answer for each length, in a step with equally many answers of each length.
 
     Without the number of rollouts the weights are in units of 1/N_r.
     """
@@ -88,7 +88,7 @@ def weight_rows(args: argparse.Namespace, layout: Layout, lengths: tuple[int, ..
 
 
 def _fixed_rollouts(args: argparse.Namespace, layout: Layout) -> int | None:
-    """N_r, where it is known before the step: not where only units with a trained or kept token count."""
+    """N_r, or None if it depends on the step: if only rollouts with a trained or kept token count."""
     return layout.batch if args.pg_denominator == "scheduled" else None
 
 
@@ -98,7 +98,7 @@ def _equal(value: int | None) -> str:
 
 def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
     if args.docs_per_step:
-        return "as many micro-batches as the step's documents take"
+        return "as many micro-batches as the step's documents need"
     batch, micro, data = layout.batch or "samples", layout.micro or "micro-batch size", layout.data or "D"
     count = f"{layout.microbatches} = " if layout.microbatches else ""
     return f"{count}{batch} / ({micro}·{data}) micro-batches"
@@ -106,17 +106,17 @@ def _microbatches_text(args: argparse.Namespace, layout: Layout) -> str:
 
 def _ranks_text(layout: Layout) -> str:
     if layout.data is None:
-        return "data-parallel and context-parallel ranks; D is not known here, --world-size gives it"
+        return "data-parallel and context-parallel ranks; D is unknown, --world-size gives it"
     return f"{layout.data} data-parallel and {layout.context} context-parallel ranks of {layout.world}"
 
 
 def _rollouts_text(args: argparse.Namespace, layout: Layout) -> str:
     counted = DENOMINATORS[args.pg_denominator][0]
     if layout.batch is None:
-        return f"rollouts of the step{counted}, counted when it begins; their number is not fixed here"
+        return f"rollouts of the step{counted}, counted at its start; their number is not fixed"
     if counted:
-        return f"those of {layout.batch} rollouts{counted}, one sample each; counted anew in every step"
-    return f"{layout.batch} rollouts, one sample each; counted anew in every step"
+        return f"of {layout.batch} rollouts those{counted}, one sample each; counted again in every step"
+    return f"{layout.batch} rollouts, one sample each; counted again in every step"
 
 
 def _denominator_rows(args: argparse.Namespace, layout: Layout) -> Rows:
@@ -139,10 +139,10 @@ def _say_rows(title: str, rows: Rows) -> None:
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
     if not Facts(args).has_policy:
-        say("  nothing by the objective, which is dropped; by a stream what its denominators above say")
+        say("  the objective is dropped and gives no weight; the denominators of each stream are above")
         return
     if not weights:
-        say("  what your reducer gives it, divided by N_r (with --calculate-per-token-loss by T): its derivative")
+        say("  the derivative of the custom reducer, divided by N_r (by T with --calculate-per-token-loss)")
         return
     cells = [
         (f"{row['length']} tokens", f"{row['token']:.4g}", f"{row['answer']:.4g}", f"{row['share']:.1%}")
@@ -153,11 +153,11 @@ def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[st
 
 
 def _assumption(args: argparse.Namespace) -> str:
-    text = "in a step that holds these lengths in equal numbers"
+    text = "in a step with equally many answers of these lengths"
     if args.pg_denominator == "kept":
-        text += ", no token of them rejected"
+        text += ", without rejected tokens"
     if args.loss_aggregation == "prompt_mean":
-        text += ", every prompt group of one length; in groups that mix them, an answer weighs as under token_mean"
+        text += ", each prompt group of one length; in a group of several lengths, answers weigh as under token_mean"
     return text
 
 
@@ -174,14 +174,14 @@ def _origin(launch: Launch, remarks: tuple[str, ...]) -> Rows:
 
 
 def _elsewhere(args: argparse.Namespace) -> str:
-    """What other frameworks call what weighs the tokens."""
+    """The names of this aggregation in other frameworks."""
     if args.custom_pg_loss_reducer_function_path is not None:
-        return "slime, miles: the same flag and the same function; no flag of verl, TRL or NeMo-RL"
+        return "slime, miles: the same flag and the same function; verl, TRL, NeMo-RL: no such flag"
     return AGGREGATIONS[args.loss_aggregation].elsewhere
 
 
 def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
-    """The arguments as flags; those that are off or not set are left out."""
+    """The arguments as flags, without those that are off or not set."""
     flags = []
     for name in names:
         value = vars(args)[name]
@@ -197,13 +197,13 @@ def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
 def _document(
     launch: Launch, layout: Layout, remarks: tuple[str, ...], factors: Rows, weights: list[dict[str, float]]
 ) -> dict[str, object]:
-    own, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
+    ours, rollouts = {name: vars(launch.args)[name] for name in own_arguments()}, _fixed_rollouts(launch.args, layout)
     sizes = {"world": layout.world, "D": layout.data, "C": layout.context, "K": layout.microbatches, "N_r": rollouts}
     return {
         "source": launch.source,
-        "arguments": own,
+        "arguments": ours,
         "given": list(launch.given),
-        "megatron_arguments": {name: value for name, value in read_arguments(launch).items() if name not in own},
+        "megatron_arguments": {name: value for name, value in read_arguments(launch).items() if name not in ours},
         "objective": dict(describe(launch.args)),
         "sizes": sizes,
         "factors": dict(factors),
@@ -221,5 +221,5 @@ def _lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = (0,)
     if not all(0 < length < 2**31 for length in lengths):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive lengths such as 10,1000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive lengths such as 10,1000")
     return lengths

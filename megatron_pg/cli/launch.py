@@ -34,7 +34,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of the job; None where its arguments do not give one."""
+    """The sizes of the job; None if its arguments do not give one."""
 
     world: int | None
     data: int | None  # D
@@ -46,7 +46,7 @@ class Layout:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. Correct the flag; megatron-pg explain --help lists those of megatron_pg.")
+        raise InputError(f"{message}. Correct the flag; megatron-pg explain --help lists the flags of megatron_pg.")
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
@@ -140,17 +140,17 @@ def read_arguments(launch: Launch) -> dict[str, object]:
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
     """The arguments with our defaults, the names of those that are given, and the words of other parsers."""
     parser = add_arguments(_Parser(prog="the launch", allow_abbrev=False, add_help=False))
-    defaults, own = vars(parser.parse_args([])), set(parser._option_string_actions)
+    defaults, our_flags = vars(parser.parse_args([])), set(parser._option_string_actions)
     parser._option_string_actions["--loss-aggregation"].choices = None  # rule E3 knows other frameworks' words
     for name, keywords in MEGATRON_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given, others = parser.parse_known_args(list(words))
-    _check_spelling(others, own | {"--calculate-per-token-loss"})
+    _check_spelling(others, our_flags | {"--calculate-per-token-loss"})
     if "yaml_cfg" in given:
         raise InputError(
-            "--yaml-cfg replaces all flags by those of a YAML file, which is not read here. Give the flags themselves."
+            "--yaml-cfg replaces all flags with those of a YAML file, which is not read here. Give the flags themselves."
         )
     for name in MEGATRON_FLAGS.keys() & vars(given).keys():
         _check_numbers(name, vars(given)[name])
@@ -160,31 +160,29 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
 
 
 def _count_depths(args: argparse.Namespace) -> None:
-    """Megatron takes the layers of multi-token prediction from the pattern of a HybridModel, which has one part for each."""
+    """Set the depths of multi-token prediction as Megatron does for a HybridModel: one per `/` of the pattern."""
     pattern = vars(args).get("hybrid_layer_pattern") or vars(args).get("hybrid_override_pattern") or ""
     if "/" in pattern:
         args.mtp_num_layers = pattern.count("/")
 
 
 def _check_numbers(name: str, value: object) -> None:
-    """Refuse numbers with which nothing can be computed, and the empty list that argparse makes of `--flag=--`."""
+    """Refuse numbers that are too large to compute with, and the empty list that argparse makes of `--flag=--`."""
     flag = f"--{name.replace('_', '-')}"
     if value == []:
         raise InputError(f"{flag} has no value: -- is not one. Give one.")
-    for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, (int, float)) and not abs(each) < 2**62:
-            raise InputError(f"{flag} {shorten(each)} is no number that a training can have. Correct the flag.")
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, (int, float)) and not abs(number) < 2**62:
+            raise InputError(f"{flag} {shorten(number)} is too large or not finite. Correct the flag.")
 
 
-def _check_spelling(others: Sequence[str], own: set[str]) -> None:
+def _check_spelling(others: Sequence[str], our_flags: set[str]) -> None:
     for word in others:
         if re.match(r"[\u2010-\u2015\u2212]", word):
-            raise InputError(f"{printable(word)} begins with a dash that is no hyphen, so it is no flag. Write --.")
-        if (meant := meant_flags(word, own)) is not None:
-            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
-            raise InputError(
-                f"{printable(word.partition('=')[0])} is no flag of megatron_pg, so training would not start or would ignore it.{hint}"
-            )
+            raise InputError(f"{printable(word)} begins with a dash that is not a hyphen. Write --.")
+        if (meant := meant_flags(word, our_flags)) is not None:
+            hint = f" Did you mean {' or '.join(meant)}?" if meant else " Remove it."
+            raise InputError(f"{printable(word.partition('=')[0])} is not a flag of megatron_pg.{hint}")
 
 
 def _set_megatron_defaults(args: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""What `doctor` asks of an installation, in processes of their own: an import may fail, hang or end the interpreter.
+"""The probes of `doctor`, each in its own process: an import may fail, hang or end the interpreter.
 
     python -m megatron_pg.cli.probe torch | triton | megatron | gloo RANK FILE
 
-prints one JSON object a line, each as soon as it is known.
+prints JSON objects, one per line, each as soon as it is known.
 """
 
 import inspect
@@ -28,12 +28,12 @@ def torch_facts() -> None:
 
 
 def triton_facts() -> None:
-    """That it imports."""
+    """Triton's version."""
     _tell(version=import_module("triton").__version__)
 
 
 def megatron_facts() -> None:
-    """That megatron.core imports, what its schedule does with our two return values, and where pretrain takes flags."""
+    """Megatron's version, what its schedule does with our two return values, and where `pretrain` takes flags."""
     _tell(version=import_module("megatron.core").__version__)
     try:
         _tell(per_microbatch=_scaled(per_token=False), per_token=_scaled(per_token=True))
@@ -46,12 +46,12 @@ def megatron_facts() -> None:
         _tell(pretrain_hook=hook, parse_hook=hasattr(arguments, "parse_and_validate_args"))
     except ImportError as error:
         _tell(training_error=missing_piece(error))
-    except Exception as error:  # broken in any way
+    except Exception as error:  # a broken installation
         _tell(training_error=f"{type(error).__name__}: {error}")
 
 
 def _scaled(*, per_token: bool) -> list[float]:
-    """What the schedule makes of a returned loss of 1 and a count of 3, with K = 4 micro-batches and C = 2."""
+    """The schedule's results for a returned loss of 1 and a count of 3, with K = 4 micro-batches and C = 2."""
     torch = import_module("torch")
     schedules = import_module("megatron.core.pipeline_parallel.schedules")
     fields = {"timers": None, "num_moe_experts": None, "mtp_num_layers": None, "grad_scale_func": None}

@@ -1,4 +1,4 @@
-"""What every subcommand shares: one line for a mistake, progress after two seconds, files that are whole or absent."""
+"""What the subcommands share: errors of one line, progress after two seconds, output files that are complete or absent."""
 
 import json
 import os
@@ -13,35 +13,35 @@ from typing import BinaryIO
 from megatron_pg.rollouts.lines import RolloutWriteError
 from megatron_pg.rollouts.printable import printable
 
-DELAY = 2.0  # seconds before the first word on what lasts
-PERIOD = 1.0  # seconds between two on a terminal
-LOG_PERIOD = 5.0  # and in a log
+DELAY = 2.0  # seconds before the first line of progress
+PERIOD = 1.0  # seconds between two lines on a terminal
+LOG_PERIOD = 5.0  # seconds between two lines in a log
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; one line says what, why and what to do. The command ends with exit code 2."""
+    """Invalid input. Its one line names what is wrong and how to fix it; the command ends with exit code 2."""
 
 
 class OutputError(Exception):
-    """The standard output takes no more; its cause is the system's error."""
+    """Standard output cannot be written; the cause is the system's error."""
 
 
 def say(text: str) -> None:
-    """Write lines to the standard output; of what users named nothing drives the terminal."""
+    """Write lines to standard output, with control characters escaped."""
     with output_taken():
         sys.stdout.write("\n".join(printable(line, limit=None) for line in text.split("\n")) + "\n")
 
 
 def show_json(value: object) -> None:
-    """Write one JSON document to the standard output."""
+    """Write one JSON document to standard output."""
     text = json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False)
-    with output_taken():  # JSON escapes a part of what cannot be printed
+    with output_taken():  # JSON escapes only some unprintable characters
         sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
 
 
 @contextmanager
 def output_taken() -> Iterator[None]:
-    """Name the standard output as the one that failed: a system's error does not say it.
+    """Mark a system error in the block as one of standard output.
 
     Raises:
         OutputError: it cannot be written.
@@ -53,7 +53,7 @@ def output_taken() -> Iterator[None]:
 
 
 def show_path(path: str | Path) -> str:
-    """A path as messages may show it."""
+    """A path with control characters escaped, for messages."""
     return printable(str(path), limit=None)
 
 
@@ -67,7 +67,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to read.
+    """Open a file to read.
 
     Raises:
         InputError: it cannot be opened, or the block cannot read it.
@@ -109,7 +109,7 @@ def decoded(file: BinaryIO, name: str, *, limit: int = 16 * 2**20) -> str:
 
 @contextmanager
 def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A scratch path beside `path` that takes its name when the block succeeds, and is removed when it fails.
+    """A scratch path next to `path`, renamed to `path` if the block succeeds and removed if it fails.
 
     Raises:
         InputError: `path` exists and may not be overwritten, or its folder does not exist or cannot be written to.
@@ -124,14 +124,14 @@ def written_whole(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         reason = error if isinstance(error, OSError) else error.__cause__
         why = getattr(reason, "strerror", None) or reason
         raise InputError(
-            f"{show_path(path)}: cannot be written ({why}), so nothing was. Make room, or give another path."
+            f"{show_path(path)}: cannot be written ({why}). Free disk space, or give another path."
         ) from error
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def check_output(path: str | Path, *, overwrite: bool) -> None:
-    """Refuse an output path early, before the work is done.
+    """Refuse an output path before any work is done.
 
     Raises:
         InputError: as `written_whole`.
@@ -141,16 +141,16 @@ def check_output(path: str | Path, *, overwrite: bool) -> None:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError) as error:  # too long, not reachable, or a name that no file can have
+    except (OSError, ValueError) as error:  # too long, not reachable, or not a valid name
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{show_path(path)}: cannot be written ({reason}). Give another path.") from error
     if not path.parent.is_dir():
-        raise InputError(f"{show_path(path)}: its folder does not exist, so nothing can be written. Make it first.")
+        raise InputError(f"{show_path(path)}: its folder does not exist. Create it first.")
     if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "a device or a pipe, which a file would replace"
-        raise InputError(f"{show_path(path)}: is {what}, so nothing can be written. Give the path of a file.")
+        what = "a folder" if path.is_dir() else "a device or a pipe"
+        raise InputError(f"{show_path(path)}: is {what}, not a file. Give the path of a file.")
     if path.exists() and not overwrite:
-        raise InputError(f"{show_path(path)}: exists already and is kept. Give another path, or --overwrite.")
+        raise InputError(f"{show_path(path)}: already exists. Give another path, or --overwrite.")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{show_path(path)}: its folder cannot be written to. Give another path.")
 
@@ -159,9 +159,10 @@ def check_output(path: str | Path, *, overwrite: bool) -> None:
 def progress(
     what: str, total: int = 0, show: Callable[[int], str] = lambda size: f"{size / 1e6:,.0f} MB"
 ) -> Iterator[Callable[[int], None]]:
-    """Say on the standard error from the second second on that `what` lasts: a line in a log, one that changes on a terminal.
+    """Report on standard error how long `what` has taken, from the second second on.
 
-    The block is given a function that it may tell how much of `total` is done, which `show` writes.
+    In a log each report is a line; on a terminal one line changes. The block receives a function to call with the amount
+    of `total` that is done, which `show` formats.
     """
     done, text, start, is_over, is_terminal = 0, "", time.monotonic(), threading.Event(), sys.stderr.isatty()
 

@@ -12,7 +12,7 @@ from megatron_pg.args import ArgumentError, ArgumentNotice, ArgumentWarning, val
 from megatron_pg.cli.launch import MODEL_SIZES, Launch, add_launch_options, layout_of, read_arguments, read_launch
 from megatron_pg.cli.terminal import InputError, say, show_json
 
-_MOST_RANKS = 2**14  # of one model: Megatron's groups of so many take seconds to write down
+_MOST_RANKS = 2**14  # of one model; Megatron takes seconds to make the groups of more ranks
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the verdict; every violation is a line on the standard error."""
+    """Print the result; every violation is a line on standard error."""
     launch = read_launch(options)
     violations, remarks = check(launch)
     valid = not violations
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Violations (rule, message) of the decision table and the layout, or remarks, on the launch's arguments, which it reconciles.
+    """Violations (rule, message) of the decision table and the layout, and remarks.
 
-    A user's functions are tried.
+    Validation reconciles the job's arguments in place. A custom reducer or objective is tried.
     """
     layout = []
     try:
@@ -72,22 +72,22 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
                 custom_objective_of(args)
         except ArgumentError as error:
             return [*error.violations, *layout], ()
-    ours = (each for each in caught if issubclass(each.category, (ArgumentNotice, ArgumentWarning)))
-    return layout, tuple(str(each.message) for each in ours)
+    remarks = (warning for warning in caught if issubclass(warning.category, (ArgumentNotice, ArgumentWarning)))
+    return layout, tuple(str(remark.message) for remark in remarks)
 
 
 @contextmanager
 def _layout_of_rank_zero(args: argparse.Namespace) -> Iterator[None]:
-    """Megatron's parallel state as in training, without the other ranks: a user's function may ask it for its layout."""
+    """Megatron's parallel state of rank 0 as in training, without the other ranks: a custom reducer may read its layout."""
     sizes = {name: max(vars(args).get(name) or 1, 1) for name in MODEL_SIZES}
     if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
         raise InputError(
-            f"TP·PP·CP = {ranks} ranks is more than the {_MOST_RANKS} for which a reducer is tried. Correct one of the sizes."
+            f"TP·PP·CP = {ranks} is more than {_MOST_RANKS} ranks, the most for which a reducer is tried. Correct the sizes."
         )
     try:
         state = import_module("megatron.core.parallel_state")
         store = import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
-    except Exception:  # missing, or broken in any way: a function that needs it says so itself
+    except Exception:  # missing or broken; a function that needs Megatron fails with its own message
         yield
         return
     distributed = import_module("torch.distributed")

@@ -5,7 +5,6 @@ import os
 import torch
 from torch import Tensor
 
-from megatron_pg.batch.fields import TOPK
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
 from megatron_pg.declarations.streams import KINDS, Stream
 from megatron_pg.kernels.policy_loss import PolicyLoss
@@ -33,17 +32,15 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         if is_needed and getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
     size, known = fields.targets.shape, fields.per_token()
-    if (support := fields.support) is not None:
-        known |= {"support.starts": support.starts, "support.counts": support.counts}
-        if terms.reads_topk or terms.whole_form is not None:
-            raise ValueError(
-                "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this micro-batch "
-                "are over what could be sampled. Leave out one of the stream and the support."
-            )
-    if terms.whole_form is not None:
-        known["teacher_hidden.slots"] = fields.teacher_hidden.slots
+    if fields.support is not None and (terms.reads_topk or terms.whole_form is not None):
+        raise ValueError(
+            "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this "
+            "micro-batch are over what could be sampled. Leave out one of the stream and the support."
+        )
+    for payload, rows in fields.payloads.items():
+        known |= {f"{payload}.{name}": getattr(rows, name) for name in rows.per_row}
     for name, found in known.items():
-        is_table = name in (f"{TOPK}ids", f"{TOPK}logprobs")
+        is_table = name in ("teacher_topk.ids", "teacher_topk.logprobs")
         if found.shape[:1] != size or found.dim() != 1 + is_table:
             raise ValueError(
                 f"{name} has shape {tuple(found.shape)} for {tuple(size)} targets, so tokens would not align. Give one value "
@@ -55,7 +52,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
             raise ValueError(
                 f"{name} has dtype {found.dtype}, not bool: it says which tokens are trained. Use {name}.bool()."
             )
-        if name == f"{TOPK}ids" and found.dtype != torch.int32:
+        if name == "teacher_topk.ids" and found.dtype != torch.int32:
             raise ValueError(f"{name} has dtype {found.dtype}, which kernels would misread. Use {name}.int().")
     for name, value in (("grad_divisor", terms.grad_divisor), ("grad_scale", grad_scale)):
         if not value > 0:

@@ -10,8 +10,8 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.streams import Stream
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import LOGPROBS
+from megatron_pg.rollouts.payloads.sampling_masks import Support, check_ids
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import Support, check_ids
 
 _CERTAIN = -1e-3  # log-probability of a token that was the only one, rounded; nats
 _OF_ROLLOUT = tuple(
@@ -35,10 +35,10 @@ def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
     """The micro-batch; under `--pg-support-missing mask` without the trained tokens that their samples' supports do not hold."""
     if settings.support_missing != "mask" or not settings.over_support:
         return batch
-    outside = {id(s): mask & ~support.holds(_response(s)) for s, support, mask in members(batch.samples, settings)}
+    outside = {id(s): mask & ~support.contains(_response(s)) for s, support, mask in members(batch.samples, settings)}
     samples = [_without(s, outside[id(s)], settings) if id(s) in outside else s for s in batch.samples]
     num_missing = sum(int(tokens.sum()) for tokens in outside.values())
-    return replace(batch, samples=tuple(samples), num_missing=num_missing)
+    return replace(batch.with_samples(samples), num_missing=num_missing)
 
 
 def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:
@@ -74,7 +74,7 @@ def _response(sample: Sample) -> Tensor:
 
 
 def _check_holds(sample: Sample, support: Support, mask: Tensor) -> None:
-    if (bad := (mask & ~support.holds(_response(sample))).nonzero()).numel():
+    if (bad := (mask & ~support.contains(_response(sample))).nonzero()).numel():
         k = int(bad[0])
         raise ValueError(
             f"support of sample {sample.sample_id} does not hold token {int(_response(sample)[k])}, its response token {k}, which is trained, so "

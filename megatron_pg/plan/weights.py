@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.batch.fields import SAMPLED, TAUGHT, TOPK, TopK
 from megatron_pg.declarations.corrections import CORRECTIONS
 from megatron_pg.declarations.streams import SHORTHANDS, Stream
 from megatron_pg.objectives.corrections.correction import correction_factors
@@ -19,8 +17,8 @@ from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.support import check_supports
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.sample import Sample, check_range
-from megatron_pg.rollouts.token_sets import TokenSets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,12 +180,11 @@ def token_weights(
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
     if any(sample.support is not None for sample in batch.samples):
-        found[SAMPLED] = batch.mask_of(*settings.over_support)
+        found["support"] = batch.mask_of(*settings.over_support)
     if settings.terms.reads_topk:
-        topk = batch.topk()
-        found |= {f"{TOPK}{each.name}": getattr(topk, each.name) for each in dataclass_fields(TopK)}
+        found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.streams if s.reads_topk))
     if settings.terms.whole_form is not None:
-        found[TAUGHT] = batch.mask_of(*(stream.tokens for stream in settings.terms.streams if stream.reads_hidden))
+        found["teacher_hidden"] = batch.mask_of(*(s.tokens for s in settings.terms.streams if s.reads_hidden))
     for name in settings.terms.reads - {"teacher_topk", "teacher_hidden"}:
         if all(
             getattr(sample, name) is None for sample in batch.samples

@@ -1,5 +1,7 @@
 """Every trained token weighs the same, at a scale that does not depend on the data."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -13,4 +15,5 @@ def constant(step: StepCounts) -> Tensor:
 
     Source: Dr. GRPO, arXiv 2503.20783; L is `--loss-aggregation-divisor`, one length for the whole run.
     """
-    return torch.full(step.tokens_per_rollout.shape, step.num_rollouts * step.divisor, dtype=torch.float64)
+    divisor = cast(float, step.divisor)  # a rule of the flags requires it
+    return torch.full(step.tokens_per_rollout.shape, step.num_rollouts * divisor, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """Every prompt weighs the same: the mean over prompts of the token mean over the prompt's group."""
 
+from typing import cast
+
 from torch import Tensor
 
 from megatron_pg.reducers.base import StepCounts
@@ -12,4 +14,5 @@ def prompt_mean(step: StepCounts) -> Tensor:
 
     Source: DAPO as printed, arXiv 2503.14476, eq. 8; the prompt average of ScaleRL, arXiv 2510.13786, section 3.2.
     """
-    return step.num_prompts * step.tokens_per_prompt.clamp(min=1).double()
+    num_prompts, tokens = cast(int, step.num_prompts), cast(Tensor, step.tokens_per_prompt)  # the plan requires ids
+    return num_prompts * tokens.clamp(min=1).double()

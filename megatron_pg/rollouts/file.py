@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from megatron_pg.rollouts import lines
 from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL
-from megatron_pg.rollouts.hidden_states import encoded
 from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSIONS,
@@ -25,10 +23,9 @@ from megatron_pg.rollouts.lines import (
     raw_lines,
     read_records,
 )
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.printable import printable, shorten
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import Support
-from megatron_pg.rollouts.token_sets import TokenSets
 
 _ATTRIBUTES = {"advantage": "advantages"}  # of a sample, where they are not named as the field
 
@@ -231,16 +228,12 @@ def _record_of(sample: Sample) -> dict[str, Any]:
 
 def _json_of(name: str, value: Any) -> Any:
     """A field's value as JSON has it."""
-    if isinstance(value, TokenSets):
-        return _finite_sets(value)
-    if isinstance(value, Support):
-        return value.lists()
+    if name in PAYLOADS:
+        return PAYLOADS[name].to_json(value)
     if isinstance(value, Mapping):
         return {stream: mask.int().tolist() for stream, mask in value.items()}
     if not isinstance(value, Tensor):
         return value
-    if name == "teacher_hidden":
-        return encoded(value)
     if not value.is_floating_point():
         return value.int().tolist() if value.dtype == torch.bool else value.tolist()
     numbers = _finite(value)
@@ -249,10 +242,6 @@ def _json_of(name: str, value: Any) -> Any:
 
 def _encoded(record: dict[str, object]) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
-
-
-def _finite_sets(sets: TokenSets) -> dict[str, list[list]]:
-    return replace(sets, logprobs=torch.where(torch.isfinite(sets.logprobs), sets.logprobs, 0.0)).lists()
 
 
 def _finite(values: Tensor) -> list[float]:

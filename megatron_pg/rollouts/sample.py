@@ -4,7 +4,7 @@ Everything is checked here, at the door, so that nothing later has to.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,32 @@ from megatron_pg.rollouts.fields import (
     is_stream,
     plain,
 )
-from megatron_pg.rollouts.hidden_states import check_hidden_states, hidden_states_of
+from megatron_pg.rollouts.payloads import PAYLOADS
+from megatron_pg.rollouts.payloads.base import is_plain, shown
+from megatron_pg.rollouts.payloads.sampling_masks import Support
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.printable import printable, shorten
-from megatron_pg.rollouts.support import Support, check_support, support_of
-from megatron_pg.rollouts.token_sets import TOKEN_SETS, TokenSets, check_token_sets, token_sets_of
 
 Values = Sequence[Any] | np.ndarray | Tensor
+
+_ID = (
+    "is neither a string of printable characters nor an integer of 62 bits, so normalization groups could not be "
+    "counted or named. Give one."
+)
+_ORIGIN = (
+    "does not say where it comes from, so mismatches could not be traced. Give an integer of at least 0 (worker: any "
+    "integer or printable string), or none."
+)
+_PLAIN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt_id": (is_id, _ID),
+    "rollout_id": (is_id, _ID),
+    "step": (FIELDS["step"].accepts, "is not an integer of at least 0. Give one, or none."),
+    # an untrained sample's reward may be NaN
+    "reward": (lambda value: is_number(value) or isinstance(value, float), "is not a number. Give one, or none."),
+    "truncated": (FIELDS["truncated"].accepts, "is neither True nor False. Give one, or none."),
+    "environment": (is_environment, "is not a string of 1 to 100 printable characters. Give its name, or none."),
+    **{name: (FIELDS[name].accepts, _ORIGIN) for name in ORIGINS},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,77 +98,74 @@ class Sample:
     extra: dict[str, object] = field(default_factory=dict)  # the user's own x_ fields
 
     def __post_init__(self):
-        label = _label(self.sample_id)
-        object.__setattr__(self, "sample_id", label)
-        for name in ("prompt_id", "rollout_id", "step", "reward", "truncated", "environment", *ORIGINS):
-            object.__setattr__(self, name, plain(getattr(self, name)))
-        for name in ("prompt_id", "rollout_id"):
-            value = getattr(self, name)
-            if value is not None and not is_id(value):
+        object.__setattr__(self, "sample_id", _label(self.sample_id))
+        self._check_plain_fields()
+        self._check_tokens_and_mask()
+        self._check_streams()
+        for name in ("advantages", "old_logprobs", *OPTIONAL):
+            if (values := getattr(self, name)) is not None:
+                _check_values(name, values, self.loss_mask, self.sample_id)
+            elif self.stream == POLICY and name not in OPTIONAL:
                 raise ValueError(
-                    f"{name}={shorten(value)} of sample {label} is neither a string of printable characters nor an integer "
-                    "of 62 bits, so units could not be counted or named. Give one."
+                    f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
+                    "stream to one that a --pg-stream declares."
                 )
-        if self.step is not None and not FIELDS["step"].accepts(self.step):
-            raise ValueError(
-                f"step={shorten(self.step)} of sample {label} is not an integer from 0 on. Give one, or none."
-            )
-        if not (
-            self.reward is None or is_number(self.reward) or isinstance(self.reward, float)
-        ):  # nan: it is not trained
-            raise ValueError(f"reward={shorten(self.reward)} of sample {label} is not a number. Give one, or none.")
-        if self.truncated is not None and not FIELDS["truncated"].accepts(self.truncated):
-            raise ValueError(
-                f"truncated={shorten(self.truncated)} of sample {label} is neither True nor False. Give one, or none."
-            )
-        if self.environment is not None and not is_environment(self.environment):
-            raise ValueError(
-                f"environment={shorten(self.environment)} of sample {label} is not a string of 1 to 100 printable characters. Give its name, or "
-                "none."
-            )
-        for name in ORIGINS:
-            value = getattr(self, name)
-            if value is not None and not FIELDS[name].accepts(value):
-                raise ValueError(
-                    f"{name}={shorten(value)} of sample {label} does not say where it comes from, so mismatches could not be traced. "
-                    "Give an integer from 0 on (worker: any integer or printable string), or none."
-                )
+        for name, payload in PAYLOADS.items():
+            if (record := getattr(self, name)) is not None:
+                payload.check(record, self)
+
+    def _check_plain_fields(self) -> None:
+        """Numbers and names, of numpy and torch too, become Python's."""
+        for name, (accepts, mistake) in _PLAIN_FIELDS.items():
+            value = plain(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value is not None and not accepts(value):
+                raise ValueError(f"{name}={shorten(value)} of sample {self.sample_id} {mistake}")
         if not isinstance(self.extra, dict):
-            raise ValueError(f"extra={shorten(self.extra)} of sample {label} is no dict of x_ fields. Give one.")
-        tokens, mask = self.tokens, self.loss_mask
-        if not _is_vector(tokens) or tokens.dtype != torch.int64:
             raise ValueError(
-                f"tokens of sample {label} are {_shown(tokens)}, not [n] int64 on the CPU. Use Sample.build."
+                f"extra={shorten(self.extra)} of sample {self.sample_id} is not a dict of x_ fields. Give one."
+            )
+
+    def _check_tokens_and_mask(self) -> None:
+        tokens, mask, label = self.tokens, self.loss_mask, self.sample_id
+        if not is_plain(tokens, 1, torch.int64):
+            raise ValueError(
+                f"tokens of sample {label} are {shown(tokens)}, not [n] int64 on the CPU. Use Sample.build."
             )
         for bad in (tokens[tokens < 0], tokens[tokens >= 2**31]):
             if len(bad):
                 raise ValueError(
-                    f"tokens of sample {label} hold {int(bad[0])}, which is no token id. Remove padding first."
+                    f"tokens of sample {label} contain {int(bad[0])}, which is not a token id. Remove padding first."
                 )
-        if not _is_vector(mask) or mask.dtype != torch.bool:
+        if not is_plain(mask, 1, torch.bool):
             raise ValueError(
-                f"loss_mask of sample {label} is {_shown(mask)}, not [R] bool on the CPU. Use Sample.build, which also takes 0 and 1."
+                f"loss_mask of sample {label} is {shown(mask)}, not [R] bool on the CPU. Use Sample.build, which also "
+                "takes 0 and 1."
             )
         check_lengths(len(tokens), len(mask))
-        _check_streams(self, label)
-        for name in ("advantages", "old_logprobs", *OPTIONAL):
-            if (values := getattr(self, name)) is not None:
-                _check_values(name, values, mask, label)
-            elif self.stream == POLICY and name not in OPTIONAL:
+
+    def _check_streams(self) -> None:
+        """Stream and further masks: names of streams, one each, and tokens of the response."""
+        label, size = self.sample_id, len(self.loss_mask)
+        if not is_stream(self.stream):
+            raise ValueError(
+                f"stream={shorten(self.stream)} of sample {label} is not the name of a stream. Give the NAME of a "
+                "--pg-stream NAME:kind."
+            )
+        if not isinstance(self.masks, Mapping):
+            raise ValueError(f"masks={shorten(self.masks)} of sample {label} are not masks by stream. Give a dict.")
+        for name, mask in self.masks.items():
+            if not is_stream(name) or name in (POLICY, self.stream):
                 raise ValueError(
-                    f"sample {label} has no {name}, without which the objective has no loss. Give them, or name the stream of --pg-stream "
-                    "that the sample is of."
+                    f"masks of sample {label} contain {shorten(name)}, which is not a further stream: the tokens of its "
+                    f"own stream, {self.stream}, are in loss_mask, and those of the objective belong to samples of the "
+                    f"stream {POLICY}. Rename it."
                 )
-        trained = torch.stack([mask, *self.masks.values()]).any(dim=0) if self.masks else mask
-        for name in TOKEN_SETS:
-            if (sets := getattr(self, name)) is not None:
-                check_token_sets(name, sets, len(mask), trained, label)
-        if self.teacher_hidden is not None:
-            check_hidden_states(self.teacher_hidden, len(mask), trained, label)
-        if self.support is not None:
-            check_support(self.support, len(mask), mask & (self.stream == POLICY), label)
-        if self.routed_experts is not None:
-            _check_experts(self.routed_experts, len(tokens), label)
+            if not is_plain(mask, 1, torch.bool) or len(mask) != size:
+                raise ValueError(
+                    f"masks[{name}] of sample {label} is {shown(mask)}, not [R] bool on the CPU with R = {size}. "
+                    "Use Sample.build, which also takes 0 and 1."
+                )
 
     @classmethod
     def build(
@@ -204,21 +221,20 @@ class Sample:
             rest["masks"] = {
                 name: _mask(f"masks[{shorten(name)}]", each, length, label) for name, each in masks.items()
             }
-        for name in TOKEN_SETS:
+        for name, payload in PAYLOADS.items():
             if rest.get(name) is not None:
-                rest[name] = token_sets_of(name, rest[name], label)
-        if rest.get("teacher_hidden") is not None:
-            rest["teacher_hidden"] = hidden_states_of(rest["teacher_hidden"], label)
-        if rest.get("support") is not None:
-            rest["support"] = support_of(rest["support"], label)
-        if rest.get("routed_experts") is not None:
-            rest["routed_experts"] = _experts(rest["routed_experts"], label)
+                rest[name] = payload.of(rest[name], label)
         return cls(tokens=_vector("tokens", tokens, label, (int,)), loss_mask=mask, **vectors, **rest)
 
     @property
     def response_length(self) -> int:
         """R, the number of response tokens, trained or not."""
         return len(self.loss_mask)
+
+    @property
+    def trained(self) -> Tensor:
+        """[R] bool, the tokens that any stream trains."""
+        return torch.stack([self.loss_mask, *self.masks.values()]).any(dim=0) if self.masks else self.loss_mask
 
     @property
     def num_trained(self) -> int:
@@ -259,19 +275,6 @@ def _label(name: Any) -> str:
     return printable(name) if isinstance(name, str) else shorten(name)
 
 
-def _shown(values: Any) -> str:
-    """Values as messages show them."""
-    if isinstance(values, Tensor) and not values.is_nested:
-        return f"a tensor of shape {tuple(values.shape)}, {values.dtype}, on {values.device}"
-    return shorten(values)
-
-
-def _is_vector(values: Any) -> bool:
-    """Whether it is a plain tensor of one dimension on the CPU."""
-    is_plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_nested
-    return is_plain and values.dim() == 1 and values.device.type == "cpu"
-
-
 def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tensor:
     """[n] float64, or int64 where only integers have a meaning, from a list, an array or a tensor of these kinds."""
     dtype, found = torch.int64 if kinds == (int,) else torch.float64, set()
@@ -289,16 +292,16 @@ def _vector(name: str, values: Any, label: str, kinds: tuple[type, ...]) -> Tens
             vector = (
                 torch.as_tensor(values, dtype=None if is_tensor else dtype).detach().to("cpu", dtype, copy=is_tensor)
             )
-            if _is_vector(vector):
+            if is_plain(vector, 1):
                 return vector
-    except Exception:  # of whatever else was given
+    except Exception:  # any conversion failure gets the one message below
         found = set()
     if float in found and dtype == torch.int64:
         raise ValueError(
             f"tokens of sample {label} are fractions, not token ids, and none may be rounded. Give integers."
         )
     what = "token ids" if name == "tokens" else "0 and 1" if "mask" in name else "numbers"
-    raise ValueError(f"{name}={_shown(values)} of sample {label} is not one flat list of {what}. Give one.")
+    raise ValueError(f"{name}={shown(values)} of sample {label} is not one flat list of {what}. Give one.")
 
 
 def _plain_list(values: Any) -> list:
@@ -328,8 +331,8 @@ def _length_message(name: str, length: int, response_length: int, label: object)
 
 
 def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
-    if not _is_vector(values):
-        raise ValueError(f"{name} of sample {label} are {_shown(values)}, not [R] numbers. Use Sample.build.")
+    if not is_plain(values, 1):
+        raise ValueError(f"{name} of sample {label} are {shown(values)}, not [R] numbers. Use Sample.build.")
     if len(values) != len(mask):
         raise ValueError(_length_message(name, len(values), len(mask), label))
     if not values.dtype.is_floating_point:
@@ -355,67 +358,4 @@ def check_range(name: str, values: Tensor, label: str) -> None:
         raise ValueError(
             f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio would be "
             "wrong. Were probabilities or negative log-likelihoods given?"
-        )
-
-
-def _check_streams(sample: Sample, label: str) -> None:
-    """Stream and further masks: names of streams, one each, and tokens of the response."""
-    if not is_stream(sample.stream):
-        raise ValueError(
-            f"stream={shorten(sample.stream)} of sample {label} is no name of a stream. Give the NAME of a --pg-stream NAME:kind."
-        )
-    if not isinstance(sample.masks, Mapping):
-        raise ValueError(f"masks={shorten(sample.masks)} of sample {label} are no masks by stream. Give a dict.")
-    for name, mask in sample.masks.items():
-        if not is_stream(name) or name in (POLICY, sample.stream):
-            raise ValueError(
-                f"masks of sample {label} hold {shorten(name)}, which is no further stream: the tokens of its own stream, "
-                f"{sample.stream}, are in loss_mask, and those of the objective belong to samples of the stream {POLICY}. Rename it."
-            )
-        if not _is_vector(mask) or mask.dtype != torch.bool or len(mask) != len(sample.loss_mask):
-            raise ValueError(
-                f"masks[{name}] of sample {label} is {_shown(mask)}, not [R] bool on the CPU with R = {len(sample.loss_mask)}. Use "
-                "Sample.build, which also takes 0 and 1."
-            )
-
-
-def _experts(values: Any, label: str) -> Tensor:
-    """[n - 1, layers, topk] int32 from nested lists, an array or a tensor of integers."""
-    try:
-        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.array(values)
-        if array.dtype.kind in "iu" and (
-            array.size == 0 or (int(array.min()) >= -(2**31) and int(array.max()) < 2**31)
-        ):
-            return torch.from_numpy(array.astype(np.int32))  # a copy
-    except Exception:  # of whatever else was given
-        array = None
-    raise ValueError(
-        f"routed_experts={_shown(values)} of sample {label} are not numbers of experts, a list per token of lists per layer. Give the "
-        "engine's array [tokens - 1, layers, topk]."
-    )
-
-
-def _check_experts(values: Any, num_tokens: int, label: str) -> None:
-    is_plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_nested
-    if not is_plain or values.dim() != 3 or values.dtype != torch.int32 or values.device.type != "cpu":
-        raise ValueError(
-            f"routed_experts of sample {label} are {_shown(values)}, not [tokens - 1, layers, topk] int32 on the CPU. Use Sample.build."
-        )
-    if len(values) != num_tokens - 1 or values.numel() == 0:
-        raise ValueError(
-            f"routed_experts of sample {label} have shape {tuple(values.shape)} for {num_tokens} tokens, so they would not align: an engine "
-            "has experts for every token but the last, which it never reads. Give [tokens - 1, layers, topk]."
-        )
-    if values.min() < 0:
-        raise ValueError(
-            f"routed_experts of sample {label} hold a negative number, which is no expert. Record all tokens."
-        )
-    ordered = values.sort(dim=-1).values
-    is_dense = (values == 0).all(dim=2).all(dim=0)  # engines leave the zeros of layers without experts
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1) & ~is_dense
-    if twice.any():
-        token, layer = twice.nonzero()[0].tolist()
-        raise ValueError(
-            f"routed_experts of sample {label} name an expert twice at token {token}, layer {layer}, so the token would lack one. Was the "
-            "record taken whole, prompt and cached prefixes included?"
         )

@@ -149,8 +149,8 @@ REFUSED = {
     'torchrun t.py "\\\\$A"': "has the unexpanded variable $A.",
     "torchrun --nproc-per-node $(nproc) t.py --pg-temperature 2": "has the unexpanded command substitution $(.",
     "torchrun --nnodes `nproc` t.py": "has the unexpanded command substitution `.",
-    "torchrun t.py \u2014fp16": "begins with a dash that is no hyphen",
-    "torchrun t.py --loss-agregation x": "job.txt, line 1: --loss-agregation is no flag of megatron_pg",
+    "torchrun t.py \u2014fp16": "begins with a dash that is not a hyphen",
+    "torchrun t.py --loss-agregation x": "job.txt, line 1: --loss-agregation is not a flag of megatron_pg",
     "torchrun t.py --loss-aggregation\n": "job.txt, line 1: argument --loss-aggregation: expected one argument",
     "torchrun t.py --yaml-cfg x\n": "--yaml-cfg replaces all flags",
     "torchrun t.py": "[E29] --dataloader-type single",  # Megatron's defaults apply

@@ -208,10 +208,10 @@ def test_streams_are_counted_and_the_objective_is_compared_alone(tmp_path, capsy
     assert counted == [("rl", 1, 1, 1), ("echo", 1, 1, 1), ("sft", 2, 2, 4)]
     assert main(["compare", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "the objective is scaled by its share, 16.7%" in shown
+    assert "scales the objective by its share, 16.7%" in shown
     path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines[1:]]))
     assert main(["compare", str(path)]) != 0
-    assert "no sample is of the objective's stream, rl" in capsys.readouterr().err
+    assert "no sample is of the objective's stream rl, only of " in capsys.readouterr().err
 
 
 UNUSUAL = [  # good lines
@@ -335,7 +335,7 @@ def test_samples_of_other_streams_are_not_the_objectives(tmp_path, capsys):
     assert mixed[0] == alone[0]
     code, _, err = run(capsys, write(tmp_path / "sft.jsonl", of_stream, header))
     assert code == 2
-    assert "no sample is of the objective's stream, rl" in err
+    assert "no sample is of the objective's stream rl, only of " in err
 
 
 @pytest.mark.parametrize("advantage", [1e308, -1e308, [1e38, 3e38]])
@@ -356,9 +356,9 @@ BAD_OPTIONS = {
     "--divisor x": "invalid float value: 'x'",
     "--divisor 1e300": "not finite and > 0",  # 1/L is no float32
     "--top -1": "--top -1 is negative",
-    "--output out.gif": "is no .png, .svg, .pdf file",
+    "--output out.gif": "the suffix is not one of .png, .svg, .pdf",
     "--output nowhere/out.png": "its folder does not exist",
-    "--output taken.png": "exists already and is kept",
+    "--output taken.png": "already exists",
 }
 
 
@@ -422,7 +422,7 @@ def without_packages(command: str) -> subprocess.CompletedProcess:
 def test_without_a_package_there_is_a_message_and_the_help():
     done = without_packages("compare x")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("megatron-pg compare: torch is not installed")
+    assert done.stderr.startswith("megatron-pg compare: compare needs torch, which is not installed")
     assert done.stderr.count("\n") == 1
     done = without_packages("compare --help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -150,7 +150,7 @@ def test_the_training_dump_of_slime_says_which_step_trained_a_sample_and_which_n
     code, out, err = run(capsys, save(samples), *words)
     assert (code, err) == (0, "")
     assert "10 samples of 5 prompts in 2 steps" in out
-    assert "2 samples of the last rollouts, which did not fill a step, were not trained and are left out" in out
+    assert "2 samples of the last rollouts did not fill a step; they were not trained and are left out" in out
     assert "1 prompt groups were trained in several steps" in out
     found = [sample for step in read_steps(output) for sample in step]
     assert [s.step for s in found] == [24] * 5 + [25] * 5
@@ -182,7 +182,7 @@ BAD_SLIME = {
         "missing old_logprobs, advantage. Give --train-data FILE; --advantage RULE or --train-data FILE.",
     ),
     "no group": ({"group_index": None}, CHOICES, "sample 0: group_index is not set"),
-    "no index": ({"index": None}, CHOICES, "sample 0: rollout_id and index is not set"),
+    "no index": ({"index": None}, CHOICES, "sample 0: rollout_id or index is not set"),
     "no log-probabilities": (
         {"rollout_log_probs": None},
         CHOICES,
@@ -227,18 +227,21 @@ def test_a_part_of_the_reward_is_chosen_by_its_key(save, tmp_path, capsys):
 
 
 BAD_TRAIN_DATA = {
-    "a dump of one rank": (lambda d: {"rollout_id": 12, "rank": 0, "rollout_data": {}}, "no training dump of slime"),
-    "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "its samples are not those of its schedule"),
-    "samples that are none": (lambda d: d | {"samples": None}, "samples is no list"),
+    "a dump of one rank": (
+        lambda d: {"rollout_id": 12, "rank": 0, "rollout_data": {}},
+        "is not a training dump of slime",
+    ),
+    "too few samples": (lambda d: d | {"samples": d["samples"][:-1]}, "its samples differ from its schedule"),
+    "samples that are none": (lambda d: d | {"samples": None}, "samples is not a list"),
     "samples of a longer rollout": (
         lambda d: train_dump([*SLIME, SLIME[0]], (range(7),)),
         "not in the rollout dump of 6",
     ),
-    "no schedule": (lambda d: d | {"dp_shards": []}, "its samples are not those of its schedule"),
-    "a schedule of another kind": (lambda d: d | {"dp_shards": 3}, "dp_shards does not say which micro-batches"),
+    "no schedule": (lambda d: d | {"dp_shards": []}, "its samples differ from its schedule"),
+    "a schedule of another kind": (lambda d: d | {"dp_shards": 3}, "dp_shards does not list the micro-batches"),
     "half a schedule": (
         lambda d: d | {"dp_shards": [s | {"num_microbatches": [10**30]} for s in d["dp_shards"]]},
-        "dp_shards does not say which micro-batches",
+        "dp_shards does not list the micro-batches",
     ),
     "other tokens": (
         lambda d: d | {"samples": [s | {"tokens": torch.tensor([1])} for s in d["samples"]]},
@@ -276,14 +279,14 @@ def test_stored_code_is_never_run(kind, save, tmp_path, capsys):
         torch.save(payload, path)
     else:
         path.write_bytes(pickle.dumps(payload, int(kind)))
-    assert "only tensors and plain values are loaded" in refused(capsys, tmp_path, path, "--format", "slime", *CHOICES)
+    assert "ensors and plain values" in refused(capsys, tmp_path, path, "--format", "slime", *CHOICES)
     assert not flag.exists()
 
 
 def test_an_array_in_a_dump_is_named(save, tmp_path, capsys):
     path = save([SLIME[0] | {"rollout_routed_experts": np.zeros((2, 2), dtype=np.int32)}])
     message = refused(capsys, tmp_path, path, "--format", "miles", *CHOICES)
-    assert "holds numpy" in message
+    assert "has an object of numpy" in message
     assert "docs/cli.md shows how" in message
 
 
@@ -365,7 +368,7 @@ def test_likeliest_tokens_come_along(tmp_path, capsys):
 def test_a_file_that_torch_did_not_save_is_refused(content, save, tmp_path, capsys):
     path = tmp_path / "broken.pt"
     path.write_bytes(save().read_bytes()[:900] if content == "truncated" else content)
-    assert "is no file of torch.save, was cut short, or holds objects" in refused(
+    assert "is not a file of torch.save, is truncated, or has objects other than tensors and plain values" in refused(
         capsys, tmp_path, path, "--format", "slime", *CHOICES
     )
 
@@ -377,7 +380,7 @@ def test_a_file_that_torch_did_not_save_is_refused(content, save, tmp_path, caps
 def test_a_saved_value_of_another_shape_is_refused(value, tmp_path, capsys):
     torch.save(value, tmp_path / "dump.pt")
     message = refused(capsys, tmp_path, tmp_path / "dump.pt", "--format", "slime", *CHOICES)
-    assert "Is the file of another format?" in message
+    assert "Check --format." in message
 
 
 def test_one_dump_given_twice_or_units_in_two_steps_are_refused(save, tmp_path, capsys):
@@ -432,7 +435,7 @@ def test_log_probabilities_that_nobody_computed_are_refused(lines, tmp_path, cap
     rows = [row | {"prev_logprobs": [[0.0] * 8]} for row in NEMO]
     words = (lines(rows), "--format", "nemo_rl", "--group-size", "2")
     message = refused(capsys, tmp_path, *words)
-    assert "every old_logprobs is 0" in message
+    assert "all old_logprobs are 0" in message
     assert "Give --old-logprobs rollout" in message
     neither = (
         lines([row | {"generation_logprobs": [[0.0] * 8]} for row in rows], "other.jsonl"),
@@ -454,8 +457,8 @@ def test_a_sure_token_is_no_placeholder(lines, tmp_path, capsys):
 
 BAD_NEMO = {
     "no group size": (NEMO, (), "train_data_step7.jsonl: missing prompt_id. Give --group-size N."),
-    "a wrong group size": (NEMO, ("--group-size", "4"), ":3: its prompt differs from that of its group's first row"),
-    "a left-over row": (NEMO[:3], ("--group-size", "2"), "3 rows are no multiple of --group-size 2"),
+    "a wrong group size": (NEMO, ("--group-size", "4"), ":3: its prompt differs from the first row of its group"),
+    "a left-over row": (NEMO[:3], ("--group-size", "2"), "3 rows are not a multiple of --group-size 2"),
     "no prompt": ([nemo_row(0, [], [5, 6])], ("--group-size", "1"), ":1: its first token is trained"),
     "no trained token": ([nemo_row(0, [1], [5], [0])], ("--group-size", "1"), ":1: no token is trained"),
     "validation data": (
@@ -468,16 +471,20 @@ BAD_NEMO = {
         ("--group-size", "1"),
         "rewards is 1.0, not a list of one value",
     ),
-    "a short row": ([NEMO[0] | {"prev_logprobs": [[-1.0]]}], ("--group-size", "1"), "prev_logprobs has no 5 entries"),
+    "a short row": (
+        [NEMO[0] | {"prev_logprobs": [[-1.0]]}],
+        ("--group-size", "1"),
+        "prev_logprobs has fewer than 5 entries",
+    ),
     "a weight for a mask": (
         [NEMO[0] | {"sample_loss_mask": [0.5]}],
         ("--group-size", "1"),
-        "sample_loss_mask is 0.5, not 0 or 1",
+        "sample_loss_mask is 0.5, but must be 0 or 1",
     ),
     "a reward in words": ([NEMO[0] | {"rewards": ["x"]}], ("--group-size", "1"), "its reward is 'x'"),
     "an unknown line": ([[1, 2]], ("--group-size", "1"), "is a list, not a sample with fields"),
-    "nothing": ([], ("--group-size", "1"), "holds no sample"),
-    "no group": (NEMO, ("--group-size", "0"), "--group-size 0 is no number of samples"),
+    "nothing": ([], ("--group-size", "1"), "has no sample"),
+    "no group": (NEMO, ("--group-size", "0"), "--group-size 0 is not a number of samples"),
 }
 
 
@@ -669,7 +676,7 @@ def test_a_file_without_ids_and_masks_is_read_as_chosen(lines, tmp_path, capsys)
     output = tmp_path / "out.jsonl"
     code, out, err = run(capsys, lines(rows, "mine.jsonl"), "--format", "jsonl", *words, "--output", output)
     assert (code, err) == (0, "")
-    assert "\n1 of 2 prompt groups (50%) have equal rewards, so they bring no gradient\n" in out
+    assert "\n1 of 2 prompt groups (50%) have equal rewards; their advantages are 0\n" in out
     samples = read_rollouts(output)
     assert [s.prompt_id for s in samples] == ["0/0", "0/0", "0/1", "0/1"]
     assert len({s.rollout_id for s in samples}) == 4
@@ -714,9 +721,9 @@ BAD_JSONL = {
         "mine.jsonl:1: missing step, prompt_id, loss_mask, advantage. Give --column step=NAME or --step N; --column prompt_id=NAME or "
         "--group-size N; --column loss_mask=NAME or --loss-mask ones; --column advantage=NAME or --advantage RULE.",
     ),
-    "a step twice": ([OURS], ("--step", "1"), "has a column for step, so --step contradicts it"),
-    "groups twice": ([OURS], ("--group-size", "1"), "has a column for prompt_id, so --group-size contradicts it"),
-    "masks twice": ([OURS], ("--loss-mask", "ones"), "has a column for loss_mask, so --loss-mask contradicts it"),
+    "a step twice": ([OURS], ("--step", "1"), "has a column for step, which --step contradicts"),
+    "groups twice": ([OURS], ("--group-size", "1"), "has a column for prompt_id, which --group-size contradicts"),
+    "masks twice": ([OURS], ("--loss-mask", "ones"), "has a column for loss_mask, which --loss-mask contradicts"),
     "no mask": ([renamed(loss_mask="m")], (), "Unused columns: m. Give --column loss_mask=NAME or --loss-mask ones"),
     "no prompt": ([renamed(prompt_id="p")], (), "Unused columns: p. Give --column prompt_id=NAME or --group-size N"),
     "no tokens": (
@@ -739,7 +746,7 @@ BAD_JSONL = {
     "a pair and other tokens": (
         [OURS | PAIR | {"completion_ids": [5, 7]}],
         ("--column=reward=score",),
-        "its tokens is not that of prompt_ids",
+        "field tokens contradicts prompt_ids",
     ),
     "a mask of the whole sample": ([OURS | {"loss_mask": [0, 0, 1, 1]}], (), "has 4 entries for 2 response tokens"),
     "a group of texts": (
@@ -757,7 +764,7 @@ BAD_JSONL = {
     "a length below any": (
         [PAIR | {"response_length": -(10**400)}],
         ("--loss-mask", "ones"),
-        "its response_length is not that",
+        "field response_length contradicts",
     ),
     "no tokens for so many ones": (
         [renamed(loss_mask="m", tokens="t") | {"response_length": -(10**400)}],
@@ -803,11 +810,11 @@ MINIMAL = {"jsonl": (), "nemo_rl": ("--group-size", "1", "--step", "1"), "verl":
     [
         (b'{"a": 1', "the line has no end"),
         (b'{"a": 1, "a": 2}\n', "duplicate field 'a'"),
-        (b'{"a": \n', "is not one JSON object per line"),
-        (b"\xff\n", "is not one JSON object per line"),
-        (b"[" * 100_000 + b"\n", "is not one JSON object per line"),
-        (b"9" * 5000 + b"\n", "is not one JSON object per line"),
-        (b"", "holds no sample"),
+        (b'{"a": \n', "is not a JSON object"),
+        (b"\xff\n", "is not a JSON object"),
+        (b"[" * 100_000 + b"\n", "is not a JSON object"),
+        (b"9" * 5000 + b"\n", "is not a JSON object"),
+        (b"", "has no sample"),
         (b"null\n", "is a NoneType, not a sample with fields"),
     ],
 )
@@ -839,8 +846,8 @@ def test_an_unreadable_path_is_refused(framework, name, tmp_path, capsys):
         (("--format", "verl", "--group-size", "2"), "--group-size has no effect with --format verl"),
         (("--format", "miles", "--train-data", "x"), "--train-data has no effect with --format miles"),
         (("--format", "nemo_rl", "--reward-key", "x"), "--reward-key has no effect with --format nemo_rl"),
-        (("more", "--format", "nemo_rl", "--step", "1"), "--step belongs to one dump, and 2 are given"),
-        (("--format", "nemo_rl", "--step", "-1"), "--step -1 is no number of a step"),
+        (("more", "--format", "nemo_rl", "--step", "1"), "--step describes one dump, but 2 are given"),
+        (("--format", "nemo_rl", "--step", "-1"), "--step -1 is negative"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(words, message, tmp_path, capsys):
@@ -851,7 +858,7 @@ def test_options_that_contradict_each_other_are_refused(words, message, tmp_path
 def test_an_existing_file_is_kept_unless_asked(save, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     output.write_text("mine")
-    assert "exists already and is kept" in refused(capsys, tmp_path, save(), "--format", "slime", *CHOICES)
+    assert "already exists" in refused(capsys, tmp_path, save(), "--format", "slime", *CHOICES)
     assert run(capsys, save(), "--format", "slime", *CHOICES, "--output", output, "--overwrite")[0] == 0
     assert len(read_rollouts(output)) == 6
 

@@ -177,7 +177,7 @@ def test_a_column_that_no_line_has_is_refused(convert):
     code, said, _ = convert(lines, "--column", "truncated=cutt")
     assert code == 2
     assert "--column truncated=cutt: no line of " in said
-    assert said.endswith("has this column. The first one has: text.\n")
+    assert said.endswith("has this column. The first line has: text. Correct it.\n")
     code, said, found = convert(lines, "--column", "truncated=cut")  # one line may lack it
     assert [record.get("truncated") for record in found] == [None, True], said
 
@@ -214,7 +214,7 @@ def test_a_file_that_is_written_to_a_full_disk_names_the_output(convert, tmp_pat
     code, said, _ = convert([MINIMAL])
     assert code == 2
     assert said == (
-        f"megatron-pg convert: {tmp_path / 'out.jsonl'}: cannot be written (No space left on device), so nothing was. Make room, or "
+        f"megatron-pg convert: {tmp_path / 'out.jsonl'}: cannot be written (No space left on device). Free disk space, or "
         "give another path.\n"
     )
     assert [path.name for path in Path(tmp_path).iterdir()] == ["mine.jsonl"]

@@ -125,7 +125,7 @@ def test_a_prompt_in_two_steps_is_refused(convert, files):
     paths = files([line("q", 1.0), line("q", 0.0)], [line("q", 0.0, 1), line("q", 0.0, 1)])
     code, said = convert(paths, "--format", "jsonl", "--advantage", "group_mean")
     assert code == 2
-    assert "part1.jsonl:1: prompt_id 'q' is also in step 0, and a unit must lie in one step." in said
+    assert "part1.jsonl:1: prompt_id 'q' is also in step 0, but must be in one step." in said
 
 
 def test_an_undefined_advantage_names_the_option(convert, files):
@@ -153,7 +153,7 @@ def test_a_group_of_lines_lies_in_one_step(convert, files):
     rows = [{name: value for name, value in line(None, 1.0, step).items() if name != "prompt_id"} for step in (0, 1)]
     code, said = convert(files(rows), "--format", "jsonl", "--group-size", "2", "--advantage", "reward")
     assert code == 2
-    assert "part0.jsonl:2: its step differs from that of its group's first row, so --group-size 2 is wrong." in said
+    assert "part0.jsonl:2: its step differs from the first row of its group. Correct --group-size 2." in said
 
 
 def test_one_file_given_twice_is_refused(convert, files, tmp_path):
@@ -162,7 +162,7 @@ def test_one_file_given_twice_is_refused(convert, files, tmp_path):
     for again in (path, tmp_path / "copy.jsonl"):
         code, said = convert([path, again], "--format", "jsonl", "--advantage", "group_mean")
         assert code == 2
-        assert f"{again}: holds the same as {path}, so its rollouts would count twice. Give every file once." in said
+        assert f"{again}: is equal to {path}, so its rollouts would count twice. Give every file once." in said
 
 
 def test_a_file_and_the_standard_input_are_read_together(convert, files, tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_dump_that_changes_while_it_is_read_is_refused(convert, files, monkeyp
     monkeypatch.setitem(dumps.READERS, "jsonl", growing)
     code, said = convert([first, second], "--format", "jsonl", "--advantage", "group_mean")
     assert code == 2
-    assert "part1.jsonl:2: was not there when the rewards were read. Convert files that are complete." in said
+    assert "part1.jsonl:2: was added after the rewards were read. Convert files that are complete." in said
 
 
 def test_the_version_is_the_highest_that_a_dump_needs(convert, files, tmp_path):

@@ -97,7 +97,7 @@ BAD = {
         {"megatron": Probe({"version": "0.19.0", "per_microbatch": [0.25, 0.0], "per_token": [1.0, 3.0]}, None)},
         "contract, flag off",
         "fail",
-        "gradients would be scaled wrongly",
+        "gradients would have the wrong scale",
     ),
     "the schedule cannot be asked": (
         {"megatron": Probe({"version": "0.19.0", "contract_error": "TypeError: forward_step_calc_loss()"}, None)},
@@ -143,7 +143,7 @@ def test_one_line_says_which_device_and_kernel_are_used_and_why():
     facts = {"version": "2.13.0+cu130", "cuda": "13.0", "kernel": "torch", "chosen": f"{why}: CPU, --pg-kernel torch"}
     found = findings(torch=Probe(facts, None), triton=Probe({}, "No module named 'triton'"))["device and kernel"]
     assert found == doctor.Finding("device and kernel", "ok", f"{why}: CPU, --pg-kernel torch")
-    assert findings(torch=Probe({}, "no torch"))["device and kernel"].found == "not known: see torch above"
+    assert findings(torch=Probe({}, "no torch"))["device and kernel"].found == "unknown: see torch above"
 
 
 def test_the_probe_reports_the_device_and_kernel_of_this_machine():
@@ -155,7 +155,7 @@ def test_the_probe_reports_the_device_and_kernel_of_this_machine():
 def test_the_exit_code_says_whether_something_required_fails(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY)
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("nothing that is required fails\n")
+    assert capsys.readouterr().out.endswith("everything that is required works\n")
     monkeypatch.setattr(doctor, "_probe_all", lambda: HEALTHY | {"megatron": Probe({}, "No module named 'megatron'")})
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False

@@ -94,10 +94,10 @@ def test_what_a_rejection_does_to_the_denominators_is_in_the_numbers(call, mode)
     said = explained(call, *flags)
     denominator, tokens = REJECTIONS[mode]
     assert said["factors"]["denominator"] == denominator
-    assert said["factors"]["N_r"].startswith("those of 512 rollouts with a kept token")
+    assert said["factors"]["N_r"].startswith("of 512 rollouts those with a kept token")
     assert (said["sizes"]["N_r"], said["sizes"]["K"], said["weights_unit"]) == (None, 32, "1/N_r")
     assert tuple(row["token"] for row in said["weights"]) == pytest.approx(tokens, rel=1e-12)
-    assert "no token of them rejected" in call("explain", *flags)[1]
+    assert "without rejected tokens" in call("explain", *flags)[1]
 
 
 def test_only_units_with_a_trained_token_count_under_live(call):
@@ -139,13 +139,13 @@ BAD_LAUNCHES = {
     "launch.sh": "launch.sh is not a flag. .*MEGATRON_PG_DRY_RUN=1 in the environment .*: --args-file FILE",
     "--args-file absent": r"absent: cannot be read \(No such file or directory\)",
     "--args-file=--": "--args-file has no value",
-    "--loss-agregation token_mean": "--loss-agregation is no flag of megatron_pg, .*Did you mean --loss-aggregation?",
-    "--pg-clip 0.2": "--pg-clip is no flag of megatron_pg, .*Did you mean --pg-clip-eps-low or --pg-clip-eps-high?",
-    "--pg-kl 0.1": r"--pg-kl is no flag of megatron_pg, .*Did you mean --pg-kl-coef\?",
-    "--loss-agg=token_mean": "--loss-agg is no flag of megatron_pg, .*Did you mean --loss-aggregation or",
-    "-loss-aggregation token_mean": r"-loss-aggregation is no flag of megatron_pg, .*Did you mean --loss-aggregation\?",
-    "--calculate-per-token --lr 1": r"--calculate-per-token is no flag .*Did you mean --calculate-per-token-loss\?",
-    "--pg_clip_eps_low 0.2": "--pg_clip_eps_low is no flag of megatron_pg, .*Did you mean --pg-clip-eps-low?",
+    "--loss-agregation token_mean": "--loss-agregation is not a flag of megatron_pg. Did you mean --loss-aggregation?",
+    "--pg-clip 0.2": "--pg-clip is not a flag of megatron_pg. Did you mean --pg-clip-eps-low or --pg-clip-eps-high?",
+    "--pg-kl 0.1": r"--pg-kl is not a flag of megatron_pg. Did you mean --pg-kl-coef\?",
+    "--loss-agg=token_mean": "--loss-agg is not a flag of megatron_pg. Did you mean --loss-aggregation or",
+    "-loss-aggregation token_mean": r"-loss-aggregation is not a flag of megatron_pg. Did you mean --loss-aggregation\?",
+    "--calculate-per-token --lr 1": r"--calculate-per-token is not a flag .*Did you mean --calculate-per-token-loss\?",
+    "--pg_clip_eps_low 0.2": "--pg_clip_eps_low is not a flag of megatron_pg. Did you mean --pg-clip-eps-low?",
     "--loss-aggregation dr_grpo": r"\[E3\] --loss-aggregation 'dr_grpo' is not one of .*; did you mean constant\?",
     "--pg-metrics all": "invalid choice: 'all'",
     "--loss-aggregation": "expected one argument",
@@ -159,8 +159,8 @@ BAD_LAUNCHES = {
     "--world-size 0 --loss-aggregation token_mean": "--world-size 0 is not a number of ranks",
     "--tensor-model-parallel-size 4 --world-size 6": "6 ranks are not a multiple of TP·PP·CP = 4",
     "--world-size two --loss-aggregation token_mean": "invalid int value: 'two'",
-    "--loss-aggregation token_mean --lengths 10,x": "no list of positive lengths",
-    "--loss-aggregation token_mean --lengths 0": "no list of positive lengths",
+    "--loss-aggregation token_mean --lengths 10,x": "not a list of positive lengths",
+    "--loss-aggregation token_mean --lengths 0": "not a list of positive lengths",
     "--yaml-cfg a.yaml": "--yaml-cfg replaces all flags",
     "--custom-pg-loss-reducer-function-path nowhere.at:all": r"\[E14\].*cannot be imported",
 }
@@ -200,7 +200,7 @@ def test_a_step_of_documents_has_their_number_of_rollouts(call):
     documents = ["--docs-per-step", "256", "--micro-batch-size", "1", "--world-size", "8"]
     said = explained(call, *documents)
     assert (said["sizes"]["N_r"], said["sizes"]["K"]) == (256, None)
-    assert said["factors"]["K"] == "as many micro-batches as the step's documents take"
+    assert said["factors"]["K"] == "as many micro-batches as the step's documents need"
     assert explained(call, *documents, "--docs-per-step-policy", "at_least")["sizes"]["N_r"] is None
 
 

@@ -66,7 +66,7 @@ def test_rollouts_without_a_fault(write, capsys):
     path = write("r.jsonl", two_sides(random.Random(3)))
     code, out, _ = run(capsys, path)
     assert code == 0
-    assert "nothing found: the difference is what rounding to bfloat16 does to a model" in out
+    assert "no cause found: the difference has the size of rounding to bfloat16" in out
 
 
 def test_one_file_of_several_is_named(write, capsys):
@@ -119,11 +119,11 @@ def test_a_picture(suffix, write, capsys, tmp_path):
         ({"loss_mask": [0] * 40}, (), "no token is trained"),
         ({"worker": "a\nb"}, (), "worker="),
         ({"weight_version": -1}, (), "weight_version=-1 has the wrong type or range"),
-        ({}, ("--level", "0"), "--level 0 is no chance"),
-        ({}, ("--level", "nan"), "--level nan is no chance"),
+        ({}, ("--level", "0"), "--level 0 is not a probability"),
+        ({}, ("--level", "nan"), "--level nan is not a probability"),
         ({}, ("--by", "x_node"), "no sample has the field x_node"),
         ({}, ("AGAIN",), "is given twice"),
-        ({}, ("--output", "p.gif"), "p.gif: is no .png, .svg, .pdf file"),
+        ({}, ("--output", "p.gif"), "p.gif: the suffix is not one of .png, .svg, .pdf"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_and_exit_code_2(change, words, message, write, capsys):

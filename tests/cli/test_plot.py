@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_pg.cli import main
-from megatron_pg.cli.runs.plot import small_curve, smoothed
+from megatron_pg.cli.runs.curves import smoothed
+from megatron_pg.cli.runs.plot import small_curve
 from megatron_pg.metrics.file import MetricsFile
 
 
@@ -76,7 +77,7 @@ def test_metrics_are_chosen_and_misspelt_ones_named(make_run, capsys):
     path = make_run("a", [1.0], reward=0.5)
     assert list(json.loads(run(capsys, path, "--metrics", "reward", "--json")[1])["a"]) == ["reward"]
     assert "no run has this metric. Did you mean reward?" in refused(capsys, path, "--metrics", "rewad")
-    assert "There are pg_loss, grad_norm, reward" in refused(capsys, path, "--metrics", "zzz")
+    assert "Available: pg_loss, grad_norm, reward" in refused(capsys, path, "--metrics", "zzz")
     assert "Did you mean grad_norm?" in refused(capsys, path, "--metrics", "norm")  # a part of it
     assert list(json.loads(run(capsys, path, "--metrics", " reward, pg_loss,", "--json")[1])["a"]) == [
         "reward",
@@ -97,7 +98,7 @@ def test_a_picture(make_run, tmp_path, capsys):
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         assert run(capsys, *paths, "--output", tmp_path / f"curves{suffix}")[0] == 0
         assert (tmp_path / f"curves{suffix}").read_bytes().startswith(magic)
-    assert "exists already" in refused(capsys, *paths, "--output", tmp_path / "curves.png")
+    assert "already exists" in refused(capsys, *paths, "--output", tmp_path / "curves.png")
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
@@ -110,21 +111,21 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(make_run
 
 
 BAD_FILES = {
-    "empty": (b"", "holds no step yet"),
-    "only the beginning of a line": (b'{"iteration": 1', "holds no step yet"),
-    "a rollout file": (b'{"format": "megatron_pg.rollouts", "version": 1}\n', ":1: is no line of a metrics file"),
-    "no JSON": (b"step 1\n", ":1: is no line of a metrics file"),
-    "no object": (b"[1]\n", ":1: is no line of a metrics file"),
-    "a step in words": (b'{"iteration": "1"}\n', ":1: is no line of a metrics file"),
-    "a step that is true": (b'{"iteration": true}\n', ":1: is no line of a metrics file"),
-    "a second line": (b'{"iteration": 1, "a": 1}\n{"a": 1}\n', ":2: is no line of a metrics file"),
-    "noise": (b"\xff\xfe\x00\n", ":1: is no line of a metrics file"),
-    "deep": (b"[" * 100_000 + b"\n", ":1: is no line of a metrics file"),
-    "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is no line of a metrics file"),
-    "400 digits": (b'{"iteration": ' + b"9" * 400 + b', "a": 1}\n', ":1: is no line of a metrics file"),
-    "a step below 0": (b'{"iteration": -1, "a": 1}\n', ":1: is no line of a metrics file"),
-    "many digits": (b'{"iteration": ' + b"9" * 5000 + b"}\n", ":1: is no line of a metrics file"),
-    "no metric": (b'{"iteration": 1, "note": "x"}\n', "holds no step yet"),
+    "empty": (b"", "has no step yet"),
+    "only the beginning of a line": (b'{"iteration": 1', "has no step yet"),
+    "a rollout file": (b'{"format": "megatron_pg.rollouts", "version": 1}\n', ":1: is not a line of a metrics file"),
+    "no JSON": (b"step 1\n", ":1: is not a line of a metrics file"),
+    "no object": (b"[1]\n", ":1: is not a line of a metrics file"),
+    "a step in words": (b'{"iteration": "1"}\n', ":1: is not a line of a metrics file"),
+    "a step that is true": (b'{"iteration": true}\n', ":1: is not a line of a metrics file"),
+    "a second line": (b'{"iteration": 1, "a": 1}\n{"a": 1}\n', ":2: is not a line of a metrics file"),
+    "noise": (b"\xff\xfe\x00\n", ":1: is not a line of a metrics file"),
+    "deep": (b"[" * 100_000 + b"\n", ":1: is not a line of a metrics file"),
+    "huge": (b'{"iteration": 1, "a": "' + b"x" * 2**20 + b'"}\n', ":1: is not a line of a metrics file"),
+    "400 digits": (b'{"iteration": ' + b"9" * 400 + b', "a": 1}\n', ":1: is not a line of a metrics file"),
+    "a step below 0": (b'{"iteration": -1, "a": 1}\n', ":1: is not a line of a metrics file"),
+    "many digits": (b'{"iteration": ' + b"9" * 5000 + b"}\n", ":1: is not a line of a metrics file"),
+    "no metric": (b'{"iteration": 1, "note": "x"}\n', "has no step yet"),
 }
 
 
@@ -201,12 +202,9 @@ def test_smoothing_and_tokens_are_shown_and_listed(make_run, capsys):
     assert "(--pg-metrics none leaves it out). Use --x step." in without
     sft = {"sft/num_tokens": 7, "sft/loss": 1.0}
     without = refused(capsys, make_run("c", [1.0], **sft), "--x", "tokens")
-    assert (
-        "c has no num_tokens at step 1 (the run does not train the objective, whose tokens it counts). Use --x step."
-        in without
-    )
+    assert "c has no num_tokens at step 1 (the run does not train the policy loss). Use --x step." in without
     for weight in ("1", "-0.1", "nan"):
-        assert f"--smooth {weight} is no weight of the past" in refused(capsys, path, "--smooth", weight)
+        assert f"--smooth: '{weight}' is not a weight of the past" in refused(capsys, path, "--smooth", weight)
 
 
 def test_the_reward_comes_first(make_run, capsys):

@@ -169,10 +169,10 @@ def test_what_cannot_be_reported_is_refused(make_run, capsys, tmp_path):
     pytest.importorskip("plotly")
     path = make_run("a", {"reward": 1.0})
     for words, message in [
-        ([path, "--smooth", "1"], "--smooth 1 is no weight of the past"),
+        ([path, "--smooth", "1"], "argument --smooth: '1' is not a weight of the past"),
         ([path, "--metrics", "rewards"], "Did you mean reward?"),
         ([tmp_path / "none"], "cannot be read"),
-        ([Path("/dev/null")], "is no file, and a report reads it twice"),
+        ([Path("/dev/null")], "/dev/null: has no step yet"),
     ]:
         code, out, err = run(capsys, *words, "--output", tmp_path / "r.html")
         assert (code, out) == (2, "")

@@ -54,8 +54,8 @@ def test_a_full_disk_is_one_line(to, command):
     code, said = to(os.open("/dev/full", os.O_WRONLY), command, "--pg-temperature", "2")
     assert code == 2
     assert said == (
-        f"megatron-pg {command}: the standard output cannot be written (No space left on device), so it is incomplete. "
-        "Make room.\n"
+        f"megatron-pg {command}: standard output cannot be written (No space left on device) and "
+        "is incomplete. Free disk space.\n"
     )
 
 
@@ -66,7 +66,7 @@ def test_help_that_cannot_be_printed_is_an_error(to, words):
     code, said = to(os.open("/dev/full", os.O_WRONLY), *words)
     assert code == 2
     assert said.endswith(
-        ": the standard output cannot be written (No space left on device), so it is incomplete. Make room.\n"
+        ": standard output cannot be written (No space left on device) and is incomplete. Free disk space.\n"
     )
 
 
@@ -90,5 +90,5 @@ def test_the_error_of_a_path_is_not_taken_for_one_of_the_standard_output(capsys,
     assert main(["plot", "a", "b"]) == 2
     assert (
         capsys.readouterr().err
-        == "megatron-pg plot: the system: No such file or directory, so the command ended. Give another path, or make room.\n"
+        == "megatron-pg plot: the system: No such file or directory. Give another path, or free disk space.\n"
     )

@@ -250,7 +250,7 @@ def test_a_file_of_something_else_is_no_metrics_file_and_stays(tmp_path, name, e
     for content in METRIC_LINES:
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="is no line of a metrics file") as error:
+        with pytest.raises(ValueError, match="is not a line of a metrics file") as error:
             MetricsFile(path)
         assert is_clean(error.value)
         assert path.read_bytes() == content

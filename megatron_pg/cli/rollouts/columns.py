@@ -1,4 +1,7 @@
-"""Which columns of a dump's lines are fields of the rollout file, which fields are missing, and what can give them. Needs no torch."""
+"""Columns of a dump's lines: which are fields of the rollout file, which fields are missing, and which options give them.
+
+Needs no torch.
+"""
 
 import argparse
 import difflib
@@ -9,14 +12,14 @@ from megatron_pg.cli.terminal import InputError
 from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL
 from megatron_pg.rollouts.printable import printable
 
-FORMATS = {  # and the options that have an effect on each
+FORMATS = {  # format -> the options that have an effect on it
     "slime": ("reward_key", "old_logprobs", "advantage", "train_data"),
     "miles": ("reward_key", "old_logprobs", "advantage"),
     "nemo_rl": ("group_size", "step", "old_logprobs", "advantage"),
     "verl": ("column", "old_logprobs", "advantage", "loss_mask"),
     "jsonl": ("column", "group_size", "step", "old_logprobs", "advantage", "loss_mask"),
 }
-_ELSEWHERE = {  # field -> what other trainers and engines call its column
+_ELSEWHERE = {  # field -> names of its column in other trainers and engines
     "prompt_id": ("uid",),
     "response_ids": ("completion_ids",),
     "loss_mask": ("response_mask",),
@@ -28,11 +31,11 @@ _ELSEWHERE = {  # field -> what other trainers and engines call its column
     "reward": ("score",),
     "advantage": ("advantages",),
 }
-PAIR = ("prompt_ids", "response_ids")  # joined they are tokens and response_length
-# field -> the columns that are read as it unless --column names one
+PAIR = ("prompt_ids", "response_ids")  # together they give tokens and response_length
+# field -> the columns that are read as this field, unless --column names one
 COLUMNS = {name: (name, *_ELSEWHERE.get(name, ())) for name in (*FIELDS, *PAIR)}
-_VLLM = {"prompt_ids": "prompt_token_ids", "response_ids": "token_ids"}  # elsewhere token_ids include the prompt
-_OPTIONS = {  # field -> the options that give it, as they are written
+_VLLM = {"prompt_ids": "prompt_token_ids", "response_ids": "token_ids"}  # in other engines token_ids include the prompt
+_OPTIONS = {  # field -> the options that give it, and their spelling
     "step": {"step": "--step N"},
     "prompt_id": {"group_size": "--group-size N"},
     "loss_mask": {"loss_mask": "--loss-mask ones"},
@@ -43,14 +46,14 @@ _OPTIONS = {  # field -> the options that give it, as they are written
     "advantage": {"advantage": "--advantage RULE", "train_data": "--train-data FILE"},
 }
 _MOST_NAMES = 24  # of columns that a message lists
-_CLOSE = 0.85  # similarity of a misspelt column to the name of a field
+_CLOSE = 0.85  # similarity of a misspelled column to the name of a field
 
 
 def columns_of(options: argparse.Namespace) -> dict[str, str]:
     """Field -> the column that --column names for it.
 
     Raises:
-        InputError: it names none, or one twice.
+        InputError: --column names no field, or one twice.
     """
     columns: dict[str, str] = {}
     for text in options.column or ():
@@ -68,7 +71,7 @@ def columns_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def check_complete(record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()) -> None:
-    """Refuse a sample that lacks what no option gives; the message names all that is missing, and how to give it.
+    """Refuse a sample without a field that no option gives; the message lists all missing fields and the ways to give them.
 
     Args:
         record: its fields.
@@ -77,7 +80,7 @@ def check_complete(record: Mapping, where: str, options: argparse.Namespace, unu
         unused: columns of its line that are not a field.
 
     Raises:
-        InputError: a field is missing, or several columns may be it.
+        InputError: a field is missing, or several columns have a name of it.
     """
     is_of_policy = record.get("stream") in (None, POLICY)
     wanted = list(REQUIRED if is_of_policy else REQUIRED_OF_ALL)
@@ -97,14 +100,14 @@ def check_complete(record: Mapping, where: str, options: argparse.Namespace, unu
 
 
 def _alike(field: str, unused: Sequence[str]) -> list[str]:
-    """The unused columns that may all be a field."""
+    """The unused columns with a name of this field."""
     return [name for name in COLUMNS[field] if name in unused]
 
 
 def missing_fields(
     fields: Sequence[str], record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()
 ) -> InputError:
-    """What says that fields are missing, and lists every way to give them; arguments as `check_complete`."""
+    """The error that lists missing fields and every way to give them; arguments as for `check_complete`."""
     chosen = columns_of(options)
     names = [
         f"{field} (no value in column {printable(chosen[field])})" if field in chosen else field for field in fields
@@ -117,7 +120,7 @@ def missing_fields(
 
 
 def _ways(field: str, record: Mapping, options: argparse.Namespace, unused: Sequence[str]) -> str:
-    """What gives a field: its column, or an option of the format."""
+    """The ways to give a field: its column, or an option of the format."""
     ways, has_columns = [], "column" in FORMATS[options.format]
     if has_columns:
         alike = _alike(field, unused)
@@ -131,23 +134,23 @@ def _ways(field: str, record: Mapping, options: argparse.Namespace, unused: Sequ
 
 
 def _meant(fields: Sequence[str], unused: Sequence[str]) -> dict[str, str]:
-    """Field -> the unused column that may be meant: misspelt, or under vLLM's name."""
-    found = {}
+    """Field -> the unused column that may be meant: misspelled, or under vLLM's name."""
+    meant = {}
     for field in (*fields, *(PAIR if "tokens" in fields else ())):
         alike = difflib.get_close_matches(field, unused, n=1, cutoff=_CLOSE)
         if named := [name for name in (_VLLM.get(field), *alike) if name in unused and name not in COLUMNS[field]]:
-            found[field] = named[0]
-    return found
+            meant[field] = named[0]
+    return meant
 
 
-def misspelt_columns(lines: Iterable[tuple[Mapping, tuple[str, ...]]]) -> dict[str, str]:
-    """Column that is kept as x_ field -> the field that it resembles, over the fields and unused columns of lines without that field."""
+def misspelled_columns(lines: Iterable[tuple[Mapping, tuple[str, ...]]]) -> dict[str, str]:
+    """Column that becomes an x_ field -> the field that it resembles, from lines without that field."""
     kinds = {(tuple(name for name in FIELDS if record.get(name) is None), unused) for record, unused in lines}
     pairs = [pair for absent, unused in kinds for pair in _meant(absent, unused).items()]
     return {column: field for field, column in pairs if field in FIELDS}
 
 
 def names_of(record: Iterable[Any]) -> str:
-    """The names of columns or keys, as messages list them."""
+    """The names of columns or keys, for messages."""
     names = [printable(str(key), limit=32) for key in record]
     return ", ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)

@@ -35,16 +35,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one aggregation makes of the file."""
+    """The file under one aggregation."""
 
-    loss: float | None  # mean over the steps of Σ w·(-A); None where its scale is not given
+    loss: float | None  # mean over the steps of Σ w·(-A); None if its scale is not given
     masses: list[float]  # Σ w·|A| of each sample
     ess: float  # (Σ w)² / (T·Σ w²), mean over the steps
     heaviest: float  # T·max w / Σ w, largest of the steps
 
 
 class Tally(NamedTuple):
-    """What a stream has of one sample."""
+    """One sample's tokens of one stream."""
 
     step: int
     rollout_id: Id
@@ -60,11 +60,11 @@ Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `compare`."""
     parser.add_argument(
-        "rollouts", metavar="ROLLOUTS", help="a rollout file (docs/rollout_file.md); megatron-pg convert makes them"
+        "rollouts", metavar="ROLLOUTS", help="a rollout file (docs/rollout_file.md); megatron-pg convert writes them"
     )
-    scale = "L of constant, without which its loss has no scale and is not shown"
+    scale = "divisor L of the aggregation constant; without it, its loss is not shown"
     parser.add_argument("--divisor", type=float, metavar="L", help=scale)
-    top = "prompts to list, by their largest share (default 5)"
+    top = "number of prompts to list, largest share first (default 5)"
     parser.add_argument("--top", type=int, default=5, metavar="N", help=top)
     add_picture_options(parser)
 
@@ -72,21 +72,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the comparison and draw it."""
     if options.top < 0:
-        raise InputError(f"--top {options.top} is negative, so no number of prompts. Give 0 or more.")
+        raise InputError(f"--top {options.top} is negative. Give 0 or more.")
     if options.divisor is not None and not is_usable_divisor(options.divisor):
         raise InputError(f"--divisor {options.divisor:g} is not finite and > 0. Give a number of tokens.")
     check_picture(options)
     rows, tallies = digest_rollouts(options.rollouts)
     if not rows:
         raise InputError(
-            f"{show_path(options.rollouts)}: no sample is of the objective's stream, {POLICY}, so there is nothing to compare. The streams of the file: "
-            f"{', '.join(sorted(tallies))}."
+            f"{show_path(options.rollouts)}: no sample is of the objective's stream {POLICY}, only of "
+            f"{', '.join(sorted(tallies))}. Give a file with samples of the objective."
         )
-    found = compare(rows, options.divisor, show_path(options.rollouts))
-    lengths, prompts = by_length(rows, found), by_prompt(rows, found)
+    comparisons = compare(rows, options.divisor, show_path(options.rollouts))
+    lengths, prompts = by_length(rows, comparisons), by_prompt(rows, comparisons)
     if options.output:
         _draw(options, lengths, prompts)
-    document = _document(options, rows, found, lengths, prompts) | {"streams": by_stream(tallies)}
+    document = _document(options, rows, comparisons, lengths, prompts) | {"streams": by_stream(tallies)}
     if options.json:
         show_json(document)
     else:
@@ -95,10 +95,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
-    """The objective's samples of a whole rollout file, and what each stream has of it; one sample at a time is held.
+    """The objective's samples of a rollout file, and tallies of each stream; one sample at a time is in memory.
 
     Raises:
-        RolloutFileError: the file that `read_rollouts` refuses, with its message.
+        RolloutFileError: `read_rollouts` refuses the file; the message is the same.
     """
     from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
 
@@ -122,14 +122,14 @@ def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, 
     """Every aggregation on the file's steps.
 
     Raises:
-        InputError: a prompt group or rollout lies in two steps, a step cannot be planned, or an advantage is too large.
+        InputError: a prompt group or rollout is in two steps, a step cannot be planned, or an advantage is too large.
     """
     from megatron_pg.batch import check_boundaries  # imports torch
 
     if large := next((row for row in rows if not row.magnitude <= _LARGEST), None):
         raise InputError(
-            f"{path}: the advantages of rollout {large.rollout_id} in step {large.step} add up to {large.magnitude:.4g}, and training computes "
-            f"in float32, which ends at {_LARGEST:.4g}, so its loss would be infinite. Correct them."
+            f"{path}: the advantages of rollout {large.rollout_id} in step {large.step} add up to {large.magnitude:.4g}, "
+            f"more than the largest float32, {_LARGEST:.4g}. Correct them."
         )
     steps: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -179,56 +179,57 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
 
 
 def by_stream(tallies: Tallies) -> list[dict[str, Any]]:
-    """What each stream has, the objective first; empty without further streams."""
+    """Counts of each stream, the objective first; empty without further streams."""
     if len(tallies) < 2:
         return []
-    total = sum(tally.trained for each in tallies.values() for tally in each)
+    trained = {name: sum(tally.trained for tally in of_stream) for name, of_stream in tallies.items()}
+    total = sum(trained.values())
     return [
         {
             "stream": name,
-            "samples": len(each),
-            "rollouts": len({(tally.step, tally.rollout_id) for tally in each}),
-            "trained_tokens": (own := sum(tally.trained for tally in each)),
-            "share": own / total if total else None,
+            "samples": len(tallies[name]),
+            "rollouts": len({(tally.step, tally.rollout_id) for tally in tallies[name]}),
+            "trained_tokens": trained[name],
+            "share": trained[name] / total if total else None,
         }
-        for name, each in sorted(tallies.items(), key=lambda item: (item[0] != POLICY, item[0]))
+        for name in sorted(tallies, key=lambda name: (name != POLICY, name))
     ]
 
 
-def by_length(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
+def by_length(rows: Sequence[Row], comparisons: Comparisons) -> list[Unit]:
     """By response length, in powers of two."""
     exponents = [row.length.bit_length() - 1 for row in rows]  # 2^e <= length < 2^(e+1)
     names = {e: f"{2**e}" if e == 0 else f"{2**e}-{2 ** (e + 1) - 1}" for e in sorted(set(exponents))}
-    return _units(rows, found, "length", names, exponents)
+    return _units(rows, comparisons, "length", names, exponents)
 
 
-def by_prompt(rows: Sequence[Row], found: Comparisons) -> list[Unit]:
+def by_prompt(rows: Sequence[Row], comparisons: Comparisons) -> list[Unit]:
     """By prompt, in the order of the file."""
     prompts = [row.prompt_id for row in rows]
-    return _units(rows, found, "prompt_id", {prompt: str(prompt) for prompt in prompts}, prompts)
+    return _units(rows, comparisons, "prompt_id", {prompt: str(prompt) for prompt in prompts}, prompts)
 
 
 def _units(
-    rows: Sequence[Row], found: Comparisons, kind: str, names: Mapping[Any, str], of_row: Sequence
+    rows: Sequence[Row], comparisons: Comparisons, kind: str, names: Mapping[Any, str], of_row: Sequence
 ) -> list[Unit]:
-    found_in: dict[Any, list[int]] = {unit: [] for unit in names}
+    indices_of: dict[Any, list[int]] = {unit: [] for unit in names}
     for i, unit in enumerate(of_row):
-        found_in[unit].append(i)
-    totals = {mode: math.fsum(each.masses) for mode, each in found.items()}  # 0 where all advantages are
+        indices_of[unit].append(i)
+    totals = {mode: math.fsum(comparison.masses) for mode, comparison in comparisons.items()}  # 0 if all advantages are
 
     def share(mode: str, inside: list[int]) -> float | None:
-        masses, total = found[mode].masses, totals[mode]
+        masses, total = comparisons[mode].masses, totals[mode]
         return math.fsum(masses[i] for i in inside) / total if total else None
 
     return [
         {kind: names[unit], "samples": len(inside), "trained_tokens": sum(rows[i].trained for i in inside)}
-        | {"share": {mode: share(mode, inside) for mode in found}}
-        for unit, inside in found_in.items()
+        | {"share": {mode: share(mode, inside) for mode in comparisons}}
+        for unit, inside in indices_of.items()
     ]
 
 
 def effective(shares: Sequence[float | None]) -> float | None:
-    """Number of equal shares that are as uneven as these: (Σ s)² / Σ s²."""
+    """Effective number of shares: (Σ s)² / Σ s²."""
     known = [share for share in shares if share is not None]
     squares = sum(share * share for share in known)
     return sum(known) ** 2 / squares if squares else None
@@ -238,7 +239,7 @@ def effective(shares: Sequence[float | None]) -> float | None:
 
 
 def _document(
-    options: argparse.Namespace, rows: Sequence[Row], found: Comparisons, lengths: list[Unit], prompts: list[Unit]
+    options: argparse.Namespace, rows: Sequence[Row], comparisons: Comparisons, lengths: list[Unit], prompts: list[Unit]
 ) -> dict[str, object]:
     heaviest = sorted(prompts, key=lambda unit: -max(share or 0.0 for share in unit["share"].values()))
     return {
@@ -250,13 +251,13 @@ def _document(
         "divisor": options.divisor,
         "aggregations": {
             mode: {
-                "loss": each.loss,
-                "gradient_mass": math.fsum(each.masses) if each.loss is not None else None,
-                "aggregation_ess": each.ess,
-                "heaviest_token": each.heaviest,
+                "loss": comparison.loss,
+                "gradient_mass": math.fsum(comparison.masses) if comparison.loss is not None else None,
+                "aggregation_ess": comparison.ess,
+                "heaviest_token": comparison.heaviest,
                 "effective_prompts": effective([unit["share"][mode] for unit in prompts]),
             }
-            for mode, each in found.items()
+            for mode, comparison in comparisons.items()
         },
         "by_length": lengths,
         "by_prompt": heaviest[: options.top],
@@ -265,43 +266,36 @@ def _document(
 
 def _show(document: Mapping) -> None:
     """The document as text."""
-    say(
-        "{}: {samples} samples, {steps} steps, {prompts} prompts, {trained_tokens} trained tokens; at the first step over them "
-        "(r = 1)".format(show_path(document["rollouts"]), **document)
-    )
+    counts = "{samples} samples, {steps} steps, {prompts} prompts, {trained_tokens} trained tokens".format_map(document)
+    say(f"{show_path(document['rollouts'])}: {counts}; on-policy (r = 1)")
     rows = [
         (
             mode,
-            "needs --divisor" if each["loss"] is None else f"{each['loss']:+.4g}",
-            f"{each['aggregation_ess']:.3f}",
-            f"{each['heaviest_token']:.1f}",
-            _text(each["effective_prompts"], ".1f"),
+            "needs --divisor" if facts["loss"] is None else f"{facts['loss']:+.4g}",
+            f"{facts['aggregation_ess']:.3f}",
+            f"{facts['heaviest_token']:.1f}",
+            _text(facts["effective_prompts"], ".1f"),
         )
-        for mode, each in document["aggregations"].items()
+        for mode, facts in document["aggregations"].items()
     ]
     say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
-    say("  ESS: (Σw)²/(T·Σw²), 1 when every token weighs the same; heaviest token: T·max w/Σw")
+    say("  ESS: (Σw)²/(T·Σw²), 1 if all tokens have the same weight; heaviest token: T·max w/Σw")
     if document["streams"]:
-        cells = [
-            (
-                each["stream"],
-                str(each["samples"]),
-                str(each["rollouts"]),
-                str(each["trained_tokens"]),
-                _text(each["share"], ".1%"),
-            )
-            for each in document["streams"]
-        ]
-        say("streams of the file; the aggregations above count the objective's alone")
-        say(table(("stream", "samples", "rollouts", "trained tokens", "share of all"), cells))
-        say(
-            f"  where a trainer divides all of them by one count of tokens, the objective is scaled by its share, {cells[0][-1]}"
-        )
+        _show_streams(document["streams"])
     say("share of the gradient mass Σ w·|A| by response length")
     say(_share_table("tokens", document["by_length"]))
     if document["by_prompt"]:
         say("share of the gradient mass by prompt, largest first")
         say(_share_table("prompt", document["by_prompt"]))
+
+
+def _show_streams(streams: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (*(str(value) for value in list(stream.values())[:-1]), _text(stream["share"], ".1%")) for stream in streams
+    ]
+    say("streams of the file; the aggregations above count only the objective's tokens")
+    say(table(("stream", "samples", "rollouts", "trained tokens", "share of all"), rows))
+    say(f"  a trainer that divides all of them by one token count scales the objective by its share, {rows[0][-1]}")
 
 
 def _share_table(head: str, units: Sequence[Unit]) -> str:

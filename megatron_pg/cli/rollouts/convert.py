@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_pg.cli.rollouts.columns import FORMATS, check_complete, misspelt_columns
+from megatron_pg.cli.rollouts.columns import FORMATS, check_complete, misspelled_columns
 from megatron_pg.cli.terminal import InputError, check_output, progress, say, show_json, show_path, written_whole
 from megatron_pg.rollouts.advantages import RULES, group_advantages
 from megatron_pg.rollouts.fields import FIELDS, OPTIONAL, Id, is_id, is_number
@@ -19,42 +19,38 @@ if TYPE_CHECKING:
 
     Dumps = Callable[[], Iterable[tuple[str, list[Row]]]]  # path and rows of each dump
 
-_OF_ONE_DUMP = {"slime": ("train_data",), "nemo_rl": ("step",)}  # options of a format that say what one dump holds
+_OF_ONE_DUMP = {"slime": ("train_data",), "nemo_rl": ("step",)}  # options that describe one dump
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `convert`."""
-    dumps = "files of one format; a step may lie in several. Text may also be .gz, or - for the standard input"
+    dumps = "files of one format; a step may be in several files. Text may be .gz, or - for standard input"
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help=dumps)
-    parser.add_argument("--format", required=True, choices=FORMATS, help="who wrote them")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="framework that wrote the DUMPs")
     parser.add_argument("--output", required=True, metavar="FILE", help="the rollout file")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
-    engine = "old_logprobs are those of the rollout engine, if the dump has no other or in place of the other"
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    engine = "use the rollout engine's log-probabilities as old_logprobs, also if the dump has others"
     parser.add_argument("--old-logprobs", choices=("rollout",), help=engine)
     rules = "; ".join(f"{name}: {rule.formula}" for name, rule in RULES.items())
     parser.add_argument(
         "--advantage",
         choices=RULES,
-        help=f"advantage from the reward R, over the G rollouts of the prompt in all DUMPs. {rules}. If the dump has none, "
-        "or in place of the dump's",
+        help="compute advantages from the rewards R of the prompt's G rollouts in all DUMPs, also if the dump has some. "
+        f"{rules}",
     )
-    parser.add_argument("--loss-mask", choices=("ones",), help="verl, jsonl: every response token is trained")
+    parser.add_argument("--loss-mask", choices=("ones",), help="verl, jsonl: train every response token")
     parser.add_argument("--train-data", metavar="FILE", help="slime: the --save-debug-train-data file of the one DUMP")
-    parser.add_argument("--reward-key", metavar="KEY", help="slime, miles: which part of a reward that has several")
-    group = "NeMo-RL, jsonl: consecutive samples of a prompt in one DUMP, NeMo-RL's num_generations_per_prompt"
+    parser.add_argument("--reward-key", metavar="KEY", help="slime, miles: the part to use of a reward with several")
+    group = "NeMo-RL, jsonl: number of consecutive samples per prompt (NeMo-RL's num_generations_per_prompt)"
     parser.add_argument("--group-size", type=int, metavar="N", help=group)
-    step = (
-        "jsonl: the step of all DUMPs, if no column has it; NeMo-RL: that of the one DUMP, if its name does not have it"
-    )
+    step = "jsonl: the step of all DUMPs, if no column gives it; NeMo-RL: the step of the DUMP, if its name does not"
     parser.add_argument("--step", type=int, metavar="N", help=step)
-    column = (
-        "verl, jsonl: the column of a field of the rollout file, or of prompt_ids and response_ids; may be repeated"
-    )
+    column = "verl, jsonl: the column of a rollout field, or of prompt_ids or response_ids; may be repeated"
     parser.add_argument("--column", action="append", metavar="FIELD=NAME", help=column)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, all or nothing."""
+    """Convert the dumps; on an error no file is written."""
     _check_options(options)
     check_output(options.output, overwrite=options.overwrite)
     from megatron_pg.rollouts.file import RolloutWriter, lower_version, version_of
@@ -69,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         advantages = _advantages(dumps, options, notes) if options.advantage else {}
         with RolloutWriter(scratch, version=VERSIONS[-1]) as writer:
             for number, (shown, read) in enumerate(dumps(), start=1):
-                rows, found = _complete(read, advantages, options)
+                rows, dump_notes = _complete(read, advantages, options)
                 samples = [_sample(row) for row in rows]
                 _check_logprobs(samples, options, shown)
                 _check_units(rows, shown, units)
@@ -80,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
                 except ValueError as error:
                     raise InputError(f"{shown}: {error}") from error
                 count, needed = count + len(samples), max(needed, version_of(samples))
-                notes += [f"{shown}: {note}" for note in found]
+                notes += [f"{shown}: {note}" for note in dump_notes]
                 update(number)
         lower_version(scratch, needed)
     prompts, steps = sum(kind == "prompt_id" for kind, _ in units), sorted({step for step, _ in units.values()})
@@ -93,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dumps(options: argparse.Namespace) -> "Dumps":
-    """What reads the dumps one by one; --advantage calls it twice, so a single dump is kept, and so is what is not a file."""
+    """A function that reads the dumps one by one. --advantage calls it twice; one dump, or one that is no file, is kept."""
     if not options.advantage or (len(options.dumps) > 1 and all(map(os.path.isfile, options.dumps))):
         return lambda: _read(options)
     held = list(_read(options))
@@ -104,7 +100,7 @@ def _read(options: argparse.Namespace) -> "Iterator[tuple[str, list[Row]]]":
     """Path and rows of each dump.
 
     Raises:
-        InputError: a dump holds no sample, or its ids and rewards are not such.
+        InputError: a dump has no sample, or an id or reward is invalid.
     """
     from megatron_pg.cli.rollouts import dumps  # imports torch
 
@@ -112,7 +108,7 @@ def _read(options: argparse.Namespace) -> "Iterator[tuple[str, list[Row]]]":
     for path in options.dumps:
         rows = dumps.READERS[options.format](path, options, names)
         if not rows:
-            raise InputError(f"{show_path(path)}: holds no sample, so there is nothing to convert.")
+            raise InputError(f"{show_path(path)}: has no sample. Leave it out.")
         for row in rows:
             _check_row(row)
         yield show_path(path), rows
@@ -121,7 +117,7 @@ def _read(options: argparse.Namespace) -> "Iterator[tuple[str, list[Row]]]":
 def _advantages(dumps: "Dumps", options: argparse.Namespace, notes: list[str]) -> dict[tuple[Id, Id], float]:
     """The advantage of each rollout, by prompt and rollout, relative to its prompt group in all dumps.
 
-    A prompt lies in one step, so its samples are those of the step. With --train-data the steps are the parts of one rollout batch.
+    All samples of a prompt are in one step. With --train-data the steps are the parts of one rollout batch.
     """
     rewards, prompts, rollouts = list[float](), list[Id](), list[Id]()
     units: dict[Any, tuple[int, str]] = {}
@@ -134,32 +130,32 @@ def _advantages(dumps: "Dumps", options: argparse.Namespace, notes: list[str]) -
                 prompts.append(row.record["prompt_id"])
                 rollouts.append(row.record["rollout_id"])
     try:
-        found = group_advantages(rewards, prompts, rule=options.advantage, rollout_ids=rollouts)
+        groups = group_advantages(rewards, prompts, rule=options.advantage, rollout_ids=rollouts)
     except ValueError as error:
         raise InputError(f"--advantage {options.advantage}: {error}") from error
-    if found.num_zero_variance and RULES[options.advantage].is_relative:
-        notes.append(f"{found}, so they bring no gradient")
-    return dict(zip(zip(prompts, rollouts, strict=True), found.values, strict=True))
+    if groups.num_zero_variance and RULES[options.advantage].is_relative:
+        notes.append(f"{groups}; their advantages are 0")
+    return dict(zip(zip(prompts, rollouts, strict=True), groups.values, strict=True))
 
 
 def _complete(
     rows: "list[Row]", advantages: Mapping[tuple[Id, Id], float], options: argparse.Namespace
 ) -> "tuple[list[Row], list[str]]":
-    """The rows of a dump that are samples, with all that the options choose, and what there is to say of them.
+    """The samples of a dump with the fields that the options choose, and notes.
 
     Raises:
-        InputError: a dump does not hold what a sample needs, and no option chooses it.
+        InputError: a field is missing, and no option gives it.
     """
     notes = [
         f"column {printable(name)} is kept as an x_ field. Did you mean --column {field}={printable(name)}?"
-        for name, field in misspelt_columns((row.record, row.unused) for row in rows).items()
+        for name, field in misspelled_columns((row.record, row.unused) for row in rows).items()
     ]
     for row in rows if options.advantage else ():
         unit = row.record["prompt_id"], row.record["rollout_id"]
         if row.is_of_policy:
             if unit not in advantages:
                 raise InputError(
-                    f"{row.where}: was not there when the rewards were read. Convert files that are complete."
+                    f"{row.where}: was added after the rewards were read. Convert files that are complete."
                 )
             row.record["advantage"] = advantages[unit]
     if options.train_data:
@@ -173,53 +169,52 @@ def _complete(
 
 
 def _as_scheduled(rows: "Sequence[Row]") -> "tuple[list[Row], list[str]]":
-    """The rows that slime trained. A prompt group that its schedule cut is named by step: in a file it lies in one."""
+    """The rows that slime trained. A prompt group of several steps becomes one prompt per step."""
     trained, notes = [row for row in rows if row.record["step"] is not None], []
     if left := len(rows) - len(trained):
-        notes.append(
-            f"{left} samples of the last rollouts, which did not fill a step, were not trained and are left out"
-        )
+        notes.append(f"{left} samples of the last rollouts did not fill a step; they were not trained and are left out")
     steps: dict[Any, set[int]] = {}
     for row in trained:
         steps.setdefault(row.record["prompt_id"], set()).add(row.record["step"])
     for row in trained:
         if len(steps[prompt := row.record["prompt_id"]]) > 1:
             row.record["prompt_id"] = f"{prompt}/{row.record['step']}"
-    if cut := sum(len(found) > 1 for found in steps.values()):
-        notes.append(f"{cut} prompt groups were trained in several steps, so their parts are prompts of their own")
+    if cut := sum(len(numbers) > 1 for numbers in steps.values()):
+        notes.append(f"{cut} prompt groups were trained in several steps; each part is a separate prompt")
     return trained, notes
 
 
 def _check_row(row: "Row") -> None:
-    """What grouping by prompt and rollout relies on."""
+    """Check the fields that grouping by prompt and rollout reads."""
     for name in ("prompt_id", "rollout_id"):
         value = row.record[name]
         if not is_id(value):
             raise InputError(
-                f"{row.where}: {name} is {shorten(value)}, not an integer of 62 bits or a string of printable characters. Name it by one."
+                f"{row.where}: {name} is {shorten(value)}, not an integer of 62 bits or a printable string. Correct it."
             )
     reward = row.record.get("reward")
     if not is_number(reward) and (row.is_of_policy or reward is not None):
-        raise InputError(f"{row.where}: its reward is {shorten(reward)}, not a finite number. Was it scored?")
+        raise InputError(f"{row.where}: its reward is {shorten(reward)}, not a finite number. Score the sample.")
 
 
 def _sample(row: "Row") -> "Sample":
-    """The row, through the checks of a rollout file's line."""
+    """The row as a sample, with the checks of a rollout file's line."""
     from megatron_pg.rollouts.file import sample_of
-    from megatron_pg.rollouts.support import support_of
+    from megatron_pg.rollouts.payloads import PAYLOADS
 
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
     _clear_untrained(record)
     try:
         if "support" in record:
-            record["support"] = support_of(record["support"], "of the dump").lists()
+            support = PAYLOADS["support"]
+            record["support"] = support.to_json(support.of(record["support"], "of the dump"))
         return sample_of(record, "of the dump")
     except ValueError as error:
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
 
 
 def _clear_untrained(record: dict[str, Any]) -> None:
-    """Write 0 for what is not a number at tokens that no stream trains: nothing reads it, and some dumps hold NaN there."""
+    """Replace values that are not numbers by 0 at tokens that no stream trains; some dumps have NaN there."""
     further = record.get("masks")
     masks = [record.get("loss_mask"), *(further.values() if isinstance(further, dict) else ())]
     if not all(FIELDS["loss_mask"].accepts(mask) and len(mask) == len(masks[0]) for mask in masks):
@@ -233,14 +228,13 @@ def _clear_untrained(record: dict[str, Any]) -> None:
 
 
 def _check_logprobs(samples: "Sequence[Sample]", options: argparse.Namespace, shown: str) -> None:
-    """Refuse log-probabilities that nobody computed."""
+    """Refuse placeholders instead of log-probabilities."""
     given = [(sample.old_logprobs, sample.loss_mask) for sample in samples if sample.num_trained]
     trained = [values[mask] for values, mask in given if values is not None]
     if trained and not any(values.any() for values in trained):
-        way = "Record them." if options.old_logprobs else "Give --old-logprobs rollout to take the rollout engine's."
+        fix = "Record them." if options.old_logprobs else "Give --old-logprobs rollout to use the rollout engine's."
         raise InputError(
-            f"{shown}: every old_logprobs is 0, that is probability 1: placeholders, as NeMo-RL writes with force_on_policy_ratio, and the "
-            f"ratio would be π itself. {way}"
+            f"{shown}: all old_logprobs are 0, placeholders that NeMo-RL writes with force_on_policy_ratio. {fix}"
         )
 
 
@@ -251,13 +245,13 @@ def _check_units(rows: "Sequence[Row]", shown: str, units: dict[tuple[str, Any],
             first, file = units.setdefault((kind, name), (step, shown))
             if first != step:
                 raise InputError(
-                    f"{row.where}: {kind} {printable(repr(name))} is also in step {first}, and a unit must lie in one step. Do the "
-                    "files belong to one run, each once?"
+                    f"{row.where}: {kind} {printable(repr(name))} is also in step {first}, but must be in one step. Give "
+                    "the files of one run, each once."
                 )
             if kind == "rollout_id" and file != shown:
                 raise InputError(
-                    f"{row.where}: rollout_id {printable(repr(name))} is also in {file}, so two rollouts would count as one. Name them apart, "
-                    "and give every file once."
+                    f"{row.where}: rollout_id {printable(repr(name))} is also in {file}. Give every file once, and every "
+                    "rollout its own id."
                 )
 
 
@@ -269,22 +263,22 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in _OF_ONE_DUMP.get(options.format, ()):
         if getattr(options, name) is not None and len(options.dumps) > 1:
             raise InputError(
-                f"--{name.replace('_', '-')} belongs to one dump, and {len(options.dumps)} are given. Convert them one by one."
+                f"--{name.replace('_', '-')} describes one dump, but {len(options.dumps)} are given. Convert them one by one."
             )
     if options.group_size is not None and options.group_size < 1:
-        raise InputError(f"--group-size {options.group_size} is no number of samples. Give 1 or more.")
+        raise InputError(f"--group-size {options.group_size} is not a number of samples. Give 1 or more.")
     if options.step is not None and options.step < 0:
-        raise InputError(f"--step {options.step} is no number of a step. Give 0 or more.")
+        raise InputError(f"--step {options.step} is negative. Give 0 or more.")
     _check_copies([path for path in options.dumps if os.path.isfile(path)])
 
 
 def _check_copies(paths: Sequence[str]) -> None:
-    """Refuse equal files: where a dump does not name its rollouts, nothing else would show that they count twice."""
+    """Refuse equal files: without rollout ids in a dump, no later check would notice that they count twice."""
     first: dict[int, list[str]] = {}
     for path in paths:
         equal = first.setdefault(os.path.getsize(path), [])
         if same := [other for other in equal if filecmp.cmp(other, path, shallow=False)]:
             raise InputError(
-                f"{show_path(path)}: holds the same as {show_path(same[0])}, so its rollouts would count twice. Give every file once."
+                f"{show_path(path)}: is equal to {show_path(same[0])}, so its rollouts would count twice. Give every file once."
             )
         equal.append(path)

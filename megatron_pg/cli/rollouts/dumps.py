@@ -1,8 +1,8 @@
-"""Dumps of other frameworks, read as rows of what they hold. Nothing is executed, and nothing is made up.
+"""Dumps of other frameworks, read as rows. No code in them is executed, and no value is invented.
 
 slime, miles   --save-debug-rollout-data, torch.save of {rollout_id, samples: [...]}; slime also --save-debug-train-data
 nemo_rl        train_data_step{N}.jsonl, one padded row per sample, every value a list of one
-verl           trainer.rollout_data_dir, {step}.jsonl: texts and scores, and the columns that a reward function adds
+verl           trainer.rollout_data_dir, {step}.jsonl: texts, scores, and the columns that a reward function adds
 jsonl          one JSON object per sample, in columns of any names
 """
 
@@ -35,8 +35,8 @@ class Row:
     """One sample of a dump."""
 
     where: str  # file and sample, for messages
-    record: dict[str, Any]  # a line of the rollout file; what the dump does not hold is None or absent
-    unused: tuple[str, ...] = ()  # columns of its line that are not a field
+    record: dict[str, Any]  # a line of the rollout file; missing fields are None or absent
+    unused: tuple[str, ...] = ()  # columns of the line that are not a field
 
     @property
     def is_of_policy(self) -> bool:
@@ -45,7 +45,7 @@ class Row:
 
 
 class Names:
-    """Numbers rollouts and prompts that have no name, within each step and over all dumps."""
+    """Names for rollouts and prompts that have none: numbers within each step, over all dumps."""
 
     def __init__(self) -> None:
         self._rollouts: Counter[str] = Counter()
@@ -63,11 +63,11 @@ class Names:
 
 
 def _field(record: Any, name: str, where: str) -> Any:
-    """A field that must be there."""
+    """A required field."""
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
     if name not in record:
-        raise _foreign(where, f"has no field {name!r}, which this format has (it has: {names_of(record)})")
+        raise _foreign(where, f"has no field {name!r}, which this format requires (it has: {names_of(record)})")
     return record[name]
 
 
@@ -79,27 +79,27 @@ def _integer(record: Any, name: str, where: str) -> int:
 
 
 def _constant_mask(bit: int, length: int, tokens: Any) -> list[int]:
-    """A mask of equal bits, no longer than the sample, however long its response is said to be."""
+    """A mask of equal bits of a response's length, at most the length of the sample."""
     return [bit] * max(0, min(length, len(tokens) if isinstance(tokens, list) else 0))
 
 
 def _foreign(where: str, what: str) -> InputError:
-    return InputError(f"{where}: {what}. Is the file of another format?")
+    return InputError(f"{where}: {what}. Check --format.")
 
 
 # --- slime and miles ---
 
 
 def read_slime(path: str, options: argparse.Namespace, _: Names) -> list[Row]:
-    """The samples of a rollout dump of slime or miles, joined with slime's training dump where that is given.
+    """The samples of a rollout dump of slime or miles, joined with slime's training dump if --train-data gives it.
 
     Raises:
-        InputError: the file is no such dump, or holds something else than tensors and plain values.
+        InputError: the file is not such a dump, or has objects other than tensors and plain values.
     """
     dump, shown = load_tensors(path), show_path(path)
     step, samples = _field(dump, "rollout_id", shown), _field(dump, "samples", shown)
     if not isinstance(samples, list) or not is_int(step):
-        raise _foreign(shown, "rollout_id and samples are no number and list")
+        raise _foreign(shown, "rollout_id is not an integer, or samples is not a list")
     rows = [_slime_row(sample, step, f"{shown}: sample {i}", options.reward_key) for i, sample in enumerate(samples)]
     if options.train_data:
         _add_train_data(rows, options.train_data)
@@ -115,11 +115,9 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
     if index is not None and not is_int(index):
         raise _foreign(where, f"index is {shorten(index)}, not an integer")
     unit = index if rollout_id is None else rollout_id
-    for name, value in (("group_index", prompt_id), ("rollout_id and index", unit)):
+    for name, value in (("group_index", prompt_id), ("rollout_id or index", unit)):
         if value is None:
-            raise InputError(
-                f"{where}: {name} is not set, so its unit cannot be counted. Set it in the rollout function."
-            )
+            raise InputError(f"{where}: {name} is not set. Set it in the rollout function.")
     tokens, mask = _plain_list(_field(sample, "tokens", where), where), _plain_list(sample.get("loss_mask"), where)
     length = _integer(sample, "response_length", where)
     if mask is None or removed:
@@ -143,10 +141,10 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
 
 
 def _slime_support(sample: Mapping, where: str) -> dict[str, Any] | None:
-    """What its engine kept under top-p: ids and offsets, one behind the other; None: nothing was recorded."""
-    names = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
-    found = {ours: _plain_list(sample.get(theirs), where) for ours, theirs in names.items()}
-    return None if all(values is None for values in found.values()) else found
+    """The tokens that the engine kept under top-p, as concatenated ids and offsets; None if they were not recorded."""
+    columns = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
+    kept = {name: _plain_list(sample.get(column), where) for name, column in columns.items()}
+    return None if all(values is None for values in kept.values()) else kept
 
 
 def _reward(reward: Any, where: str, key: str | None) -> Any:
@@ -162,34 +160,34 @@ def _reward(reward: Any, where: str, key: str | None) -> Any:
 
 
 def _add_train_data(rows: Sequence[Row], path: str) -> None:
-    """Give the rows the steps, log-probabilities and advantages that slime trained with; step None: it trained them not."""
+    """Give the rows the steps, log-probabilities and advantages that slime trained with; step None: not trained."""
     dump, shown = load_tensors(path), show_path(path)
     version = plain(dump.get("format_version")) if isinstance(dump, Mapping) else None
     if not is_int(version) or version != 2:
         raise InputError(
-            f"{shown}: is no training dump of slime (format_version 2), whose samples name their position in the rollout dump. The "
-            "dumps that miles writes per rank cannot be joined; choose --old-logprobs and --advantage instead."
+            f"{shown}: is not a training dump of slime (format_version 2), in which samples name their position in the "
+            "rollout dump. For the dumps that miles writes per rank, use --old-logprobs and --advantage instead."
         )
     samples = _field(dump, "samples", shown)
     if not isinstance(samples, list):
-        raise _foreign(shown, "samples is no list")
+        raise _foreign(shown, "samples is not a list")
     trained = {_integer(sample, "rollout_position", shown): sample for sample in samples}
     steps = _steps_of(_field(dump, "dp_shards", shown), shown)
     if trained.keys() != steps.keys() or not all(0 <= position < len(rows) for position in steps):
         raise InputError(
-            f"{shown}: its samples are not those of its schedule, or not in the rollout dump of {len(rows)} samples. Do both files belong "
-            "to one rollout?"
+            f"{shown}: its samples differ from its schedule, or are not in the rollout dump of {len(rows)} samples. Give "
+            "two files of one rollout."
         )
     num_steps = 1 + max(steps.values(), default=0)
     for position, row in enumerate(rows):
-        if position not in steps:  # of the rollouts that did not fill a step
+        if position not in steps:  # a rollout that did not fill a step
             row.record["step"] = None
             continue
         where, sample = f"{shown}: sample {position}", trained[position]
         both = _plain_list(_field(sample, "tokens", where), where), row.record["tokens"]
         if not all(map(FIELDS["tokens"].accepts, both)) or both[0] != both[1]:
             raise InputError(
-                f"{where}: its tokens differ from those of {row.where}. Do both files belong to one rollout?"
+                f"{where}: its tokens differ from the tokens of {row.where}. Give two files of one rollout."
             )
         row.record["step"] = row.record["step"] * num_steps + steps[position]
         row.record["old_logprobs"] = _plain_list(_field(sample, "log_probs", where), where)
@@ -198,7 +196,7 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
 
 
 def _steps_of(shards: Any, shown: str) -> dict[int, int]:
-    """Position in the rollout dump -> which of the dump's optimizer steps trained it, as slime's schedule has it."""
+    """Position in the rollout dump -> the optimizer step of the dump that trained it, from slime's schedule."""
     steps: dict[int, int] = {}
     try:
         for shard in _plain_list(shards, shown):
@@ -208,31 +206,31 @@ def _steps_of(shards: Any, shown: str) -> dict[int, int]:
             for step, microbatch in zip(numbers, microbatches, strict=True):
                 steps |= {operator.index(partition[i]): step for i in _plain_list(microbatch, shown)}
     except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
-        raise _foreign(shown, "dp_shards does not say which micro-batches and steps trained a sample") from error
+        raise _foreign(shown, "dp_shards does not list the micro-batches and steps of every sample") from error
     return steps
 
 
 def load_tensors(path: str) -> Any:
-    """What `torch.save` wrote, as tensors and plain values; an object of any class is refused, and never built.
+    """The content of a `torch.save` file: tensors and plain values. Other objects are refused and never constructed.
 
     Raises:
-        InputError: the file cannot be read, is no such file, or holds other objects.
+        InputError: the file cannot be read, is not a `torch.save` file, or has other objects.
     """
     shown = show_path(path)
     with opened(path) as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the loader, about files that it then refuses
+        warnings.simplefilter("ignore")  # the loader warns about files that it then refuses
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged or foreign file makes of the loader
+        except Exception as error:  # a damaged or foreign file may raise any error
             if refused := re.search(r"(?:GLOBAL |<class ')([\w.]+)", str(error)):
                 raise InputError(
-                    f"{shown}: holds {refused.group(1)}, and only tensors and plain values are loaded, because building anything else can "
-                    "run code. Write the dump again without it (docs/cli.md shows how)."
+                    f"{shown}: has an object of {refused.group(1)}. Only tensors and plain values are loaded, because other "
+                    "objects can run code. Write the dump again without it (docs/cli.md shows how)."
                 ) from error
             text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
             raise InputError(
-                f"{shown}: is no file of torch.save, was cut short, or holds objects ({printable(text.partition(chr(10))[0])}); only tensors "
-                "and plain values are loaded. Give a dump."
+                f"{shown}: is not a file of torch.save, is truncated, or has objects other than tensors and plain values "
+                f"({printable(text.partition(chr(10))[0])}). Give a dump."
             ) from error
 
 
@@ -240,7 +238,7 @@ def _plain_list(values: Any, where: str) -> Any:
     """A list of numbers from a list, a tuple or a tensor; anything else as it is.
 
     Raises:
-        InputError: a tensor without numbers, or with more of them than the file holds.
+        InputError: a tensor without numbers, or with more of them than the file contains.
     """
     if not isinstance(values, Tensor):
         return list(values) if isinstance(values, (list, tuple)) else values
@@ -248,15 +246,15 @@ def _plain_list(values: Any, where: str) -> Any:
         if values.numel() * values.element_size() > values.untyped_storage().nbytes():
             raise ValueError
         return values.reshape(-1).tolist()
-    except Exception as error:  # sparse, without data, of a kind to come
+    except Exception as error:  # sparse, without data, or of a future kind
         kind = f"{values.layout} on {values.device} of shape {tuple(values.shape)}"
         raise InputError(
-            f"{where}: holds a tensor ({kind}) whose numbers cannot be read one by one. Write it dense, on the CPU and with its own memory."
+            f"{where}: has a tensor ({kind}) that is not dense. Write it dense, on the CPU and with its own memory."
         ) from error
 
 
 def _nested_list(values: Any, where: str) -> Any:
-    """The same with the lists inside lists of a tensor of several dimensions."""
+    """Nested lists from a tensor of several dimensions; anything else as it is."""
     if not isinstance(values, Tensor):
         return values
     flat = _plain_list(values, where)
@@ -269,11 +267,11 @@ def _nested_list(values: Any, where: str) -> Any:
 def read_nemo_rl(path: str, options: argparse.Namespace, names: Names) -> list[Row]:
     """The samples of a train_data_step{N}.jsonl.
 
-    A row is padded and cut at its input length; its response begins at the first trained token, so the prompt is what
-    lies before. Groups are consecutive rows: --group-size of them share a prompt, which is compared.
+    A row is padded and is cut at its input length. Its response begins at the first trained token; the tokens before are
+    the prompt. --group-size consecutive rows are a group, whose prompts are compared.
 
     Raises:
-        InputError: the file is no such file, its step or group size is not known, or a group has two prompts.
+        InputError: the file is not such a file, its step or group size is unknown, or a group has two prompts.
     """
     shown, size, step = show_path(path), options.group_size, options.step
     if step is None and (named := re.search(r"train_data_step(\d{1,18})\.jsonl$", str(path))):
@@ -298,7 +296,7 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
     def cut(name: str) -> list:
         values = one(name)
         if not isinstance(values, list) or not isinstance(length, int) or len(values) < length:
-            raise _foreign(where, f"{name} has no {shorten(length)} entries (input_lengths)")
+            raise _foreign(where, f"{name} has fewer than {shorten(length)} entries (input_lengths)")
         return values[:length]
 
     length = one("input_lengths")
@@ -306,12 +304,10 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
     first = next((k for k, bit in enumerate(mask) if bit), None)
     if not first:
         what = "no token is trained" if first is None else "its first token is trained"
-        raise InputError(f"{where}: {what}, so prompt and response cannot be told apart. Remove the group.")
+        raise InputError(f"{where}: {what}, so the end of the prompt is unknown. Remove the group.")
     advantage, keep = one("advantages"), one("sample_loss_mask")
     if keep not in (0, 1):
-        raise InputError(
-            f"{where}: sample_loss_mask is {shorten(keep)}, not 0 or 1, and the loss mask cannot hold weights."
-        )
+        raise InputError(f"{where}: sample_loss_mask is {shorten(keep)}, but must be 0 or 1. Remove the weights.")
     return {
         "tokens": tokens,
         "response_length": length - first,
@@ -323,7 +319,7 @@ def _nemo_rl_fields(record: Any, where: str) -> dict[str, Any]:
     }
 
 
-# --- JSON Lines of any trainer, verl's among them ---
+# --- JSON Lines of any trainer, including verl ---
 
 _FINISH_REASONS = {"length": True, "truncated": True, "stop": False, "tool_calls": False, "completed": False}
 
@@ -346,7 +342,7 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         for name, option in (("step", "step"), ("prompt_id", "group_size"), ("loss_mask", "loss_mask")):
             if name in fields and getattr(options, option) is not None:
                 raise InputError(
-                    f"{where}: has a column for {name}, so --{option.replace('_', '-')} contradicts it. Leave one out."
+                    f"{where}: has a column for {name}, which --{option.replace('_', '-')} contradicts. Leave out one of them."
                 )
         if options.step is not None:
             fields["step"] = options.step
@@ -359,26 +355,30 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         rows.append(Row(where, fields, tuple(unused)))
     if rows and absent:
         raise InputError(
-            f"--column {printable(next(f'{field}={name}' for field, name in chosen.items() if name in absent))}: no line of {show_path(path)} "
-            f"has this column. The first one has: {names_of(rows[0].unused)}."
+            f"--column {_first_absent(chosen, absent)}: no line of {show_path(path)} has this column. The first line has: "
+            f"{names_of(rows[0].unused)}. Correct it."
         )
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path), names)
     return rows
 
 
-def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[str]]:
-    """The columns of a line under our names, the others under x_ names; and the names of those others.
+def _first_absent(chosen: Mapping[str, str], absent: set[str]) -> str:
+    return printable(next(f"{field}={name}" for field, name in chosen.items() if name in absent))
 
-    A column that is null counts as absent. Of several columns that may be a field none is read.
+
+def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The columns of a line under our names, other columns under x_ names; and the names of the other columns.
+
+    A column that is null counts as absent. If several columns have a name of one field, none is read.
     """
     if not isinstance(record, Mapping):
         raise _foreign(where, f"is a {type(record).__name__}, not a sample with fields")
     free = {name: value for name, value in record.items() if name not in chosen.values()}
     taken = {field: name for field, name in chosen.items() if record.get(name) is not None}
     for field in COLUMNS.keys() - chosen.keys():
-        if len(found := [name for name in COLUMNS[field] if free.get(name) is not None]) == 1:
-            taken[field] = found[0]
+        if len(names := [name for name in COLUMNS[field] if free.get(name) is not None]) == 1:
+            taken[field] = names[0]
     fields = {field: record[taken[field]] for field in COLUMNS if field in taken}
     if "truncated" in fields:
         fields["truncated"] = _truncated(fields["truncated"], where)
@@ -386,34 +386,35 @@ def _named(record: Any, chosen: Mapping[str, str], where: str) -> tuple[dict[str
         _join(fields, where)
     unused = {name: value for name, value in free.items() if name not in taken.values()}
     for name, value in unused.items():
-        own = name if name.startswith("x_") else f"x_{name}"
-        if (value is not None or name not in COLUMNS) and fields.setdefault(own, value) is not value:
-            raise InputError(f"{where}: its columns {own[2:]} and {own} would both be {own}. Rename one.")
+        x_name = name if name.startswith("x_") else f"x_{name}"
+        if (value is not None or name not in COLUMNS) and fields.setdefault(x_name, value) is not value:
+            raise InputError(f"{where}: its columns {x_name[2:]} and {x_name} would both be {x_name}. Rename one.")
     return fields, [name for name, value in unused.items() if value is not None]
 
 
 def _join(fields: dict[str, Any], where: str) -> None:
-    """Put tokens and response_length in the place of prompt_ids and response_ids."""
+    """Replace prompt_ids and response_ids by tokens and response_length."""
     prompt, response = map(fields.pop, PAIR)
     if not isinstance(prompt, list) or not isinstance(response, list):
         raise _foreign(where, "prompt_ids and response_ids are not two lists")
     for name, value in (("tokens", prompt + response), ("response_length", len(response))):
         if fields.setdefault(name, value) != value:
-            raise InputError(f"{where}: its {name} is not that of prompt_ids and response_ids. Leave one out.")
+            raise InputError(f"{where}: field {name} contradicts prompt_ids and response_ids. Leave out one of them.")
 
 
 def _truncated(value: Any, where: str) -> Any:
-    """Whether a finish reason says that the response was cut; anything but a text as it is."""
+    """Whether a finish reason means that the response was truncated; a value that is not a text stays as it is."""
     if isinstance(value, str) and value not in _FINISH_REASONS:
         known = "; ".join(f"{name}: {str(is_cut).lower()}" for name, is_cut in _FINISH_REASONS.items())
         raise InputError(
-            f"{where}: truncated {shorten(value)} is not a known finish reason ({known}). Write true or false, or leave the column out."
+            f"{where}: truncated {shorten(value)} is not a known finish reason ({known}). Write true or false, or leave "
+            "the column out."
         )
     return _FINISH_REASONS[value] if isinstance(value, str) else value
 
 
 def _group_rows(rows: Sequence[Row], size: int, shown: str, names: Names) -> None:
-    """Name the prompts of groups of consecutive rows, whose steps and prompts are compared."""
+    """Name the prompts of groups of consecutive rows, after comparing their steps and prompts."""
     prompts = []
     for row in rows:
         tokens, length = _field(row.record, "tokens", row.where), _integer(row.record, "response_length", row.where)
@@ -421,14 +422,14 @@ def _group_rows(rows: Sequence[Row], size: int, shown: str, names: Names) -> Non
             raise _foreign(row.where, f"tokens is {shorten(tokens)}, not a list")
         prompts.append((tokens[: len(tokens) - length], _field(row.record, "step", row.where)))
     for i, row in enumerate(rows):
-        for what, own, first in zip(("prompt", "step"), prompts[i], prompts[i - i % size], strict=True):
-            if own != first:
+        for name, value, first in zip(("prompt", "step"), prompts[i], prompts[i - i % size], strict=True):
+            if value != first:
                 raise InputError(
-                    f"{row.where}: its {what} differs from that of its group's first row, so --group-size {size} is wrong."
+                    f"{row.where}: its {name} differs from the first row of its group. Correct --group-size {size}."
                 )
         row.record["prompt_id"] = names.prompt(prompts[i][1], (shown, i // size))
     if len(rows) % size:
-        raise InputError(f"{shown}: {len(rows)} rows are no multiple of --group-size {size}. Correct it.")
+        raise InputError(f"{shown}: {len(rows)} rows are not a multiple of --group-size {size}. Correct it.")
 
 
 def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
@@ -439,13 +440,13 @@ def _json_lines(path: str) -> Iterator[tuple[Any, str]]:
             record = json.loads(text, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             if not line.endswith(b"\n"):
-                raise InputError(f"{where}: the line has no end, so the file was cut short. Write it again.") from error
-            raise InputError(f"{where}: is not one JSON object per line ({printable(str(error))}).") from error
+                raise InputError(f"{where}: the line has no end; the file is truncated. Write it again.") from error
+            raise InputError(f"{where}: is not a JSON object ({printable(str(error))}). Check --format.") from error
         yield record, where
 
 
 def _open_text(path: str, mode: str) -> Any:
-    """A file, an archive of one (.gz) or the standard input (-)."""
+    """A file, a compressed file (.gz), or standard input (-)."""
     if path == "-":
         return nullcontext(sys.stdin.buffer)
     return gzip.open(path, mode) if path.endswith(".gz") else open(path, mode)

@@ -1,4 +1,4 @@
-"""`megatron-pg mismatch`: why the trainer's log-probabilities are not the rollout engine's, from rollout files alone."""
+"""`megatron-pg mismatch`: why log-probabilities of trainer and rollout engine differ, from rollout files alone."""
 
 import argparse
 import itertools
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 _VERDICTS = {
     "found": "{number} found",
-    "noise": "nothing found: the difference is what rounding to bfloat16 does to a model",
-    "unexplained": "the difference is more than the noise of bfloat16, and is none of the causes below",
+    "noise": "no cause found: the difference has the size of rounding to bfloat16",
+    "unexplained": "the difference is larger than the noise of bfloat16, and no cause below explains it",
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `mismatch`."""
-    files = "rollout files that hold rollout_logprobs (docs/rollout_file.md); several are compared with each other, too"
-    parser.add_argument("rollouts", nargs="+", metavar="ROLLOUTS", help=files)
-    level = f"chance of a false alarm in rollouts without a fault, over all tests together (default {LEVEL:g})"
-    parser.add_argument("--level", type=float, default=LEVEL, metavar="P", help=level)
-    by = "a field of your own (x_…) that divides samples into groups to compare, beside worker, data_parallel_rank and file"
-    parser.add_argument("--by", action="append", metavar="FIELD", help=by)
-    engine = (
-        "the engine's sampling settings, any of temperature, top_p and top_k, for instance temperature=0.7,top_p=0.95"
+    files = (
+        "rollout files with rollout_logprobs (docs/rollout_file.md); several files are also compared with each other"
     )
+    parser.add_argument("rollouts", nargs="+", metavar="ROLLOUTS", help=files)
+    level = f"probability of a false alarm over all tests together, in rollouts without a fault (default {LEVEL:g})"
+    parser.add_argument("--level", type=float, default=LEVEL, metavar="P", help=level)
+    by = "custom field (x_…) whose groups are compared, in addition to worker, data_parallel_rank and file; repeatable"
+    parser.add_argument("--by", action="append", metavar="FIELD", help=by)
+    engine = "sampling settings of the engine: temperature, top_p, top_k; such as temperature=0.7,top_p=0.95"
     parser.add_argument("--engine", default="", metavar="NAME=VALUE[,...]", help=engine)
-    trainer = "the temperature of the trainer's log-probabilities (--pg-temperature), beside that of --engine"
+    trainer = "temperature of the trainer's log-probabilities (--pg-temperature); needs --engine temperature=…"
     parser.add_argument("--trainer-temperature", type=float, metavar="T", help=trainer)
     add_picture_options(parser)
 
@@ -47,21 +47,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the diagnosis and draw it."""
     if not 0 < options.level < 1:
-        raise InputError(f"--level {options.level:g} is no chance. Give more than 0 and less than 1.")
+        raise InputError(f"--level {options.level:g} is not a probability. Give more than 0 and less than 1.")
     check_picture(options)
     try:
         settings = Settings.parse(options.engine, options.trainer_temperature)
     except ValueError as error:
-        raise InputError(f"--engine {options.engine}: {error}. Give what is known.") from error
+        raise InputError(f"--engine {options.engine}: {error}. Correct it.") from error
     gap = read_gap(options.rollouts, options.by or ())
-    found = diagnose(gap, options.level, settings)
+    diagnosis = diagnose(gap, options.level, settings)
     if options.output:
         _draw(options, gap)
     if options.json:
         counts = {"documents": len(np.unique(gap.document)), "tokens": len(gap.engine), "level": options.level}
-        show_json({"rollouts": list(map(str, options.rollouts))} | counts | found.document())
+        show_json({"rollouts": list(map(str, options.rollouts))} | counts | diagnosis.document())
     else:
-        _show(options.rollouts, gap, found)
+        _show(options.rollouts, gap, diagnosis)
     return 0
 
 
@@ -69,16 +69,16 @@ def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
     """The trained tokens of all files.
 
     Raises:
-        RolloutFileError: a file that `read_rollouts` refuses, with its message.
-        InputError: a file is given twice, or holds nothing to compare, or no field of `by`.
+        RolloutFileError: `read_rollouts` refuses a file; the message is the same.
+        InputError: a file is given twice, has nothing to compare, or lacks a field of `by`.
     """
-    if again := [
-        path for i, path in enumerate(paths) if Path(path).absolute() in map(Path.absolute, map(Path, paths[:i]))
-    ]:
-        raise InputError(
-            f"{show_path(again[0])}: is given twice, so its documents would count twice. Give every file once."
-        )
-    several, (samples, files) = len(paths) > 1, itertools.tee(_samples(paths))  # read in step, so one sample is held
+    absolute = [Path(path).absolute() for path in paths]
+    if again := [path for i, path in enumerate(paths) if absolute[i] in absolute[:i]]:
+        raise InputError(f"{show_path(again[0])}: is given twice. Give every file once.")
+    several, (samples, files) = (
+        len(paths) > 1,
+        itertools.tee(_samples(paths)),
+    )  # read together, so one sample is in memory
     try:
         return gap_of((sample for sample, _ in samples), (name for _, name in files) if several else None, by)
     except ValueError as error:
@@ -88,7 +88,7 @@ def read_gap(paths: Sequence[str], by: Sequence[str] = ()) -> Gap:
 
 
 def _samples(paths: Sequence[str]) -> Iterator[tuple["Sample", str]]:
-    """The objective's, which the engine has sampled, each with its file."""
+    """The objective's samples, which the engine has sampled, each with its file."""
     from megatron_pg.rollouts.file import iterate_rollouts  # imports torch
 
     for path in paths:
@@ -102,25 +102,25 @@ def _samples(paths: Sequence[str]) -> Iterator[tuple["Sample", str]]:
 # --- output ---
 
 
-def _show(paths: Sequence[str], gap: Gap, found: Diagnosis) -> None:
-    of_all = found.summary
+def _show(paths: Sequence[str], gap: Gap, diagnosis: Diagnosis) -> None:
+    summary = diagnosis.summary
     count = f"{len(np.unique(gap.document))} samples, {len(gap.engine)} trained tokens"
     say(f"{', '.join(map(show_path, paths))}: {count}; d = log π (trainer) - log q (engine)")
-    say(f"  mean d {of_all['mean']:+.2e}, mean |d| {of_all['mean_abs']:.2e}, k3 {of_all['k3']:.2e} nats")
-    say(_VERDICTS[found.verdict].format(number=len(found.found)))
-    for test in found.found:
+    say(f"  mean d {summary['mean']:+.2e}, mean |d| {summary['mean_abs']:.2e}, k3 {summary['k3']:.2e} nats")
+    say(_VERDICTS[diagnosis.verdict].format(number=len(diagnosis.found)))
+    for test in diagnosis.found:
         say(f"  {test.cause}: {CAUSES[test.cause].title}{_estimate(test)}")
         say(f"    {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")
         say(f"    → {CAUSES[test.cause].advice}")
-    for outcome, words in (("not found", "not found"), ("cannot tell", "cannot tell")):
-        if tests := [test for test in found.tests if test.outcome == outcome]:
-            say(words)
+    for outcome in ("not found", "cannot tell"):
+        if tests := [test for test in diagnosis.tests if test.outcome == outcome]:
+            say(outcome)
             for test in tests:
                 say(f"  {test.cause:<15} {test.evidence}{'' if test.p is None else f' (p {_p(test.p)})'}")
 
 
 def _estimate(test: Answer) -> str:
-    """What a reader wants to know first."""
+    """The estimate of a cause, for its title."""
     texts = {
         "temperature": "; trainer's = engine's × {trainer_over_engine:.3f}",
         "sampling": "; kept mass {kept:.3f}, temperature × {temperature:.3f}",

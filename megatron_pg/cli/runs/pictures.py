@@ -1,4 +1,4 @@
-"""Pictures, for the subcommands that can draw them. matplotlib is an extra: without it there is a message, no picture."""
+"""Pictures, for the subcommands that can draw them. They need matplotlib, an extra."""
 
 import argparse
 import warnings
@@ -15,28 +15,28 @@ SUFFIXES = (".png", ".svg", ".pdf")
 def add_picture_options(parser: argparse.ArgumentParser) -> None:
     """The options of a subcommand that can draw."""
     parser.add_argument("--output", metavar="FILE", help="a picture, .png, .svg or .pdf; needs matplotlib")
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
 
 
 def check_picture(options: argparse.Namespace) -> None:
-    """Refuse a picture that is asked for and could not be made, before any work is done.
+    """Refuse a picture that cannot be made, before any work is done.
 
     Raises:
-        InputError: another kind of file, a path that cannot be written, or matplotlib is missing.
+        InputError: the suffix is unknown, the path cannot be written, or matplotlib is missing.
     """
     if not options.output:
         return
     if Path(options.output).suffix.lower() not in SUFFIXES:
         raise InputError(
-            f"{show_path(options.output)}: is no {', '.join(SUFFIXES)} file, so its format is unknown. Give it such a name."
+            f"{show_path(options.output)}: the suffix is not one of {', '.join(SUFFIXES)}. Give a path with one of them."
         )
     check_output(options.output, overwrite=options.overwrite)
     try:
         import matplotlib
-    except Exception as error:  # missing, or broken in any way
+    except Exception as error:  # missing or broken
         raise InputError(
-            f"matplotlib cannot be imported ({type(error).__name__}: {error}), so no picture can be drawn. pip install matplotlib, or "
-            "leave --output out."
+            f"matplotlib cannot be imported ({type(error).__name__}: {error}). pip install matplotlib, or leave out "
+            "--output."
         ) from error
     matplotlib.use("Agg")
 
@@ -45,13 +45,13 @@ def check_picture(options: argparse.Namespace) -> None:
 def picture(
     options: argparse.Namespace, rows: int, columns: int, size: tuple[float, float]
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes to draw on, written whole or not at all when the block ends."""
+    """A figure and its axes; the file is written when the block ends, and is complete or absent."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     yield figure, axes
     with written_whole(options.output, overwrite=options.overwrite) as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that a font lacks, and of a slow machine
+        warnings.simplefilter("ignore")  # about letters that a font lacks, or a slow machine
         figure.tight_layout()
         figure.savefig(scratch, format=Path(options.output).suffix[1:].lower(), dpi=110)
     plt.close(figure)

@@ -12,16 +12,16 @@ from plotly.colors import qualitative
 from plotly.offline import get_plotlyjs
 
 from megatron_pg import __version__
-from megatron_pg.cli.runs.plot import Curve, rounding_noise, smoothed
+from megatron_pg.cli.runs.curves import Curve, constant_range, smoothed
 from megatron_pg.metrics.table import LIMITS, METRICS
 
-MOST_POINTS = 4000  # that are drawn of one curve
+MOST_POINTS = 4000  # drawn of one curve
 _FRAME = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-_OURS = {metric.name: metric for metric in METRICS}
+_DOCUMENTED = {metric.name: metric for metric in METRICS}
 _RED = "#b3261e"
 _FLAG_HEAD = ("run", "metric", "red flag", "steps", "worst", "where to look")
 
-Styles = Mapping[str, tuple[str, str]]  # dash and colour of a run
+Styles = Mapping[str, tuple[str, str]]  # dash and color of a run
 
 
 def page(
@@ -35,13 +35,13 @@ def page(
 
     Args:
         curves: by metric and run; every metric has all runs.
-        objective: rows of the banner, by run.
+        objective: rows of the banner, by run and, if they changed, first step.
         flags: cells of each red flag.
         smoothing: weight of the past in the bold curves.
     """
-    runs = list(dict.fromkeys(label for each in curves.values() for label in each))
+    runs = list(dict.fromkeys(label for curve_of in curves.values() for label in curve_of))
     styles = dict(zip(runs, itertools.cycle(itertools.product(("solid", "dash", "dot"), qualitative.D3)), strict=False))
-    figures = [figure_of(name, each, styles, smoothing).to_json() for name, each in curves.items()]
+    figures = [figure_of(name, curve_of, styles, smoothing).to_json() for name, curve_of in curves.items()]
     return _FRAME.substitute(
         title=escape(", ".join(runs)),
         plotly=get_plotlyjs(),
@@ -65,36 +65,35 @@ def _table(head: Sequence[str], rows: Iterable[str], kind: str = "flags") -> str
 
 
 def _objective(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A row for each line of the banner; one cell where all runs agree."""
+    """A row for each line of the banner, with one cell if all runs agree."""
     rows = []
-    for name in dict.fromkeys(name for each in columns.values() for name in each):
-        texts = [each.get(name, "–") for each in columns.values()]
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        texts = [column.get(name, "–") for column in columns.values()]
         same = f'<td colspan="{len(texts)}">{escape(texts[0])}</td>'
         rows.append(_cells([name]) + (same if len(set(texts)) == 1 else _cells(texts)))
     return _table(("", *columns), rows, "objective")
 
 
 def _panel(number: int, name: str) -> str:
-    ours = _OURS.get(name)
-    about = escape(f"{ours.equation} [{ours.unit}]: {ours.meaning}".replace("`", "")) if ours else ""
-    return f'<div class="panel"><h3>{escape(name)}</h3><p class="note" title="{about}">{about}</p><div id="f{number}"></div></div>'
+    metric = _DOCUMENTED.get(name)
+    about = escape(f"{metric.equation} [{metric.unit}]: {metric.meaning}".replace("`", "")) if metric else ""
+    note = f'<p class="note" title="{about}">{about}</p>'
+    return f'<div class="panel"><h3>{escape(name)}</h3>{note}<div id="f{number}"></div></div>'
 
 
 def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing: float) -> go.Figure:
-    """A metric's curves, and its limit where they come near."""
+    """A metric's curves, and its limit if it lies within their range."""
     figure = go.Figure()
     for label, curve in curves.items():
         _draw(figure, escape(label), curve, styles[label], smoothing)
     values = [value for curve in curves.values() for value in curve.values()] or [0.0]  # none was finite
-    low, high, size = min(values), max(values), max(map(abs, values))
     limit = LIMITS.get(name)
     if limit and not limit.in_step_1:
         for bound in (limit.low, limit.high):
-            if low <= bound <= high:
+            if min(values) <= bound <= max(values):
                 figure.add_hline(bound, line={"color": _RED, "dash": "dot", "width": 1.2}, opacity=1)
-    if high - low <= (noise := rounding_noise(name, values)):
-        margin = max(size / 2, 1e4 * noise) or 1.0
-        figure.update_yaxes(range=[low - margin, high + margin])
+    if limits := constant_range(name, values, margin=0.5):
+        figure.update_yaxes(range=limits)
     axis: dict[str, Any] = {"showgrid": True, "exponentformat": "power"}
     figure.update_layout(
         template="simple_white",
@@ -109,7 +108,7 @@ def figure_of(name: str, curves: Mapping[str, Curve], styles: Styles, smoothing:
 
 
 def _draw(figure: go.Figure, label: str, curve: Curve, style: tuple[str, str], smoothing: float) -> None:
-    """A run's values, thin, and smoothed, bold."""
+    """A run's values as a thin line, and smoothed as a bold one."""
     smooth, steps = dict(zip(curve, smoothed([*curve.values()], smoothing), strict=True)), thinned(curve)
     line = dict(zip(("dash", "color"), style, strict=True))
     raw, bold = [curve[step] for step in steps], [smooth[step] for step in steps]
@@ -121,10 +120,10 @@ def _draw(figure: go.Figure, label: str, curve: Curve, style: tuple[str, str], s
 
 
 def thinned(curve: Curve) -> list[int]:
-    """The steps that are drawn: all, or of every stretch the smallest and the largest value."""
+    """The steps that are drawn: all, or the smallest and the largest value of each of `MOST_POINTS` / 2 parts."""
     steps = list(curve)
     size = -(-2 * len(steps) // MOST_POINTS)
     if size <= 2:
         return steps
-    stretches = [steps[i : i + size] for i in range(0, len(steps), size)]
-    return sorted({pick(part, key=curve.__getitem__) for part in stretches for pick in (min, max)})
+    parts = [steps[i : i + size] for i in range(0, len(steps), size)]
+    return sorted({pick(part, key=curve.__getitem__) for part in parts for pick in (min, max)})

@@ -33,8 +33,8 @@ from megatron_pg.args import ArgumentError, validate_args
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.plan.settings import LossSettings
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.token_sets import TokenSets
 
 NAMES = ("sft", "echo", "teacher", "ref", "h")
 REDUCER = "cases:root_length_reducer"

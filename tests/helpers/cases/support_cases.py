@@ -17,8 +17,8 @@ from simulation import Layout, Outcome, Step
 from stream_oracle import StreamTerm
 from torch import Tensor
 
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import support_of
 
 OF_ROLLOUT = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 
@@ -114,7 +114,7 @@ def _supported(sample: Sample, rng: random.Random) -> Sample:
         others = rng.sample([j for j in range(cases.VOCABULARY) if j != token], max(size - 1, 0))
         own = rng.sample([token, *others], size) if size else []
         sets.append(own if trained else [99, 99, -7])
-    return _certain(dataclasses.replace(sample, support=support_of(sets, sample.sample_id)))
+    return _certain(dataclasses.replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
 
 
 def _certain(sample: Sample) -> Sample:
@@ -174,5 +174,5 @@ def _with_sets(flags: stream_cases.Flags, sample: Sample, rng: random.Random) ->
         own = rng.sample([token, *others], size) if size else []
         is_checked = sample.stream == "rl" and bool(sample.loss_mask[k])
         sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
-    sample = dataclasses.replace(sample, support=support_of(sets, sample.sample_id))
+    sample = dataclasses.replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id))
     return _certain(sample)

@@ -20,9 +20,9 @@ from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.plan.settings import LossSettings, metrics_of
+from megatron_pg.rollouts.payloads import PAYLOADS
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import support_of
-from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.forward_step import PolicyGradientStep
 from megatron_pg.step.mtp import DepthLoss
 
@@ -276,7 +276,7 @@ def supported(parts: list[list[Sample]]) -> list[list[Sample]]:
     """With the sampled token and another for each response token."""
     for sample in (sample for part in parts for sample in part):
         sets = [[token, (token + 1) % VOCABULARY] for token in sample.tokens[-sample.response_length :].tolist()]
-        object.__setattr__(sample, "support", support_of(sets, sample.sample_id))
+        object.__setattr__(sample, "support", PAYLOADS["support"].of(sets, sample.sample_id))
     return parts
 
 
@@ -284,7 +284,7 @@ def support_changed(parts: list[list[Sample]], change: Callable[[int], list[int]
     """At every response token of one sample: its set, from the token."""
     sample = trained(parts)
     sets = list(map(change, sample.tokens[-sample.response_length :].tolist()))
-    object.__setattr__(sample, "support", support_of(sets, sample.sample_id))
+    object.__setattr__(sample, "support", PAYLOADS["support"].of(sets, sample.sample_id))
     return parts
 
 

@@ -50,9 +50,9 @@ from megatron_pg.objectives import objective_of
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, Packing, Position, StepRule
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
+from megatron_pg.rollouts.payloads import PAYLOADS
+from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.sample import Sample
-from megatron_pg.rollouts.support import support_of
-from megatron_pg.rollouts.token_sets import TokenSets
 from megatron_pg.step.forward_step import PolicyGradientStep
 
 DIVISOR = 32.0
@@ -153,7 +153,7 @@ def supported(sample: Sample, rng: random.Random) -> Sample:
     for token in sample.tokens[-sample.response_length :].tolist():
         size = rng.randint(0, 6)
         sets.append([token, *rng.sample(sorted({*range(VOCABULARY)} - {token}), size - 1)] if size else [])
-    support = support_of(sets, sample.sample_id)
+    support = PAYLOADS["support"].of(sets, sample.sample_id)
     known = {name: getattr(sample, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
     certain = {n: torch.where(support.counts == 1, 0.0, values) for n, values in known.items() if values is not None}
     return replace(sample, support=support, **certain)

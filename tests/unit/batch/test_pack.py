@@ -21,7 +21,7 @@ def test_every_field_belongs_to_the_logits_that_predict_its_token(qkv_format, cp
     samples = [coded(rng, prompt_length=p, mask=m) for p, m in ((3, [1, 0, 1]), (1, [1]), (2, [0, 0]), (5, [1] * 9))]
     layout = {"max_seq_len": 16} if qkv_format == "bshd" else {}
     batch = pack(samples, qkv_format=qkv_format, cp_size=cp_size, **layout)
-    weights = batch.response_values("loss_mask").double() * 0.25
+    weights = batch.loss_mask.double() * 0.25
     seen = {i: {} for i in range(len(samples))}
     for rank in range(cp_size):
         local = slice_batch(batch, {"weights": weights}, cp_rank=rank, cp_size=cp_size)

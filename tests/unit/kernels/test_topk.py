@@ -262,11 +262,11 @@ def test_a_teacher_is_missing_misshapen_or_of_another_type():
     vocabulary = Vocabulary.of(10)
     ids = fields.teacher_topk.ids
     object.__setattr__(fields.teacher_topk, "ids", ids.long())
-    with pytest.raises(ValueError, match=r"topk:ids has dtype torch.int64, which kernels would misread"):
+    with pytest.raises(ValueError, match=r"teacher_topk.ids has dtype torch.int64, which kernels would misread"):
         policy_gradient_loss(torch.randn(6, 10), parts.policy_loss, vocabulary, impl="torch")
     object.__setattr__(fields.teacher_topk, "ids", ids)
     object.__setattr__(fields.teacher_topk, "tails", torch.zeros(5))
-    with pytest.raises(ValueError, match=r"topk:tails has shape \(5,\) for \(6,\) targets"):
+    with pytest.raises(ValueError, match=r"teacher_topk.tails has shape \(5,\) for \(6,\) targets"):
         policy_gradient_loss(torch.randn(6, 10), parts.policy_loss, vocabulary, impl="torch")
     object.__setattr__(fields, "teacher_topk", None)
     with pytest.raises(ValueError, match="teacher_topk is missing, and a term of the loss needs it"):

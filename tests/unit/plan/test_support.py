@@ -20,7 +20,7 @@ from megatron_pg.plan.microbatches import count, slice_step
 from megatron_pg.plan.plan import plan_from_table
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.support import without_missing
-from megatron_pg.rollouts.support import support_of
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.step.checks import check_vocabulary_of_supports
 
 SETTINGS = simulation.settings("token_mean", per_token=True)
@@ -298,11 +298,11 @@ def test_every_row_has_the_set_of_the_token_that_it_predicts(qkv_format, cp_size
         length = rng.randint(1, 6)
         drawn = make_sample(prompt_length=rng.randint(1, 3), mask=[rng.randint(0, 1) for _ in range(length)], rng=rng)
         sets = [rng.sample(range(50), rng.randint(0, 5)) for _ in range(length)]
-        support = None if number == 2 else support_of(sets, "s")
+        support = None if number == 2 else PAYLOADS["support"].of(sets, "s")
         samples.append(dataclasses.replace(drawn, support=support))
     shape = {"max_seq_len": 12} if qkv_format == "bshd" else {}
     batch = pack(samples, qkv_format=qkv_format, cp_size=cp_size, **shape)
-    weights = {"weights": batch.loss_mask.double()}
+    weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
     seen = 0
     for rank in range(cp_size):
         local = slice_batch(batch, weights, cp_rank=rank, cp_size=cp_size)
@@ -322,9 +322,10 @@ def test_every_row_has_the_set_of_the_token_that_it_predicts(qkv_format, cp_size
 
 
 def test_what_restricts_nothing_is_left_out():
-    batch = pack([sample([[], [], [3], []])], qkv_format="thd")
-    assert slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1).fields.support is None
-    assert pack([sample(None)], qkv_format="thd").support() is None
+    for given in ([[], [], [3], []], None):
+        batch = pack([sample(given)], qkv_format="thd")
+        weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
+        assert slice_batch(batch, weights, cp_rank=0, cp_size=1).fields.support is None
 
 
 def test_peers_that_have_another_support_have_another_digest():
@@ -362,7 +363,8 @@ def test_whole_rows_are_read_where_their_entropy_is_wanted_alone(streams, entrop
     from megatron_pg.kernels import PolicyLoss
 
     batch = pack([sample(GOOD)], qkv_format="thd")
-    local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
+    weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
+    local = slice_batch(batch, weights, cp_rank=0, cp_size=1)
     terms = LossTerms(objective=SETTINGS.terms.objective, streams=streams, entropy_support=support)
     assert PolicyLoss(terms, local.fields).restriction(entropy).whole_entropy == is_whole
     assert PolicyLoss(terms, dataclasses.replace(local.fields, support=None)).restriction(entropy) is None

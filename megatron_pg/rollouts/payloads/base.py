@@ -1,0 +1,147 @@
+"""What the kinds of payload have in common.
+
+A payload is what a sample carries in addition to one number per token. Each kind is parsed from what users and engines
+give, checked when the sample is made, written to the rollout file, and, where a loss term reads it, brought to the rows
+of the logits that a rank holds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_pg.rollouts.printable import shorten
+
+Record = TypeVar("Record")
+
+
+class Tokens(Protocol):
+    """What a check reads of the `Sample` that carries the payload."""
+
+    tokens: Tensor  # [n]
+    loss_mask: Tensor  # [R]
+    stream: str
+    sample_id: str
+
+    @property
+    def response_length(self) -> int:
+        """R."""
+
+    @property
+    def trained(self) -> Tensor:
+        """[R] bool, the tokens that any stream trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """A payload at T rows of logits, in the order of the logits."""
+
+    per_row: ClassVar[tuple[str, ...]]  # its fields [T, …]; further fields are shared by all rows
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply a function to every field [T, …]."""
+        return replace(self, **{name: function(getattr(self, name)) for name in self.per_row})
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """All tensors, moved by `move` to the device that reads them."""
+        tensors = {each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), Tensor)}
+        return replace(self, **{name: move(value) for name, value in tensors.items()})
+
+    def at(self, rows: Tensor | slice) -> Self:
+        """Select rows."""
+        return self.map(lambda values: values[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Payload(ABC, Generic[Record]):
+    """One kind of payload, under the name of its field in `Sample`."""
+
+    name: str
+    form: ClassVar[str]  # what a value must be, as the message of `of` ends
+
+    def of(self, values: Any, label: str) -> Record:
+        """A sample's record from any form that users and engines give it; tensors and arrays are copied.
+
+        Raises:
+            ValueError: `values` has none of these forms.
+        """
+        try:
+            return self.parse(values)
+        except Exception:  # any conversion failure gets the one message below
+            text = shown(values)
+        raise ValueError(f"{self.name}={text} of sample {label} {self.form}")
+
+    @abstractmethod
+    def parse(self, values: Any) -> Record:
+        """The record, or any exception."""
+
+    @abstractmethod
+    def check(self, record: Any, sample: Tokens) -> None:
+        """Refuse a record with wrong shapes or dtypes, or wrong values at tokens that are trained.
+
+        Raises:
+            ValueError: for the first of them.
+        """
+
+    @abstractmethod
+    def to_json(self, record: Record) -> Any:
+        """The record as the rollout file contains it."""
+
+    @abstractmethod
+    def tensors(self, record: Record) -> tuple[Tensor, ...]:
+        """Everything in the record, for digests."""
+
+    def rows(
+        self,
+        records: Sequence[Record | None],
+        lengths: Sequence[int],
+        here: Callable[[Tensor], Tensor],
+        is_read: Tensor,
+    ) -> Rows | None:
+        """The payload at the rows that a rank holds.
+
+        Args:
+            records: of each sample of the micro-batch; None where a sample has none.
+            lengths: R of each sample.
+            here: takes values [sum of R, …] to this rank's rows [T, …], with 0 where a row predicts no response token.
+            is_read: [T] bool, rows at which a loss term reads the payload.
+
+        Returns:
+            The rows, or None if the payload changes none of them: no loss term reads this kind.
+        """
+        return None
+
+
+def shown(values: Any) -> str:
+    """A value as messages show it: shape, dtype and device of a tensor."""
+    if isinstance(values, Tensor) and not values.is_nested:
+        return f"a tensor of shape {tuple(values.shape)}, {values.dtype}, on {values.device}"
+    return shorten(values)
+
+
+def is_plain(values: Any, dim: int, *dtypes: torch.dtype) -> bool:
+    """Whether it is a dense tensor on the CPU with `dim` dimensions, of one of the dtypes if any are given."""
+    is_dense = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_nested
+    return (
+        is_dense and values.dim() == dim and values.device.type == "cpu" and values.dtype in (dtypes or {values.dtype})
+    )
+
+
+def integers(values: Any, dtype: Any = np.int32) -> np.ndarray:
+    """A copy of an array or tensor of integers; TypeError for other dtypes and for integers that do not fit."""
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+    bounds = np.iinfo(dtype)
+    fits = array.size == 0 or (bounds.min <= int(array.min()) and int(array.max()) <= bounds.max)
+    if array.dtype.kind not in "iu" or not fits:
+        raise TypeError
+    return array.astype(dtype)
+
+
+def first_trained(bad: Tensor, trained: Tensor) -> int | None:
+    """The first trained response token [R] that is bad, or None."""
+    tokens = (bad & trained).nonzero()
+    return int(tokens[0]) if len(tokens) else None
