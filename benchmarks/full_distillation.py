@@ -17,7 +17,7 @@ import triton
 from lm_head import GIB, HIDDEN, Problem, bare, medians_ms, peak_bytes
 
 from megatron_pg.batch.fields import TeacherStates, TokenFields
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss, Vocabulary
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -28,9 +28,9 @@ KINDS = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 
 
 def terms_of(kind: str) -> LossTerms:
-    """`grpo` and the stream over the same tokens."""
-    stream = Stream(name="distil", kind=kind, weight=0.5, on="rl").resolved("token_mean", None)
-    return replace(PLAIN, streams=(stream,))
+    """`grpo` and the loss term over the same tokens."""
+    term = LossTerm(name="distil", kind=kind, weight=0.5, on="rl").resolved("token_mean", None)
+    return replace(PLAIN, further=(term,))
 
 
 class Taught:
@@ -96,9 +96,9 @@ def errors(taught: Taught, kind: str) -> str:
         found, gradients = taught.gradients(only, torch.bfloat16, backward=backward)
         off = [float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)]
         shown.append(f"{backward}: dx {off[0]:.1e}, dw {off[1]:.1e}")
-    apart = (found.stream_losses.double() - wanted.stream_losses).abs().max()
+    apart = (found.term_losses.double() - wanted.term_losses).abs().max()
     return (
-        f"{kind}: divergence {float(apart):.1e} of {float(wanted.stream_losses.mean()):.2f}; gradients, "
+        f"{kind}: divergence {float(apart):.1e} of {float(wanted.term_losses.mean()):.2f}; gradients, "
         f"{'; '.join(shown)}"
     )
 
@@ -127,7 +127,7 @@ def main() -> None:
         unit, *times = medians_ms([bare(taught.problem), *runs], given.repetitions)
         print(f"{given.rows} rows, H = {HIDDEN}, logits of {products.LOGITS_BYTES / 1e6:.0f} MB; bare: {unit:.2f} ms")
         for (mode, terms), time, run in zip(modes, times, runs, strict=True):
-            kind = terms.streams[0].kind if terms.streams else "grpo alone"
+            kind = terms.further[0].kind if terms.further else "grpo alone"
             print(f"  {mode}, {kind}: {time / unit:.3f} of bare, +{peak_bytes(run) / GIB:.2f} GiB", flush=True)
 
 

@@ -20,8 +20,8 @@ from grpo_kernel import copy_ms, fields_of, median_ms
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.declarations.streams import Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -51,14 +51,14 @@ def variants() -> Iterator[tuple[str, LossTerms]]:
     objective."""
     for name, declared in OBJECTIVES.items():
         yield name, LossTerms(objective=build(name, declared.numbers))
-    entropy = Stream(name="entropy", kind="entropy", weight=0.01, aggregation="policy", on="rl")
+    entropy = LossTerm(name="entropy", kind="entropy", weight=0.01, aggregation="policy", on="rl")
     grpo = LossTerms(objective=build("grpo", OBJECTIVES["grpo"].numbers))
     for estimator in KL_ESTIMATORS:
-        yield f"grpo + {estimator}", replace(grpo, streams=(divergence(estimator),))
-    yield "grpo + entropy bonus", replace(grpo, streams=(entropy,))
-    yield "grpo + k3 + entropy bonus", replace(grpo, streams=(divergence("k3"), entropy))
+        yield f"grpo + {estimator}", replace(grpo, further=(divergence(estimator),))
+    yield "grpo + entropy bonus", replace(grpo, further=(entropy,))
+    yield "grpo + k3 + entropy bonus", replace(grpo, further=(divergence("k3"), entropy))
     dppo = LossTerms(objective=build("dppo_kl", OBJECTIVES["dppo_kl"].numbers))
-    yield "dppo_kl + k3_weighted", replace(dppo, streams=(divergence("k3_weighted"),))
+    yield "dppo_kl + k3_weighted", replace(dppo, further=(divergence("k3_weighted"),))
 
 
 def build(name: str, reads) -> object:
@@ -67,9 +67,9 @@ def build(name: str, reads) -> object:
     return objective_of(name, **given)
 
 
-def divergence(estimator: str) -> Stream:
+def divergence(estimator: str) -> LossTerm:
     """The KL term."""
-    return Stream(name="kl", kind="kl", weight=0.05, estimator=estimator, aggregation="policy", on="rl")
+    return LossTerm(name="kl", kind="kl", weight=0.05, estimator=estimator, aggregation="policy", on="rl")
 
 
 def fields_for(logits: torch.Tensor) -> TokenFields:

@@ -19,10 +19,10 @@ from objectives import fields_for, ours
 from topk import PLAIN, from_hidden
 
 from megatron_pg.batch.fields import TokenFields, TokenSupport
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 
 SIZES = {"1 token": (1, 1), "top-p": (8, 2000), "64 tokens": (64, 64), "2000 tokens": (2000, 2000)}  # mostly, one in 50
-BONUS = replace(PLAIN, streams=(Stream(name="h", kind="entropy", weight=0.01, on="rl", aggregation="policy"),))
+BONUS = replace(PLAIN, further=(LossTerm(name="h", kind="entropy", weight=0.01, on="rl", aggregation="policy"),))
 
 
 def with_support(fields: TokenFields, columns: int, usual: int, wide: int) -> TokenFields:

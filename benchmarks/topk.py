@@ -19,7 +19,7 @@ from lm_head import median_ms as median_ms_of
 from objectives import fields_for, ours
 
 from megatron_pg.batch.fields import TokenFields, TopK
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, Vocabulary
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
@@ -30,9 +30,9 @@ KINDS = ("topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_generalised_rev
 
 
 def terms_of(kind: str) -> LossTerms:
-    """`grpo` and the stream over the same tokens."""
-    stream = Stream(name="distil", kind=kind, weight=0.5, on="rl").resolved("token_mean", None)
-    return replace(PLAIN, streams=(stream,))
+    """`grpo` and the loss term over the same tokens."""
+    term = LossTerm(name="distil", kind=kind, weight=0.5, on="rl").resolved("token_mean", None)
+    return replace(PLAIN, further=(term,))
 
 
 def with_teacher(fields: TokenFields, columns: int, width: int) -> TokenFields:

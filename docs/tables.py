@@ -14,8 +14,8 @@ from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
 from megatron_pg.declarations.declaration import Reads
+from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.declarations.streams import KINDS
 from megatron_pg.metrics.table import LIMITS, METRICS, Metric
 from megatron_pg.mismatch.causes import CAUSES
 
@@ -105,7 +105,7 @@ ELSEWHERE = {  # what a metric is called there
     },
 }
 ONLY_WITH = {
-    "further": "with a KL or entropy term, `--pg-stream` or `--mtp-num-layers` only",
+    "further": "with a KL or entropy term, `--pg-term` or `--mtp-num-layers` only",
     "kl": "with a KL term only",
     "entropy": "with an entropy term only",
     "mtp": "with `--mtp-num-layers` only",
@@ -243,7 +243,7 @@ def counts() -> dict[str, int]:
         "aggregations": len(AGGREGATIONS),
         "corrections": len(CORRECTIONS) - 1,  # without `none`
         "KL estimators": len(KL_ESTIMATORS),
-        "stream kinds": len(KINDS),
+        "loss term kinds": len(KINDS),
         "causes": len(CAUSES),
         "metrics": sum(metric.kind != "part" for metric in METRICS),
         "flags": len(flags),

@@ -17,10 +17,10 @@ and every rank samples when it has used up its own rollouts (rollout_documents.p
 With --top-p P the rollouts are drawn as engines draw them for that flag, and the samples say of which tokens
 (docs/support.md).
 
-With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-stream teacher:opd,on=rl
+With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-term teacher:opd,on=rl
 (teacher.py).
 
-With --demonstrations-per-step 32 that many samples of --global-batch-size are right answers, of --pg-stream sft:ce.
+With --demonstrations-per-step 32 that many samples of --global-batch-size are right answers, of --pg-term sft:ce.
 """
 
 import contextlib
@@ -122,7 +122,10 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--teacher-num-layers", type=int, help="of the teacher, unless they are this run's --num-layers")
     group.add_argument("--teacher-hidden-size", type=int, help="of the teacher, unless it is this run's --hidden-size")
     group.add_argument(
-        "--demonstrations-per-step", type=int, default=0, help="right answers of the stream sft, of --global-batch-size"
+        "--demonstrations-per-step",
+        type=int,
+        default=0,
+        help="right answers of the loss term sft, of --global-batch-size",
     )
     group.add_argument("--run-dir", default="runs/grpo", help="folder for metrics, rollouts, arguments and curves")
     group.add_argument(
@@ -345,7 +348,7 @@ class Example:
         return numbered
 
     def _task_metrics(self, policy: Policy, step: int, samples: list[Sample], args) -> dict[str, float]:
-        sampled = [sample for sample in samples if sample.stream != DEMONSTRATIONS]
+        sampled = [sample for sample in samples if sample.term != DEMONSTRATIONS]
         lengths_if = {
             right: [s.response_length for s in sampled if (s.reward == 1) == right] for right in (True, False)
         }

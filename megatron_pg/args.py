@@ -25,10 +25,10 @@ from megatron_pg.flags.documents import add_documents_arguments, documents_viola
 from megatron_pg.flags.errors import ArgumentError, ArgumentNotice, ArgumentWarning, Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
-from megatron_pg.flags.loss_terms import add_objective_arguments, objective_violations, objective_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.streams import add_stream_arguments, stream_violations
+from megatron_pg.flags.objective import add_objective_arguments, objective_violations, objective_warnings
 from megatron_pg.flags.support import add_support_arguments, support_violations
+from megatron_pg.flags.terms import add_term_arguments, term_violations
 from megatron_pg.flags.values import choice, number
 
 __all__ = [
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "objective in force and exit 0. The same as MEGATRON_PG_DRY_RUN=1 in the environment.",
     )
     add_objective_arguments(group)
-    add_stream_arguments(group)
+    add_term_arguments(group)
     add_support_arguments(group)
     add_head_arguments(group)
     add_documents_arguments(parser.add_argument_group("documents per step (megatron_pg)"))
@@ -146,7 +146,7 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
         aggregation_violations,
         _common_rules,
         objective_violations,
-        stream_violations,
+        term_violations,
         support_violations,
         head_violations,
         documents_violations,

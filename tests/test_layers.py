@@ -190,9 +190,8 @@ UNIT = Path(__file__).parent / "unit"
 TOGETHER = {
     "declarations/*": "tests/unit/declarations/test_declarations.py",
     "flags/errors.py": "tests/unit/test_args.py",
-    "flags/facts.py": "tests/unit/test_args.py",
-    "flags/stream_text.py": "tests/unit/flags/test_streams.py",
     "flags/megatron.py": "tests/unit/flags/test_compatibility.py",
+    "flags/*": "tests/unit/flags/test_rules.py",
     "rollouts/fields.py": "tests/unit/rollouts/test_sample.py",
     "rollouts/file.py": "tests/unit/rollouts/test_sample.py",
     "rollouts/payloads/*": "tests/unit/rollouts/test_payloads.py",

@@ -42,7 +42,7 @@ SHARDED = (
     "--ckpt-format",
     "fsdp_dtensor",
 )
-STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+TERMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 DOCUMENTS = ("--docs-per-step", "256")
 ENGINE = ("--transformer-impl", "transformer_engine")
 # name: processes, environment, further flags, what it is compared with
@@ -63,7 +63,7 @@ LAYOUTS = {
     "CP2, gspo": (2, {"CP": "2"}, ("--pg-objective", "gspo"), "1 GPU, gspo"),
     "1 GPU, 4 experts": (1, {}, EXPERTS, "1 GPU, 4 experts"),
     "EP2, 4 experts": (2, {"EP": "2"}, EXPERTS, "1 GPU, 4 experts"),
-    "EP2, 4 experts, overlapped": (2, {"EP": "2", **STREAMS}, OVERLAPPED, "EP2, 4 experts"),
+    "EP2, 4 experts, overlapped": (2, {"EP": "2", **TERMS}, OVERLAPPED, "EP2, 4 experts"),
     "1 GPU, prediction": (1, {}, PREDICTION, "1 GPU, prediction"),
     "1 GPU, prediction, --fp32-lm-head": (1, {}, (*PREDICTION, "--fp32-lm-head"), "1 GPU, prediction"),
     "1 GPU, prediction, --pg-fused-head": (1, {}, (*PREDICTION, "--pg-fused-head"), "1 GPU, prediction"),
@@ -79,14 +79,14 @@ LAYOUTS = {
     "CP2, prediction": (2, {"CP": "2"}, PREDICTION, "1 GPU, prediction"),
     "EP2, 4 experts, overlapped, prediction": (
         2,
-        {"EP": "2", **STREAMS},
+        {"EP": "2", **TERMS},
         (*OVERLAPPED, *PREDICTION),
         "1 GPU, 4 experts, prediction",
     ),
     "1 GPU, 4 experts, prediction": (1, {}, (*EXPERTS, *PREDICTION), "1 GPU, 4 experts, prediction"),
-    "DP2, Megatron-FSDP": (2, STREAMS, SHARDED, "1 GPU"),
-    "DP2, Megatron-FSDP, --fp32-lm-head": (2, STREAMS, (*SHARDED, "--fp32-lm-head"), "1 GPU"),
-    "DP2, Megatron-FSDP, --pg-fused-head": (2, STREAMS, (*SHARDED, "--pg-fused-head"), "1 GPU"),
+    "DP2, Megatron-FSDP": (2, TERMS, SHARDED, "1 GPU"),
+    "DP2, Megatron-FSDP, --fp32-lm-head": (2, TERMS, (*SHARDED, "--fp32-lm-head"), "1 GPU"),
+    "DP2, Megatron-FSDP, --pg-fused-head": (2, TERMS, (*SHARDED, "--pg-fused-head"), "1 GPU"),
     "1 GPU, HybridModel": (1, {}, HYBRID, "1 GPU"),
     "DP2, HybridModel": (2, {}, HYBRID, "1 GPU"),
     "TP2 + SP, HybridModel, --pg-fused-head": (2, {"TP": "2", "SP": "1"}, (*HYBRID, "--pg-fused-head"), "1 GPU"),

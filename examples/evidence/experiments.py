@@ -59,10 +59,8 @@ ARMS = {
     "top-p-engine": Arm(f"{TOP_P} --top-p-logprobs engine"),
     "top-p-recomputed": Arm(f"{TOP_P} --top-p-logprobs recomputed"),
     "student-reward": Arm(TOKEN_MEAN, "student"),
-    "student-teacher": Arm(
-        f"{TOKEN_MEAN} --pg-stream rl:rl,weight=0 --pg-stream teacher:opd,on=rl", "student", "constant"
-    ),
-    "student-both": Arm(f"{TOKEN_MEAN} --pg-stream teacher:opd,on=rl,weight=0.2", "student", "constant"),
+    "student-teacher": Arm(f"{TOKEN_MEAN} --pg-term rl:rl,weight=0 --pg-term teacher:opd,on=rl", "student", "constant"),
+    "student-both": Arm(f"{TOKEN_MEAN} --pg-term teacher:opd,on=rl,weight=0.2", "student", "constant"),
 }
 EXPERIMENTS = {
     "aggregation": ("constant", "token_mean", "prompt_mean", "sample_mean"),

@@ -51,7 +51,7 @@ class RunFolder:
         done = iteration - self._first[0]
         left = (now - self._first[1]) / done * (self._train_iters - iteration) if done else math.nan
         parts = [f"{record['phase']:<7} {iteration:>4}/{self._train_iters}"]
-        means = {name: ".4f" for name in record if name.endswith("/mean")}  # of streams
+        means = {name: ".4f" for name in record if name.endswith("/mean")}  # of loss terms
         for name, style in (_SHOWN | means).items():
             if record.get(name) is not None:
                 parts.append(f"{name} {record[name]:{style}}")

@@ -97,7 +97,7 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
 
 
 def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
-    """This rank's right answers of a step, which the stream of demonstrations trains."""
+    """This rank's right answers of a step, which the loss term of demonstrations trains."""
     count = args.demonstrations_per_step // mpu.get_data_parallel_world_size()
     first = args.prompts_per_rollout * args.group_size + mpu.get_data_parallel_rank() * count  # after the rollouts
     prompts, answers = _shown(count, args, generator)
@@ -105,7 +105,7 @@ def demonstrations(step: int, args, generator: torch.Generator) -> list[Sample]:
         _sample(
             prompt,
             answer,
-            stream=DEMONSTRATIONS,
+            term=DEMONSTRATIONS,
             prompt_id=f"{step}-{first + i}",
             rollout_id=f"{step}-{first + i}",
             sample_id=f"demonstration {step}-{first + i}",
@@ -145,7 +145,7 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         prompt_numbers = [int(part) for part in sample.prompt_id.split("-")]
         rollout_number = int(sample.rollout_id.split("-")[1])
         row[:5] = torch.tensor([*prompt_numbers, rollout_number, n, r])
-        if sample.stream != DEMONSTRATIONS:
+        if sample.term != DEMONSTRATIONS:
             row[5], row[6] = sample.reward, sample.advantages[0]
         optional = (getattr(sample, name) for name in OPTIONAL)
         for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional, _bits(sample.support))):
@@ -176,7 +176,7 @@ def _sample_of(row: list[float], step: int, width: int) -> Sample:
         tokens=[int(token) for token in row[7 : 7 + n]],
         response_length=r,
         loss_mask=[1] * r,
-        stream=DEMONSTRATIONS if advantage is None else "rl",
+        term=DEMONSTRATIONS if advantage is None else "rl",
         advantage=advantage,
         support=None if math.isnan(kept[0]) else list(map(_ids, kept)),
         **{name: values for name, values in fields.items() if not math.isnan(values[0])},

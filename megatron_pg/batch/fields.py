@@ -16,8 +16,8 @@ from megatron_pg.rollouts.payloads.topk import TopK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StreamFields:
-    """What a stream has of its own: [T] each, 0 and False where the token is not of it."""
+class TermFields:
+    """What a loss term has of its own: [T] each, 0 and False where the token is not of it."""
 
     weights: Tensor | None = None  # None: those of the objective
     mask: Tensor | None = None  # bool; None: the tokens of the objective
@@ -37,7 +37,7 @@ class TokenFields:
     )  # nats, of the sampling policy; None: it is the model being trained, whose own are taken, detached
     advantages: Tensor
     weights: Tensor  # w of the aggregation, without any correction
-    mask: Tensor  # bool, trained tokens: of the objective or of any stream
+    mask: Tensor  # bool, trained tokens: of the objective or of any loss term
     policy_mask: Tensor | None = None  # bool, tokens of the objective; None: `mask`
     corrections: Tensor | None = None  # factor on the policy term's weight; None: there is none
     sample_weights: Tensor | None = None  # v = mask / trained tokens of the sample: sums to 1 over a sample
@@ -47,7 +47,7 @@ class TokenFields:
     teacher_topk: TopK | None = None
     teacher_hidden: TeacherStates | None = None
     support: TokenSupport | None = None  # of the tokens at which a term reads the policy that was sampled from
-    streams: Mapping[str, StreamFields] = field(
+    terms: Mapping[str, TermFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own
     sequences: Sequences | None = None  # which sequence each token belongs to; terms of whole sequences need it
@@ -62,17 +62,17 @@ class TokenFields:
         """The same for the objective, whose trained tokens alone are in the mask."""
         return self if self.policy_mask is None else replace(self, mask=self.policy_mask, policy_mask=None)
 
-    def of_stream(self, name: str) -> StreamFields:
-        """Weights and mask of a stream, none of them None."""
-        own = self.streams.get(name, StreamFields())
+    def of_term(self, name: str) -> TermFields:
+        """Weights and mask of a loss term, none of them None."""
+        own = self.terms.get(name, TermFields())
         mask = self.of_policy.mask if own.mask is None else own.mask
-        return StreamFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
+        return TermFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
 
     def per_token(self) -> dict[str, Any]:
-        """The known fields [T] by name; those of a stream as `stream.field`. Payloads are not among them."""
+        """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""
         known = dict(zip(_NAMES, _values(self), strict=True))
-        for stream, own in self.streams.items():
-            known |= {f"{stream}.{each.name}": getattr(own, each.name) for each in fields(own)}
+        for term, own in self.terms.items():
+            known |= {f"{term}.{each.name}": getattr(own, each.name) for each in fields(own)}
         return {name: values for name, values in known.items() if isinstance(values, torch.Tensor)}
 
     @property
@@ -84,15 +84,15 @@ class TokenFields:
     @classmethod
     def of(cls, values: Mapping[str, Any], sequences: Sequences | None = None) -> "TokenFields":
         """From the values by the names of `per_token`, and payloads by theirs."""
-        by_stream: dict[str, dict[str, Tensor]] = {}
+        by_term: dict[str, dict[str, Tensor]] = {}
         for name in values:
-            stream, dot, kind = name.partition(".")
+            term, dot, kind = name.partition(".")
             if dot:
-                by_stream.setdefault(stream, {})[kind] = values[name]
-        streams = {stream: StreamFields(**own) for stream, own in by_stream.items()}
+                by_term.setdefault(term, {})[kind] = values[name]
+        terms = {term: TermFields(**own) for term, own in by_term.items()}
         rest: dict[str, Any] = {"old_logprobs": None}
         rest |= {name: v for name, v in values.items() if "." not in name}
-        return cls(**rest, streams=streams, sequences=sequences)
+        return cls(**rest, terms=terms, sequences=sequences)
 
     def at(self, rows: Tensor | slice) -> "TokenFields":
         """Select rows, for a loss that reads no sequences."""

@@ -37,7 +37,7 @@ class PackedBatch:
     sample_index: Tensor  # [B, W] int64 into `samples`, -1 on padding
     response_positions: Tensor  # [sum of R] int64 into the flattened rows
     lengths: Tensor  # [S] int64, R of each sample
-    masks: Mapping[str, Tensor]  # [sum of R] bool by stream, the response tokens that it trains
+    masks: Mapping[str, Tensor]  # [sum of R] bool by loss term, the response tokens that it trains
     values: Mapping[str, Tensor]  # [sum of R] float64 by field; NaN where a sample has none, absent if no sample has it
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
@@ -46,7 +46,7 @@ class PackedBatch:
     @property
     def digest(self) -> bytes:
         """48 bits of everything that the loss and the metrics read, whatever its layout in memory."""
-        facts = [(s.reward, s.truncated, s.environment, s.stream, sorted(s.masks)) for s in self.samples]
+        facts = [(s.reward, s.truncated, s.environment, s.term, sorted(s.masks)) for s in self.samples]
         content = hashlib.blake2b(digest_size=6)
         content.update(repr((self.qkv_format, self.padded_lengths, facts, self.cp_ranks)).encode())
         tensors = {"tokens": self.tokens, "lengths": self.lengths, **self.masks, **self.values}
@@ -68,24 +68,24 @@ class PackedBatch:
         """M_i of each sample, the tokens that the objective trains."""
         return [max(n, 0) for n in self.tokens_of(POLICY)]
 
-    def tokens_of(self, *streams: str) -> list[int]:
-        """Tokens of each sample that one of the streams trains; -1 where it is of none of them."""
-        return self._counted(self.mask_of(*streams), streams)
+    def tokens_of(self, *terms: str) -> list[int]:
+        """Tokens of each sample that one of the loss terms trains; -1 where it is of none of them."""
+        return self._counted(self.mask_of(*terms), terms)
 
-    def trained_at(self, depth: int, *streams: str) -> list[int]:
+    def trained_at(self, depth: int, *terms: str) -> list[int]:
         """Those of `tokens_of` that multi-token prediction of that depth can predict; -1 where `tokens_of` has it."""
-        return self._counted(self.mask_of(*streams) & self.reached(depth), streams)
+        return self._counted(self.mask_of(*terms) & self.reached(depth), terms)
 
-    def _counted(self, mask: Tensor, streams: Sequence[str]) -> list[int]:
+    def _counted(self, mask: Tensor, terms: Sequence[str]) -> list[int]:
         counts = torch.zeros_like(self.lengths).index_add_(
             0, self.per_token(torch.arange(len(self.samples))), mask.long()
         )
-        is_member = [any(name == s.stream or name in s.masks for name in streams) for s in self.samples]
+        is_member = [any(name == s.term or name in s.masks for name in terms) for s in self.samples]
         return [n if is_of else -1 for n, is_of in zip(counts.tolist(), is_member, strict=True)]
 
-    def mask_of(self, *streams: str) -> Tensor:
-        """[sum of R] bool, tokens that one of the streams trains."""
-        masks = [self.masks[name] for name in streams if name in self.masks]
+    def mask_of(self, *terms: str) -> Tensor:
+        """[sum of R] bool, tokens that one of the loss terms trains."""
+        masks = [self.masks[name] for name in terms if name in self.masks]
         return torch.stack(masks).any(dim=0) if masks else torch.zeros(int(self.lengths.sum()), dtype=torch.bool)
 
     @property
@@ -257,11 +257,11 @@ def _lay_out(
 def _concatenated(samples: Sequence[Sample]) -> dict[str, Any]:
     """What the samples know of their response tokens, one sample after another."""
     lengths = [sample.response_length for sample in samples]
-    streams = dict.fromkeys(name for sample in samples for name in (sample.stream, *sample.masks))
+    terms = dict.fromkeys(name for sample in samples for name in (sample.term, *sample.masks))
     columns = {name: [getattr(s, name) for s in samples] for name in ("old_logprobs", "advantages", *OPTIONAL)}
     return {
         "lengths": torch.tensor(lengths, dtype=torch.int64),
-        "masks": {name: _joined([s.mask_of(name) for s in samples], lengths, torch.bool, False) for name in streams},
+        "masks": {name: _joined([s.mask_of(name) for s in samples], lengths, torch.bool, False) for name in terms},
         "values": {
             name: _joined(column, lengths, torch.float64, torch.nan)
             for name, column in columns.items()

@@ -139,7 +139,7 @@ def _say_rows(title: str, rows: Rows) -> None:
 def _say_weights(args: argparse.Namespace, layout: Layout, weights: list[dict[str, float]]) -> None:
     say(f"── what an answer weighs{'' if _fixed_rollouts(args, layout) else ', in units of 1/N_r'} ──")
     if not Facts(args).has_policy:
-        say("  the objective is dropped and gives no weight; the denominators of each stream are above")
+        say("  the objective is dropped and gives no weight; the denominators of each loss term are above")
         return
     if not weights:
         say("  the derivative of the custom reducer, divided by N_r (by T with --calculate-per-token-loss)")
@@ -185,8 +185,8 @@ def _as_flags(args: argparse.Namespace, names: Sequence[str]) -> str:
     flags = []
     for name in names:
         value = vars(args)[name]
-        if name == "pg_stream":
-            flags += [f"--pg-stream {text}" for text in value or ()]
+        if name == "pg_term":
+            flags += [f"--pg-term {text}" for text in value or ()]
             continue
         words = map(str, value) if isinstance(value, list) else [] if value is True else [f"{value}"]
         if value is not None and value is not False:

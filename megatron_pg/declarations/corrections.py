@@ -84,7 +84,7 @@ CORRECTION_COEF = Number(
     help="Coefficient of the penalty of --pg-correction kl_cov. Default 1.",
 )
 NUMBERS = (CORRECTION_LOW, CORRECTION_HIGH, CORRECTION_FRACTION, CORRECTION_COEF)
-PENALTY = "kl_cov"  # the correction that is a further loss, and the stream of that loss
+PENALTY = "kl_cov"  # the correction that is a further loss, and the loss term of that loss
 
 
 def _ratio(name: str, formula: str, low: float, high: float, *, rejects: bool) -> CorrectionDeclaration:

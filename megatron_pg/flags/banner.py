@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.choices import DENOMINATORS
 from megatron_pg.declarations.corrections import CORRECTIONS
+from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
 from megatron_pg.declarations.objectives import DEFAULT, OBJECTIVES
-from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Stream
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import is_float32
 from megatron_pg.rollouts.fields import POLICY
@@ -63,7 +63,7 @@ def banner_of(rows: list[tuple[str, str]]) -> str:
 def _objective_rows(facts: Facts) -> list[tuple[str, str]]:
     args = facts.args
     if not facts.has_policy:
-        return [("objective", f"none  (--pg-stream {POLICY}:{POLICY},weight=0)")]
+        return [("objective", f"none  (--pg-term {POLICY}:{POLICY},weight=0)")]
     numbers = facts.objective_numbers
     if args.pg_custom_objective_path is not None:
         shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
@@ -94,7 +94,7 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("entropy", f"- {args.pg_entropy_coef:g} Σ u·H, exact  (--pg-entropy-coef)"))
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
-    rows += [_stream_row(stream) for stream in facts.streams if stream.name not in SHORTHANDS]
+    rows += [_term_row(term) for term in facts.terms if term.name not in SHORTHANDS]
     if args.pg_entropy_support != "full":
         rows.append(("entropies", "over what could be sampled, where samples say it  (--pg-entropy-support kept)"))
     if args.pg_support_missing != "error":
@@ -115,30 +115,30 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
     return rows
 
 
-def _stream_row(stream: Stream) -> tuple[str, str]:
-    """The term of a stream, and what its denominators count."""
-    by = f" by {stream.estimator}" if stream.estimator else ""
+def _term_row(term: LossTerm) -> tuple[str, str]:
+    """A loss term as a summand, and what its denominators count."""
+    by = f" by {term.estimator}" if term.estimator else ""
     weights = "with v = the weights of pg_loss"
-    if stream.aggregation != AS_POLICY:
-        denominator = AGGREGATIONS[stream.aggregation].denominator
+    if term.aggregation != AS_POLICY:
+        denominator = AGGREGATIONS[term.aggregation].denominator
         weights = (
-            f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=stream.divisor)}"
+            f"counted alone: v = 1/δ, δ = {denominator.format(counted='', tokens='trained', divisor=term.divisor)}"
         )
-    term = f"+ {stream.weight:g} Σ v·({_loss(stream)}){by} over the tokens of {stream.tokens}"
-    text = f"{term}, {weights}  ({stream.flag})"
-    return stream.name, text
+    summand = f"+ {term.weight:g} Σ v·({_loss(term)}){by} over the tokens of {term.tokens}"
+    text = f"{summand}, {weights}  ({term.flag})"
+    return term.name, text
 
 
-def _loss(stream: Stream) -> str:
+def _loss(term: LossTerm) -> str:
     """The loss of a token, with its numbers."""
-    kind = KINDS[stream.kind]
+    kind = KINDS[term.kind]
     if not (kind.reads_topk or kind.whole_form):
         return kind.formula
     letters = {"beta": "β", "alpha": "α"}
-    number = f", {letters[kind.mixture.option]} = {stream.mixture:g}" if kind.mixture else ""
+    number = f", {letters[kind.mixture.option]} = {term.mixture:g}" if kind.mixture else ""
     if kind.whole_form:
         return f"{kind.formula}{number}, over the whole vocabulary"
-    tail = f" and all others as one, which it gives at least {stream.tail_floor:g}" if kind.has_tail else ""
+    tail = f" and all others as one, which it gives at least {term.tail_floor:g}" if kind.has_tail else ""
     return f"{kind.formula}{number}, over the teacher's likeliest tokens{tail}"
 
 

@@ -8,10 +8,10 @@ from megatron_pg.declarations import objectives
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS, AggregationDeclaration
 from megatron_pg.declarations.corrections import CORRECTION_COEF, CORRECTIONS, PENALTY, CorrectionDeclaration
 from megatron_pg.declarations.declaration import resolved
+from megatron_pg.declarations.loss_terms import AS_POLICY, TAIL_FLOOR, LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES, ObjectiveDeclaration
-from megatron_pg.declarations.streams import AS_POLICY, TAIL_FLOOR, Stream
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
-from megatron_pg.flags.stream_text import parse
+from megatron_pg.flags.term_text import parse
 from megatron_pg.rollouts.fields import POLICY
 
 
@@ -56,29 +56,29 @@ class Facts:
         return CORRECTIONS.get(name) if isinstance(name, str) else None
 
     @cached_property
-    def _parsed(self) -> list[tuple[object, Stream | ValueError]]:
-        texts = self.args.pg_stream
+    def _parsed(self) -> list[tuple[object, LossTerm | ValueError]]:
+        texts = self.args.pg_term
         return [(text, _parsed_or_error(text)) for text in texts] if isinstance(texts, (list, tuple)) else []
 
     @property
-    def wrong_streams(self) -> list[tuple[object, ValueError]]:
-        """The texts of `--pg-stream` that are no streams, and why (rule E71)."""
-        return [(text, stream) for text, stream in self._parsed if isinstance(stream, ValueError)]
+    def wrong_terms(self) -> list[tuple[object, ValueError]]:
+        """The texts of `--pg-term` that are no loss terms, and why (rule E71)."""
+        return [(text, term) for text, term in self._parsed if isinstance(term, ValueError)]
 
     @property
-    def given_streams(self) -> list[Stream]:
-        """The streams of `--pg-stream` as they were given; the wrong texts are left out."""
-        return [stream for _, stream in self._parsed if isinstance(stream, Stream)]
+    def given_terms(self) -> list[LossTerm]:
+        """The loss terms of `--pg-term` as they were given; the wrong texts are left out."""
+        return [term for _, term in self._parsed if isinstance(term, LossTerm)]
 
     @property
     def has_policy(self) -> bool:
         """Whether the objective is in the loss."""
-        return all(stream.name != POLICY for stream in self.given_streams)
+        return all(term.name != POLICY for term in self.given_terms)
 
     @property
     def own_tokens(self) -> frozenset[str]:
-        """The streams that a sample's tokens can be of, those of weight 0 too."""
-        return frozenset({POLICY, *(stream.name for stream in self.given_streams if stream.on is None)})
+        """The loss terms that a sample's tokens can be of, those of weight 0 too."""
+        return frozenset({POLICY, *(term.name for term in self.given_terms if term.on is None)})
 
     @property
     def objective_numbers(self) -> dict[str, float]:
@@ -94,27 +94,27 @@ class Facts:
         return resolved(CORRECTIONS[self.args.pg_correction].numbers, vars(self.args))
 
     @property
-    def streams(self) -> tuple[Stream, ...]:
+    def terms(self) -> tuple[LossTerm, ...]:
         """All further losses with a weight > 0, whole, from arguments without violations; the shorthands first."""
         args, step_mean = self.args, STEP_MEANS[self.per_token]
-        term = partial(Stream, on=POLICY, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean)
+        make = partial(LossTerm, on=POLICY, aggregation=AS_POLICY if args.pg_aux_aggregation == "policy" else step_mean)
         of_policy = (self.mode, self.divisor) if self.reducer_path is None else (step_mean, None)
         floor = TAIL_FLOOR if args.pg_teacher_tail_floor is None else args.pg_teacher_tail_floor
-        streams = [
-            term(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
-            term(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
+        terms = [
+            make(name="kl", kind="kl", weight=args.pg_kl_coef, estimator=args.pg_kl_estimator),
+            make(name="entropy", kind="entropy", weight=args.pg_entropy_coef),
             *([self._penalty()] if args.pg_correction == PENALTY else []),
-            *(stream.resolved(*of_policy, floor) for stream in self.given_streams if stream.name != POLICY),
+            *(term.resolved(*of_policy, floor) for term in self.given_terms if term.name != POLICY),
         ]
-        return tuple(stream for stream in streams if stream.weight)
+        return tuple(term for term in terms if term.weight)
 
-    def _penalty(self) -> Stream:
+    def _penalty(self) -> LossTerm:
         """The further loss of the tokens that the correction chooses, with the objective's weights."""
         weight = self.correction_numbers[CORRECTION_COEF.name]
-        return Stream(name=PENALTY, kind=PENALTY, weight=weight, on=POLICY, aggregation=AS_POLICY, estimator="abs")
+        return LossTerm(name=PENALTY, kind=PENALTY, weight=weight, on=POLICY, aggregation=AS_POLICY, estimator="abs")
 
 
-def _parsed_or_error(text: object) -> Stream | ValueError:
+def _parsed_or_error(text: object) -> LossTerm | ValueError:
     try:
         return parse(text if isinstance(text, str) else repr(text))
     except ValueError as error:

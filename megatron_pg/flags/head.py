@@ -110,7 +110,7 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
         yield f"--pg-entropy-coef {facts.args.pg_entropy_coef}"
     if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
-    live = (stream for stream in facts.given_streams if stream.weight and stream.name != POLICY)
+    live = (term for term in facts.given_terms if term.weight and term.name != POLICY)
     yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
 
 

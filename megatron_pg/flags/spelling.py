@@ -46,6 +46,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "--pg-grad-divisor": ("gradient-divisor", "grad-scale", "grad-divide"),
     "--pg-kernel": ("impl", "implementation", "backend", "triton"),
     "--pg-metrics": ("metric", "metrics-level", "log-metrics", "logging"),
+    "--pg-term": ("stream", "loss-term", "further-loss", "extra-loss"),
     "--fp32-lm-head": ("fp32-head", "fp32-logits", "float32-logits"),
     "--pg-fused-head": ("fused-lm-head", "fuse-head", "chunked-head", "fused-logprobs"),
     "--pg-vocab-size": ("vocab", "true-vocab-size", "unpadded-vocab-size"),

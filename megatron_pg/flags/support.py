@@ -33,12 +33,12 @@ def support_violations(facts: Facts) -> Violations:
     if args.pg_entropy_support == "kept" and not _reads_entropy(facts):
         yield (
             "E40",
-            "--pg-entropy-support kept has no effect without an entropy: --pg-entropy-coef, a --pg-stream of the kind entropy or --pg-metrics "
+            "--pg-entropy-support kept has no effect without an entropy: --pg-entropy-coef, a --pg-term of the kind entropy or --pg-metrics "
             "with_entropy; remove it or give one",
         )
 
 
 def _reads_entropy(facts: Facts) -> bool:
-    if facts.args.pg_entropy_coef != 0 or facts.args.pg_metrics == "with_entropy" or facts.wrong_streams:
+    if facts.args.pg_entropy_coef != 0 or facts.args.pg_metrics == "with_entropy" or facts.wrong_terms:
         return True
-    return any(stream.kind == "entropy" and stream.weight for stream in facts.given_streams)
+    return any(term.kind == "entropy" and term.weight for term in facts.given_terms)

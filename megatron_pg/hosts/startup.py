@@ -81,7 +81,7 @@ def check(
     taken_over: Iterable[TakenOver] = (),
     refused: Iterable[str] = (),
     carried: Collection[str] = _CARRIED,
-    names_streams: bool = False,
+    names_terms: bool = False,
 ) -> Checked:
     """Our arguments, defaults and the host's filled in, against every rule. Needs no GPU and no rank.
 
@@ -92,7 +92,7 @@ def check(
         taken_over: the host's flags that stand for ours where ours are not given.
         refused: messages about flags of the host that cannot go with this loss.
         carried: fields of the samples that its batches can have, of those that our flags read.
-        names_streams: whether a sample can be of a stream other than the objective's.
+        names_terms: whether a sample can be of a loss term other than the objective's.
 
     Raises:
         ArgumentError: with every violation at once.
@@ -117,7 +117,7 @@ def check(
             }
             violations += [(rule, _in_words_of_the_host(message, theirs)) for rule, message in error.violations]
         else:
-            violations += [("E70", message) for message in _refused_streams(host, args, carried, names_streams)]
+            violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]
     if violations:
         raise ArgumentError(violations)
     if per_token and not facts.get(_PER_TOKEN):
@@ -189,16 +189,14 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list
     return refused
 
 
-def _refused_streams(
-    host: str, args: argparse.Namespace, carried: Collection[str], names_streams: bool
-) -> Iterator[str]:
-    """Streams that would have no tokens, or none of what they read."""
-    for stream in Facts(args).streams:
-        if stream.on is None and not names_streams:
-            yield f"{stream.flag}: the batches of {host} name no streams, so it would have no tokens; take those of the objective, on={POLICY}"
-        for name in stream.reads:
+def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
+    """Loss terms that would have no tokens, or none of what they read."""
+    for term in Facts(args).terms:
+        if term.on is None and not names_terms:
+            yield f"{term.flag}: the batches of {host} name no loss terms, so it would have no tokens; take those of the objective, on={POLICY}"
+        for name in term.reads:
             if name not in carried:
-                yield f"{stream.flag} reads {name}, which the batches of {host} do not carry; remove it"
+                yield f"{term.flag} reads {name}, which the batches of {host} do not carry; remove it"
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.choices import IMPLEMENTATIONS
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -20,8 +20,8 @@ def check_impl(impl: str) -> None:
 def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> None:
     """Refuse fields that are missing, misshapen or not where `values`, logits or hidden states, are; factors not > 0."""
     terms, fields = policy_loss.terms, policy_loss.fields
-    for stream in terms.streams:
-        _check_mixture(stream)
+    for term in terms.further:
+        _check_mixture(term)
     needed = {
         **dict.fromkeys(("mask", "advantages", "weights"), True),
         **dict.fromkeys(terms.reads - {"old_logprobs"}, True),  # which may be the model's own
@@ -35,7 +35,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
     if fields.support is not None and (terms.reads_topk or terms.whole_form is not None):
         raise ValueError(
             "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this "
-            "micro-batch are over what could be sampled. Leave out one of the stream and the support."
+            "micro-batch are over what could be sampled. Leave out one of the loss term and the support."
         )
     for payload, rows in fields.payloads.items():
         known |= {f"{payload}.{name}": getattr(rows, name) for name in rows.per_row}
@@ -72,13 +72,13 @@ def check_labels(targets: Tensor, mask: Tensor, vocabulary: Vocabulary) -> None:
         )
 
 
-def _check_mixture(stream: Stream) -> None:
+def _check_mixture(term: LossTerm) -> None:
     """Refuse a share β or α that the divergence does not have, or the lack of one."""
-    found, has_one = stream.mixture, KINDS[stream.kind].mixture is not None
+    found, has_one = term.mixture, KINDS[term.kind].mixture is not None
     if not (found is not None and 0 < found < 1 if has_one else found is None):
         raise ValueError(
-            f"mixture={found} of a stream {stream.kind} cannot be: some divergences have a share between 0 and 1 and the others none, so "
-            "another one would be trained. Use Stream.resolved, which knows the default."
+            f"mixture={found} of a loss term {term.kind} cannot be: some divergences have a share between 0 and 1 and the others none, so "
+            "another one would be trained. Use LossTerm.resolved, which knows the default."
         )
 
 

@@ -86,17 +86,17 @@ def loss_and_slopes(
 def _with_divergence(
     policy_loss: PolicyLoss, divergence: Tensor, rest: PolicyGradientLoss, slopes: Slopes
 ) -> tuple[PolicyGradientLoss, Slopes]:
-    """Adds the streams over the teacher's hidden states to the loss of the others."""
-    others = iter(() if rest.stream_losses is None else rest.stream_losses)
+    """Adds the loss terms over the teacher's hidden states to the loss of the others."""
+    others = iter(() if rest.term_losses is None else rest.term_losses)
     terms, loss, weights, losses = policy_loss.terms, rest.loss, [], []
-    for stream in terms.streams:
-        if not stream.reads_hidden:
+    for term in terms.further:
+        if not term.reads_hidden:
             losses.append(next(others))
             continue
-        fields = policy_loss.fields.of_stream(stream.name)
-        weights.append(torch.where(fields.mask, stream.weight * fields.weights, 0).to(loss.dtype))
+        fields = policy_loss.fields.of_term(term.name)
+        weights.append(torch.where(fields.mask, term.weight * fields.weights, 0).to(loss.dtype))
         losses.append(torch.where(fields.mask, divergence, 0))
         loss = loss + (weights[-1] * losses[-1]).sum()  # NaN at a weight of 0, too
     weight = sum(weights[1:], start=weights[0])
     by_divergence = weight if terms.grad_divisor == 1.0 else weight / terms.grad_divisor
-    return replace(rest, loss=loss, stream_losses=torch.stack(losses)), (*slopes, by_divergence)
+    return replace(rest, loss=loss, term_losses=torch.stack(losses)), (*slopes, by_divergence)

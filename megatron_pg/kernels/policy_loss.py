@@ -2,7 +2,7 @@
 
     loss = sum_t w_t l_t + sum_s lambda_s sum_t w^s_t l^s_t
 
-w, l: corrected weights and objective; w^s, l^s: weights and loss of a stream s, for instance a KL divergence, which no
+w, l: corrected weights and objective; w^s, l^s: weights and loss of another loss term s, for instance a KL divergence, which no
 correction touches.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.support import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
 from megatron_pg.objectives.interface.row import Row
-from megatron_pg.objectives.terms.streams import Categories, StreamTokens
+from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class LossTerms:
     objective: Objective
     opsm_anchor: str | None = None  # field of TokenFields that off-policy sequences are measured from; None: not done
     opsm_threshold: float | None = None  # nats per token
-    streams: tuple[Stream, ...] = ()  # the further losses, each with a weight > 0
+    further: tuple[LossTerm, ...] = ()  # in addition to the objective, each with a weight > 0
     grad_divisor: float = 1.0  # of the gradient, not the loss
     entropy_support: str = "full"  # what entropies are over: the whole vocabulary, or "kept", a token's support
 
@@ -42,25 +42,25 @@ class LossTerms:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """Fields of the samples that streams and OPSM need."""
+        """Fields of the samples that loss terms and OPSM need."""
         anchor = () if self.opsm_anchor is None else (self.opsm_anchor,)
-        return frozenset((*anchor, *(name for stream in self.streams for name in stream.reads)))
+        return frozenset((*anchor, *(name for term in self.further for name in term.reads)))
 
     @cached_property
     def reads_topk(self) -> bool:
         """Whether a loss is over the teacher's likeliest tokens."""
-        return any(stream.reads_topk for stream in self.streams)
+        return any(term.reads_topk for term in self.further)
 
     @cached_property
     def whole_form(self) -> Form | None:
         """The divergence from the teacher's hidden states; None: nothing reads them."""
-        found = next((stream for stream in self.streams if stream.reads_hidden), None)
+        found = next((term for term in self.further if term.reads_hidden), None)
         return None if found is None else Form(str(KINDS[found.kind].whole_form), found.mixture)
 
     @cached_property
     def reads_entropy(self) -> bool:
         """Whether the entropy is in the loss."""
-        return any(stream.kind == "entropy" for stream in self.streams)
+        return any(term.kind == "entropy" for term in self.further)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +72,8 @@ class PolicyGradientLoss:
     logprobs: Tensor  # nats, of the model being trained
     log_ratios: Tensor  # nats, new minus old, not clamped
     entropy: Tensor | None = None  # nats; None unless asked for or in the loss
-    stream_losses: Tensor | None = (
-        None  # [n, T] of the terms' n streams, before weights, each 0 off its tokens; None: n = 0
+    term_losses: Tensor | None = (
+        None  # [n, T] of the terms' n loss terms, before weights, each 0 off its tokens; None: n = 0
     )
     kept: Tensor | None = None  # bool, not rejected by opsm; None without it
     sequence_log_ratios: Tensor | None = None  # None unless the objective reads them
@@ -110,9 +110,9 @@ class PolicyLoss:
         They have at most one divergence and one entropy term, over the objective's tokens, and average over sequences once:
         the one weight of a sequence that opsm thins out would need what it rejects first.
         """
-        kinds = [stream.kind if KINDS[stream.kind].against is None else "divergence" for stream in self.terms.streams]
+        kinds = [term.kind if KINDS[term.kind].against is None else "divergence" for term in self.terms.further]
         has_more = not {*kinds} <= {"divergence", "entropy"} or len({*kinds}) < len(kinds)
-        has_more |= any(own.mask is not None for own in self.fields.streams.values())
+        has_more |= any(own.mask is not None for own in self.fields.terms.values())
         has_more |= self.fields.policy_mask is not None or self.fields.old_logprobs is None
         has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
         return None if has_more else self.terms.objective.row
@@ -124,24 +124,24 @@ class PolicyLoss:
 
     @property
     def without_topk(self) -> "PolicyLoss":
-        """The loss without the streams over the teacher's likeliest tokens."""
-        return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_topk))
+        """The loss without the loss terms over the teacher's likeliest tokens."""
+        return self._of(tuple(term for term in self.terms.further if not term.reads_topk))
 
     @property
     def without_hidden(self) -> "PolicyLoss":
-        """The loss without the streams over the teacher's hidden states."""
-        return self._of(tuple(stream for stream in self.terms.streams if not stream.reads_hidden))
+        """The loss without the loss terms over the teacher's hidden states."""
+        return self._of(tuple(term for term in self.terms.further if not term.reads_hidden))
 
-    def _of(self, streams: tuple[Stream, ...]) -> "PolicyLoss":
-        is_whole = len(streams) == len(self.terms.streams)
-        return self if is_whole else PolicyLoss(replace(self.terms, streams=streams), self.fields)
+    def _of(self, loss_terms: tuple[LossTerm, ...]) -> "PolicyLoss":
+        is_whole = len(loss_terms) == len(self.terms.further)
+        return self if is_whole else PolicyLoss(replace(self.terms, further=loss_terms), self.fields)
 
     @cached_property
     def topk_ids(self) -> Tensor | None:
         """[T, K] ids of the teacher's likeliest tokens, -1 where there is none or nothing reads it; None: nothing reads any."""
         if not self.terms.reads_topk:
             return None
-        readers = [self.fields.of_stream(stream.name).mask for stream in self.terms.streams if stream.reads_topk]
+        readers = [self.fields.of_term(term.name).mask for term in self.terms.further if term.reads_topk]
         return torch.where(torch.stack(readers).any(dim=0)[:, None], self.fields.teacher_topk.ids, -1)
 
     def restriction(self, entropy: bool) -> Restriction | None:
@@ -181,7 +181,7 @@ class PolicyLoss:
         tokens, kept = self._tokens(logprobs, select)
         losses = torch.where(mask, self.terms.objective.loss(tokens, self.terms.objective.parameters), 0)
         loss, token_losses = self._policy_term(losses, kept, select)
-        further, stream_losses = self._streams(tokens, logprobs, entropy, topk, divergence)
+        further, term_losses = self._terms(tokens, logprobs, entropy, topk, divergence)
         loss = loss if further is None else loss + further
         if self.terms.grad_divisor != 1.0:
             loss = loss.detach() + (loss - loss.detach()) / self.terms.grad_divisor
@@ -191,7 +191,7 @@ class PolicyLoss:
             select(logprobs.detach()),
             tokens.log_ratios.detach(),
             None if entropy is None else select(entropy.detach()),
-            stream_losses,
+            term_losses,
             kept,
             None if tokens.sequence_log_ratios is None else tokens.sequence_log_ratios.detach(),
             tokens.sequence_advantages,
@@ -240,7 +240,7 @@ class PolicyLoss:
         weights = weights if kept is None else torch.where(kept, weights, 0)
         return (self.fields.sequences.averages(weights[None])[0] * losses).sum(), token_losses
 
-    def _streams(
+    def _terms(
         self,
         policy: Tokens,
         logprobs: Tensor,
@@ -248,50 +248,50 @@ class PolicyLoss:
         topk: TopKLogprobs | None,
         divergence: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The weighted sum of all streams' losses, and the losses; `policy` is what the objective sees."""
+        """The weighted sum of all loss terms' losses, and the losses; `policy` is what the objective sees."""
         sums, losses = [], []
-        for stream in self.terms.streams:
-            own = self.fields.of_stream(stream.name)
+        for term in self.terms.further:
+            own = self.fields.of_term(term.name)
             shared = policy if own.mask is self.fields.of_policy.mask else None
-            known = self._of_stream(stream, own.mask, shared, logprobs, entropy)
-            if stream.reads_topk:
-                known = replace(known, categories=self._categories(stream, own.mask, topk), mixture=stream.mixture)
-            if stream.reads_hidden:
+            known = self._of_term(term, own.mask, shared, logprobs, entropy)
+            if term.reads_topk:
+                known = replace(known, categories=self._categories(term, own.mask, topk), mixture=term.mixture)
+            if term.reads_hidden:
                 whole = 0 if divergence is None else divergence
                 known = replace(known, whole_divergence=torch.where(own.mask, whole, logprobs.new_zeros(())))
-            losses.append(KINDS[stream.kind].load()(known))
-            sums.append(stream.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
+            losses.append(KINDS[term.kind].load()(known))
+            sums.append(term.weight * (torch.where(own.mask, own.weights.to(logprobs.dtype), 0) * losses[-1]).sum())
         return (sum(sums[1:], start=sums[0]), torch.stack(losses).detach()) if sums else (None, None)
 
-    def _of_stream(
-        self, stream: Stream, mask: Tensor, shared: Tokens | None, logprobs: Tensor, entropy: Tensor | None
-    ) -> StreamTokens:
-        """What a stream sees; where its tokens are the objective's, what that sees."""
+    def _of_term(
+        self, term: LossTerm, mask: Tensor, shared: Tokens | None, logprobs: Tensor, entropy: Tensor | None
+    ) -> TermTokens:
+        """What a loss term sees; where its tokens are the objective's, what that sees."""
 
         def select(values: Tensor) -> Tensor:
             return torch.where(mask, values.to(logprobs.dtype), 0)
 
-        fields, against = self.fields, KINDS[stream.kind].against
+        fields, against = self.fields, KINDS[term.kind].against
         log_ratios = None if shared is None else shared.log_ratios
         old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
-        if log_ratios is None and "old_logprobs" in stream.reads:
+        if log_ratios is None and "old_logprobs" in term.reads:
             log_ratios = torch.where(mask, logprobs - select(old), 0)
-        return StreamTokens(
+        return TermTokens(
             logprobs=select(logprobs) if shared is None else shared.logprobs,
             log_ratios=log_ratios,
             against=None if against is None else select(old if against == "old_logprobs" else getattr(fields, against)),
-            entropy=select(entropy) if stream.kind == "entropy" else None,
-            estimator=stream.estimator,
+            entropy=select(entropy) if term.kind == "entropy" else None,
+            estimator=term.estimator,
         )
 
     def _student_mass(self, topk: TopKLogprobs) -> Tensor:
         return torch.where(self.topk_ids >= 0, topk.head.detach().exp(), 0).sum(dim=1)
 
-    def _categories(self, stream: Stream, mask: Tensor, topk: TopKLogprobs) -> Categories:
-        """The named tokens and the tail, of student and teacher, float64; none where the token is not of the stream."""
+    def _categories(self, term: LossTerm, mask: Tensor, topk: TopKLogprobs) -> Categories:
+        """The named tokens and the tail, of student and teacher, float64; none where the token is not of the term."""
         teacher = self.fields.teacher_topk
-        floor = 1.0 if stream.tail_floor is None else stream.tail_floor  # without a tail nothing is read
-        exist = torch.cat([teacher.ids >= 0, (topk.has_tail & (stream.tail_floor is not None))[:, None]], dim=1)
+        floor = 1.0 if term.tail_floor is None else term.tail_floor  # without a tail nothing is read
+        exist = torch.cat([teacher.ids >= 0, (topk.has_tail & (term.tail_floor is not None))[:, None]], dim=1)
         exist &= mask[:, None]
         log_p = torch.cat([teacher.logprobs.double(), teacher.tails.clamp(min=floor).log()[:, None]], dim=1)
         log_q = torch.cat([topk.head, topk.tail[:, None]], dim=1)

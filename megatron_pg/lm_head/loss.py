@@ -93,7 +93,7 @@ def policy_gradient_head_loss(  # noqa: D417
         rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
         grad_scale: the upstream gradient that the backward will bring. The modes "forward" and "odds" add the weight gradient,
             made for it, to `main_grad` in the forward; another upstream gradient is then an error in the backward.
-        teacher_weight: [V / tp, H_T] this rank's rows of the teacher's head, of the weight's dtype; for streams over the whole
+        teacher_weight: [V / tp, H_T] this rank's rows of the teacher's head, of the weight's dtype; for loss terms over the whole
             vocabulary of a teacher, which has no gradient.
 
     Raises:
@@ -205,7 +205,7 @@ def _losses(
 
 
 def _spread(parts: list[PolicyGradientLoss], rows: Tensor, size: int) -> list[Tensor | None]:
-    """The per-token values of all chunks, [T] each (those of streams [n, T]), 0 where nothing is trained."""
+    """The per-token values of all chunks, [T] each (those of loss terms [n, T]), 0 where nothing is trained."""
     found = []
     for values in zip(*(part.per_token for part in parts), strict=True):
         known = None if values[0] is None else torch.cat(values, dim=-1)

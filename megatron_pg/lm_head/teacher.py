@@ -33,10 +33,10 @@ def teacher_of(policy_loss: PolicyLoss, weight: Tensor, teacher_weight: Tensor |
     known = policy_loss.fields.teacher_hidden
     if teacher_weight is None:
         raise ValueError(
-            "teacher_weight is missing, so a stream over a teacher's whole vocabulary would have no logits of it. Give the rows of its "
+            "teacher_weight is missing, so a loss term over a teacher's whole vocabulary would have no logits of it. Give the rows of its "
             "head [V / tp, H_T]."
         )
-    if len({(stream.kind, stream.mixture) for stream in policy_loss.terms.streams if stream.reads_hidden}) > 1:
+    if len({(term.kind, term.mixture) for term in policy_loss.terms.further if term.reads_hidden}) > 1:
         raise ValueError(
             "two divergences from a teacher's hidden states are in the loss, and a row's logits are read for one. Leave out one of them."
         )

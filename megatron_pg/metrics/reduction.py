@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_pg.declarations.choices import METRIC_LEVELS
-from megatron_pg.declarations.streams import SHORTHANDS, Stream
-from megatron_pg.metrics.table import METRICS, Metric, own_metric, stream_metrics
+from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
+from megatron_pg.metrics.table import METRICS, Metric, own_metric, term_metrics
 from megatron_pg.metrics.values import TokenValues
 
 _NEEDED = tuple(dict.fromkeys(metric.needs for metric in METRICS if metric.needs and metric.kind != "rollout"))
@@ -33,7 +33,7 @@ class Reduction:
         level: of `--pg-metrics`.
         features: what the loss has (`settings.features_of`).
         own: names of what a custom objective reports.
-        streams: those of the loss.
+        loss terms: those of the loss.
 
     Raises:
         ValueError: one of those names is taken.
@@ -43,15 +43,15 @@ class Reduction:
     """
 
     def __init__(
-        self, level: str, features: Collection[str] = ("clip",), own: Sequence[str] = (), streams: Sequence[Stream] = ()
+        self, level: str, features: Collection[str] = ("clip",), own: Sequence[str] = (), terms: Sequence[LossTerm] = ()
     ):
         if taken := sorted(_NAMES.intersection(own)):
             raise ValueError(
                 f"the custom objective reports {taken[0]!r}, which is a metric of megatron_pg, so two curves would share a name. "
                 "Choose another."
             )
-        of_streams = [m for stream in streams if stream.name not in SHORTHANDS for m in stream_metrics(stream)]
-        declared = (*METRICS, *of_streams, *map(own_metric, own))
+        of_terms = [m for term in terms if term.name not in SHORTHANDS for m in term_metrics(term)]
+        declared = (*METRICS, *of_terms, *map(own_metric, own))
         levels = METRIC_LEVELS[: METRIC_LEVELS.index(level) + 1]
         active = [m for m in declared if m.level in levels and (m.only_with is None or m.only_with in features)]
         self.level = level
@@ -157,8 +157,8 @@ class Reduction:
 
 def _is_present(metric: Metric, documents: dict[str | None, float], plan: Any) -> bool:
     """Whether a token contributed; what is not over the objective's trained tokens is None where it is not known."""
-    if metric.stream is not None:
-        return plan.streams[metric.stream].num_tokens > 0
+    if metric.term is not None:
+        return plan.terms[metric.term].num_tokens > 0
     return metric.kind in _OF_THE_STEP or documents.get(metric.needs, documents[None]) != 0
 
 
@@ -167,6 +167,6 @@ def _select(metric: Metric, tokens: TokenValues, masks: dict[str | None, Tensor]
     if metric.needs is not None and getattr(tokens.fields, metric.needs) is None:
         return torch.full_like(tokens.fields.sample_weights, neutral)
     values = metric.formula(tokens).double()
-    is_of_streams = metric.kind == "all" or metric.stream is not None
-    mask = tokens.fields.mask if is_of_streams else masks[metric.needs]
+    is_of_terms = metric.kind == "all" or metric.term is not None
+    mask = tokens.fields.mask if is_of_terms else masks[metric.needs]
     return torch.where(mask, -values if metric.kind == "min" else values, neutral)

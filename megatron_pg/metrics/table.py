@@ -4,7 +4,7 @@
 
     mean     over documents (samples with a trained token) of the document's mean over its trained tokens
     sum      over the objective's trained tokens of the step
-    all      over the trained tokens of the step, those of streams too
+    all      over the trained tokens of the step, those of loss terms too
     total    a sum that the formula has taken over this rank's part of a micro-batch
     max min  over the trained tokens of the step
     rank     of sums over each data-parallel rank's trained tokens
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.declarations.corrections import PENALTY
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.metrics import gap
 from megatron_pg.objectives.interface.tokens import MAX_LOG_RATIO
 
@@ -71,7 +71,7 @@ class Metric:
     level: str = "basic"  # of `--pg-metrics`, the first that has it
     needs: str | None = None  # field of the samples without which the metric is absent
     only_with: str | None = None  # feature of the loss (settings.features_of) without which the metric is absent
-    stream: str | None = None  # without a token of which the metric is absent; None: the objective
+    term: str | None = None  # without a token of which the metric is absent; None: the objective
     signs: tuple[str, str | Limit] = ("–", "–")  # of a healthy run, and a red flag
 
 
@@ -120,18 +120,18 @@ def own_metric(name: str) -> Metric:
     return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
 
 
-def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
-    """What is reported of a stream that has no metrics of its own in the table."""
-    name, loss = stream.name, KINDS[stream.kind].formula
+def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
+    """What is reported of a loss term that has no metrics of its own in the table."""
+    name, loss = term.name, KINDS[term.kind].formula
 
     def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
-        return Metric(f"{name}/{suffix}", formula, *words, kind=kind, level=level, stream=name)
+        return Metric(f"{name}/{suffix}", formula, *words, kind=kind, level=level, term=name)
 
     def mean(
         suffix: str, formula: Callable[[Any], Any], equation: str, unit: str, meaning: str
     ) -> tuple[Metric, Metric]:
         sums = f"_{name}/{suffix}"
-        part = Metric(sums, formula, equation, unit, "part of the mean", kind="part", stream=name)
+        part = Metric(sums, formula, equation, unit, "part of the mean", kind="part", term=name)
         ratio = of("ratio", lambda s: s[sums] / s[f"{name}/num_tokens"], suffix, f"{equation} / n", unit, meaning)
         return part, ratio
 
@@ -142,22 +142,22 @@ def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
             "loss",
             f"Σ w·({loss})",
             "nats",
-            "the stream's term before its weight",
+            "the loss term's term before its weight",
             level="none",
         ),
-        of("all", lambda t: t.of_stream(name)[0], "weight", "Σ w", "1", "the sum of its tokens' weights"),
-        of("step", lambda p: p.streams[name].num_tokens, "num_tokens", "n", "tokens", "its trained tokens"),
+        of("all", lambda t: t.of_term(name)[0], "weight", "Σ w", "1", "the sum of its tokens' weights"),
+        of("step", lambda p: p.terms[name].num_tokens, "num_tokens", "n", "tokens", "its trained tokens"),
         of(
             "step",
-            lambda p: p.streams[name].num_rollouts,
+            lambda p: p.terms[name].num_rollouts,
             "num_rollouts",
             "N",
             "rollouts",
             "rollouts of which it has samples",
         ),
-        *mean("mean", lambda t: t.of_stream(name)[1], f"Σ ({loss})", "nats", "mean of its tokens"),
+        *mean("mean", lambda t: t.of_term(name)[1], f"Σ ({loss})", "nats", "mean of its tokens"),
     )
-    if not stream.reads_topk:
+    if not term.reads_topk:
         return found
     masses = (
         *mean(
@@ -165,11 +165,11 @@ def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
         ),
         *mean("student_mass", lambda t: t.student_mass(name), "Σ Σ_S q", "1", "what the policy gives them"),
     )
-    if stream.tail_floor is None:
+    if term.tail_floor is None:
         return *found, *masses
     floored = of(
         "all",
-        lambda t: t.is_floored(stream),
+        lambda t: t.is_floored(term),
         "num_floored",
         "Σ 1[1 - Σ_S p < floor]",
         "tokens",
@@ -178,9 +178,9 @@ def stream_metrics(stream: Stream) -> tuple[Metric, ...]:
     return *found, *masses, floored
 
 
-def _weighted(tokens: Any, stream: str) -> torch.Tensor:
-    """w·ℓ of a stream."""
-    weights, losses = tokens.of_stream(stream)
+def _weighted(tokens: Any, term: str) -> torch.Tensor:
+    """w·ℓ of a term."""
+    weights, losses = tokens.of_term(term)
     return weights * losses
 
 
@@ -203,7 +203,7 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.total,
         "Σ w·ℓ + Σ_s λ_s·Σ w^s·ℓ^s + λ·mtp_loss",
         "objective",
-        "the objective, all streams (β·Σ u·k of KL, -η·Σ u·H of entropy, …) and multi-token prediction: what the gradient is of (before "
+        "the objective, all loss terms (β·Σ u·k of KL, -η·Σ u·H of entropy, …) and multi-token prediction: what the gradient is of (before "
         "`--pg-grad-divisor`)",
         kind="total",
         level="none",

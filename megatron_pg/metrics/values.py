@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels.policy_loss import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import gap
 from megatron_pg.objectives.interface.tokens import Tokens, ratio
@@ -83,31 +83,31 @@ class TokenValues:
             sequence_lengths=sequences.trained_tokens(result.log_ratios.dtype) if reads else None,
         )
 
-    def of_stream(self, name: str) -> tuple[Tensor, Tensor]:
-        """Weights and losses of a stream's tokens, 0 off them."""
-        names = [stream.name for stream in self.terms.streams]
-        own = self.fields.of_stream(name)
-        return torch.where(own.mask, own.weights, 0), self.result.stream_losses[names.index(name)]
+    def of_term(self, name: str) -> tuple[Tensor, Tensor]:
+        """Weights and losses of a loss term's tokens, 0 off them."""
+        names = [term.name for term in self.terms.further]
+        own = self.fields.of_term(name)
+        return torch.where(own.mask, own.weights, 0), self.result.term_losses[names.index(name)]
 
     def teacher_mass(self, name: str) -> Tensor:
-        """Σ_S p of the stream's tokens, 0 off them."""
-        return torch.where(self.fields.of_stream(name).mask, 1.0 - self.fields.teacher_topk.tails, 0)
+        """Σ_S p of the loss term's tokens, 0 off them."""
+        return torch.where(self.fields.of_term(name).mask, 1.0 - self.fields.teacher_topk.tails, 0)
 
     def student_mass(self, name: str) -> Tensor:
-        """Σ_S q of the stream's tokens, 0 off them."""
-        return torch.where(self.fields.of_stream(name).mask, self.result.student_mass, 0)
+        """Σ_S q of the loss term's tokens, 0 off them."""
+        return torch.where(self.fields.of_term(name).mask, self.result.student_mass, 0)
 
-    def is_floored(self, stream: Stream) -> Tensor:
-        """Whether the tail of a token's teacher is raised; False off the stream's tokens, and where every token is named."""
+    def is_floored(self, term: LossTerm) -> Tensor:
+        """Whether the tail of a token's teacher is raised; False off the loss term's tokens, and where every token is named."""
         teacher = self.fields.teacher_topk
-        is_low = self.fields.of_stream(stream.name).mask & (teacher.tails < stream.tail_floor)
+        is_low = self.fields.of_term(term.name).mask & (teacher.tails < term.tail_floor)
         return is_low if self.vocab_size is None else is_low & ((teacher.ids >= 0).sum(dim=1) < self.vocab_size)
 
     @property
     def total(self) -> Tensor:
-        """[] the whole loss: the objective, all streams, and the losses over other tokens."""
+        """[] the whole loss: the objective, all loss terms, and the losses over other tokens."""
         total = torch.where(self.fields.of_policy.mask, self.fields.weights * self.token_losses, 0)
-        for stream in self.terms.streams:
-            weights, losses = self.of_stream(stream.name)
-            total = total + stream.weight * weights * losses
+        for term in self.terms.further:
+            weights, losses = self.of_term(term.name)
+            total = total + term.weight * weights * losses
         return torch.where(self.fields.mask, total, 0).sum() + self.totals.get("loss", 0.0)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import ContextRanks
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.streams import AS_POLICY
+from megatron_pg.declarations.loss_terms import AS_POLICY
 from megatron_pg.plan.collectives import decode, encode
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.exchange import (
@@ -50,8 +50,8 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StreamPlan:
-    """What a stream counts of one optimizer step, of its own tokens alone."""
+class TermPlan:
+    """What a loss term counts of one optimizer step, of its own tokens alone."""
 
     denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: those of the objective
     num_tokens: int
@@ -69,12 +69,12 @@ class StepPlan:
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
     num_tokens: int  # T, that the objective trains
-    num_trained: int  # that the objective or a stream trains
+    num_trained: int  # that the objective or a loss term trains
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
-    streams: Mapping[str, StreamPlan] = field(default_factory=dict)  # by name
+    terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
     num_missing: int = 0  # trained tokens that their samples' supports do not hold, masked before anything was counted
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
@@ -157,7 +157,7 @@ def plan_from_table(
         aggregation=rule.aggregation,
         divisor=rule.divisor,
         denominators=_denominators(count(kept, live_only=rule.live_only), rule.aggregation),
-        streams=_plan_streams(rule, columns, count),
+        terms=_plan_terms(rule, columns, count),
         depth_denominators=tuple(_denominators(depth, rule.depth_aggregation) for depth in of_depths),
         depth_counts=tuple(depth.num_tokens for depth in of_depths),
         num_samples=sum(head.num_samples for head in heads),
@@ -175,17 +175,15 @@ def plan_from_table(
     )
 
 
-def _plan_streams(
-    rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]
-) -> dict[str, StreamPlan]:
-    """Every stream by itself; over the objective's tokens its denominators count the units that the objective's count."""
+def _plan_terms(rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
+    """Every loss term by itself; over the objective's tokens its denominators count the units that the objective's count."""
     found = {}
-    for stream in rule.streams:
-        column, denominators = columns[stream.tokens], None
-        own = count(column, live_only=rule.live_only and stream.tokens in rule.policy)
-        if stream.aggregation != AS_POLICY:
-            denominators = _denominators(replace(own, divisor=stream.divisor), stream.aggregation)
-        found[stream.name] = StreamPlan(
+    for term in rule.terms:
+        column, denominators = columns[term.tokens], None
+        own = count(column, live_only=rule.live_only and term.tokens in rule.policy)
+        if term.aggregation != AS_POLICY:
+            denominators = _denominators(replace(own, divisor=term.divisor), term.aggregation)
+        found[term.name] = TermPlan(
             denominators=denominators,
             num_tokens=own.num_tokens,
             num_rollouts=count(column, live_only=False).num_rollouts,

@@ -87,7 +87,7 @@ def select(
 def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:
     """The objective's samples here, by place."""
     samples = [sample for batch in batches for sample in batch.samples]
-    return ((p, s) for p, s in zip(places_of(batches, group), samples, strict=True) if s.stream == POLICY)
+    return ((p, s) for p, s in zip(places_of(batches, group), samples, strict=True) if s.term == POLICY)
 
 
 def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exception | None) -> Tensor:

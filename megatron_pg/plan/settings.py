@@ -7,7 +7,7 @@ import torch
 
 from megatron_pg.declarations.aggregations import STEP_MEANS
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.declarations.streams import AS_POLICY, SHORTHANDS
+from megatron_pg.declarations.loss_terms import AS_POLICY, SHORTHANDS
 from megatron_pg.flags.facts import Facts
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
@@ -36,7 +36,7 @@ class LossSettings:
     seed: int = 0  # of a correction's draws
     denominator: str = "scheduled"  # what the policy term's denominators count
     has_policy: bool = True  # whether the objective is in the loss
-    streams_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
+    terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
     support_missing: str = "error"  # what a trained token outside its sample's support is
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
@@ -66,7 +66,7 @@ class LossSettings:
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
             opsm_anchor=anchor,
             opsm_threshold=correction.high if anchor else None,
-            streams=facts.streams,
+            further=facts.terms,
             grad_divisor=args.pg_grad_divisor,
             entropy_support=args.pg_entropy_support,
         )
@@ -80,7 +80,7 @@ class LossSettings:
             seed=vars(args).get("seed") or 0,
             denominator=args.pg_denominator,
             has_policy=facts.has_policy,
-            streams_of_samples=facts.own_tokens,
+            terms_of_samples=facts.own_tokens,
             support_missing=args.pg_support_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
@@ -108,19 +108,19 @@ class LossSettings:
 
     @property
     def policy(self) -> tuple[str, ...]:
-        """The streams whose tokens the objective trains: its own, or none."""
+        """The loss terms whose tokens the objective trains: its own, or none."""
         return (POLICY,) if self.has_policy else ()
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The streams whose tokens are trained."""
-        return tuple(dict.fromkeys((*self.policy, *(stream.tokens for stream in self.terms.streams))))
+        """The loss terms whose tokens are trained."""
+        return tuple(dict.fromkeys((*self.policy, *(term.tokens for term in self.terms.further))))
 
     @property
     def over_support(self) -> tuple[str, ...]:
-        """The streams at whose tokens a term reads the policy that was sampled from, which is over a token's support."""
+        """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's support."""
         keeps = self.terms.entropy_support == "kept"
-        readers = [s.tokens for s in self.terms.streams if s.is_over_support or (keeps and s.kind == "entropy")]
+        readers = [s.tokens for s in self.terms.further if s.is_over_support or (keeps and s.kind == "entropy")]
         return tuple(dict.fromkeys((*self.policy, *readers)))
 
     @property
@@ -130,7 +130,7 @@ class LossSettings:
         is_policys = self.reducer is None and self.denominator != "kept" and self.has_policy
         same = [
             s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
-            for s in self.terms.streams
+            for s in self.terms.further
         ]
         return PlanRule(
             aggregation=self.aggregation if self.reducer is None else step_mean,
@@ -138,9 +138,9 @@ class LossSettings:
             denominator=self.denominator,
             policy=self.policy,
             over_support=self.over_support,
-            streams=tuple(
-                replace(stream, aggregation=AS_POLICY) if is_policys and same else stream
-                for stream, same in zip(self.terms.streams, same, strict=True)
+            terms=tuple(
+                replace(term, aggregation=AS_POLICY) if is_policys and same else term
+                for term, same in zip(self.terms.further, same, strict=True)
             ),
             depths=self.mtp_depths,
             depth_aggregation=self.aggregation if self.mtp_aggregation == "policy" else STEP_MEANS[True],
@@ -152,7 +152,7 @@ def metrics_of(
 ) -> Reduction:
     """The metrics of a loss."""
     features = features_of(terms, correction, mtp_depths, masks_missing=masks_missing)
-    return Reduction(level, features, terms.objective.reported, terms.streams)
+    return Reduction(level, features, terms.objective.reported, terms.further)
 
 
 def features_of(
@@ -165,8 +165,8 @@ def features_of(
         "sequence": terms.objective.reads_sequences,
         "correction": correction.name != "none" and not selects,
         "selection": selects,
-        **{name: any(stream.name == name for stream in terms.streams) for name in SHORTHANDS},
-        "further": bool(terms.streams) or mtp_depths > 0,
+        **{name: any(term.name == name for term in terms.further) for name in SHORTHANDS},
+        "further": bool(terms.further) or mtp_depths > 0,
         "mtp": mtp_depths > 0,
         "support_missing": masks_missing,
     }

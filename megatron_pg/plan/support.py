@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import LOGPROBS
 from megatron_pg.rollouts.payloads.sampling_masks import Support, check_ids
@@ -26,9 +26,9 @@ def members(samples: Iterable[Sample], settings: LossSettings) -> Iterator[tuple
             yield sample, sample.support, torch.stack(masks).any(dim=0)
 
 
-def _masks_of(sample: Sample, streams: Iterable[str]) -> dict[str, Tensor]:
-    """Those of the streams that the sample is of."""
-    return {name: mask for name in streams if (mask := sample.mask_of(name)) is not None}
+def _masks_of(sample: Sample, terms: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the loss terms that the sample is of."""
+    return {name: mask for name in terms if (mask := sample.mask_of(name)) is not None}
 
 
 def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
@@ -42,9 +42,9 @@ def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
 
 
 def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:
-    """The sample without those tokens [R] in the streams that read the support."""
+    """The sample without those tokens [R] in the loss terms that read the support."""
     kept = {name: mask & ~outside for name, mask in _masks_of(sample, settings.over_support).items()}
-    own = kept.pop(sample.stream, sample.loss_mask)
+    own = kept.pop(sample.term, sample.loss_mask)
     return replace(sample, loss_mask=own, masks={**sample.masks, **kept})
 
 
@@ -64,9 +64,9 @@ def check_supports(samples: Sequence[Sample], settings: LossSettings) -> None:
         _check_holds(sample, support, mask)
         for name in _OF_ROLLOUT:
             _check_anchor(sample, support, mask, name)
-        for stream in settings.terms.streams:
-            if not (stream.is_over_support or stream.kind == "entropy"):
-                _check_stream(sample, support, mask, stream)
+        for term in settings.terms.further:
+            if not (term.is_over_support or term.kind == "entropy"):
+                _check_term(sample, support, mask, term)
 
 
 def _response(sample: Sample) -> Tensor:
@@ -97,14 +97,14 @@ def _check_anchor(sample: Sample, support: Support, mask: Tensor, name: str) -> 
         )
 
 
-def _check_stream(sample: Sample, support: Support, mask: Tensor, stream: Stream) -> None:
+def _check_term(sample: Sample, support: Support, mask: Tensor, term: LossTerm) -> None:
     """Of a token, log π is over what could be sampled or over all tokens, not both."""
-    own = sample.mask_of(stream.tokens)
+    own = sample.mask_of(term.tokens)
     is_both = mask & (support.counts > 0) if own is None else mask & (support.counts > 0) & own
-    is_alone = stream.reads_topk or stream.reads_hidden
+    is_alone = term.reads_topk or term.reads_hidden
     if (own is not None or is_alone) and is_both.any():
         raise ValueError(
-            f"{stream.flag} reads log-probabilities over the whole vocabulary at response token {int(is_both.nonzero()[0])} of sample "
-            f"{sample.sample_id}, where another term reads those over its support. Give the stream its own tokens"
+            f"{term.flag} reads log-probabilities over the whole vocabulary at response token {int(is_both.nonzero()[0])} of sample "
+            f"{sample.sample_id}, where another term reads those over its support. Give the loss term its own tokens"
             f"{' in its own run' if is_alone else ''}, or remove one of them."
         )

@@ -1,6 +1,6 @@
 """This rank's part of the step's exchange: one row of integers per sample.
 
-What a step counts, and from where: streams, units, facts of samples, depths of multi-token prediction.
+What a step counts, and from where: loss terms, units, facts of samples, depths of multi-token prediction.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
-from megatron_pg.declarations.streams import AS_POLICY, Stream
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts
 from megatron_pg.rollouts.fields import POLICY, Id, is_number, plain
 from megatron_pg.rollouts.printable import shorten
@@ -22,7 +22,7 @@ from megatron_pg.rollouts.sample import Sample
 
 MODULUS = 2**44  # of sums of digests, which integers of 64 bits hold for 2^19 ranks
 TRAINED, ROLLOUT, PROMPT, KEPT = range(4)  # columns of a table
-WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of streams and depths
+WIDTH = 4 + COLUMNS  # of a row of the table, but for tokens of loss terms and depths
 FACTS = slice(4, WIDTH)
 _SURELY_DRAWN_ONCE = -20.0  # nats: a step in a billion has such samples twice
 _MOST_TOKENS = 2**40  # of a sample: totals of 4 million samples are exact in 64 bits
@@ -34,10 +34,10 @@ class PlanRule:
 
     aggregation: str
     divisor: float | None = None  # L
-    denominator: str = "scheduled"  # what denominators count; streams count trained tokens under `kept` too
-    policy: tuple[str, ...] = (POLICY,)  # the stream whose tokens the objective trains; empty: there is no objective
-    over_support: tuple[str, ...] = (POLICY,)  # the streams at whose tokens a support is read
-    streams: tuple[Stream, ...] = ()
+    denominator: str = "scheduled"  # what denominators count; loss terms count trained tokens under `kept` too
+    policy: tuple[str, ...] = (POLICY,)  # the loss term whose tokens the objective trains; empty: there is no objective
+    over_support: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a support is read
+    terms: tuple[LossTerm, ...] = ()
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
     one_per_rollout: tuple[str, ...] = tuple(ONE_PER_ROLLOUT)  # fields with one value; of others the largest counts
@@ -51,8 +51,8 @@ class PlanRule:
 
     @property
     def own_tokens(self) -> tuple[str, ...]:
-        """The streams whose tokens are not the objective's."""
-        return tuple(dict.fromkeys(stream.tokens for stream in self.streams if stream.tokens not in self.policy))
+        """The loss terms whose tokens are not the objective's."""
+        return tuple(dict.fromkeys(term.tokens for term in self.terms if term.tokens not in self.policy))
 
     @property
     def width(self) -> int:
@@ -61,7 +61,7 @@ class PlanRule:
 
     @property
     def union(self) -> int:
-        """The column of the tokens that the objective or a stream trains."""
+        """The column of the tokens that the objective or a loss term trains."""
         return WIDTH + len(self.own_tokens) if self.own_tokens else TRAINED
 
     @property
@@ -72,7 +72,7 @@ class PlanRule:
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
-        further = [stream.aggregation for stream in self.streams if stream.aggregation != AS_POLICY]
+        further = [term.aggregation for term in self.terms if term.aggregation != AS_POLICY]
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
 
@@ -107,9 +107,9 @@ class Share(NamedTuple):
 class LocalTable:
     """This rank's part of the exchange: one row per sample.
 
-    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; where streams have tokens of their
+    Its columns are the objective's trained tokens, rollout key, prompt key, kept tokens, facts; where loss terms have tokens of their
     own, those of each and of all together; n_d of each depth of multi-token prediction. A count is -1 where the sample is not of the
-    stream: 0 tokens are counted as a unit.
+    loss term: 0 tokens are counted as a unit.
     """
 
     rows: Tensor  # [S, width] int64
@@ -222,7 +222,7 @@ def content_of(samples: Sequence[Sample]) -> int:
         return 0
     content = hashlib.blake2b(digest_size=8)
     for sample in samples:
-        names = (sample.sample_id, sample.rollout_id, sample.prompt_id, sample.stream, sample.response_length)
+        names = (sample.sample_id, sample.rollout_id, sample.prompt_id, sample.term, sample.response_length)
         content.update(repr((*names, sample.reward, sorted(sample.masks))).encode())
         for values in (sample.tokens, sample.loss_mask, sample.old_logprobs, sample.advantages):
             content.update(b"" if values is None else values.numpy().tobytes())
@@ -245,19 +245,19 @@ def _rank_of(group: ProcessGroup | None) -> int:
     return torch.distributed.get_rank(group) if group is not None else 0
 
 
-def _tokens_of(batches: Sequence[PackedBatch], streams: Sequence[str]) -> Tensor:
-    return torch.tensor([n for batch in batches for n in batch.tokens_of(*streams)], dtype=torch.int64)
+def _tokens_of(batches: Sequence[PackedBatch], terms: Sequence[str]) -> Tensor:
+    return torch.tensor([n for batch in batches for n in batch.tokens_of(*terms)], dtype=torch.int64)
 
 
 def _further_columns(
     batches: Sequence[PackedBatch], samples: Sequence[Sample], rule: PlanRule, is_policys: Tensor
 ) -> Tensor:
-    """[S, ...] int64: facts of the objective's samples, tokens of streams, tokens at depths."""
-    streams = (*rule.policy, *rule.own_tokens)
-    columns = [_tokens_of(batches, (stream,)) for stream in rule.own_tokens]
-    columns += [_tokens_of(batches, streams)] if columns else []
+    """[S, ...] int64: facts of the objective's samples, tokens of loss terms, tokens at depths."""
+    terms = (*rule.policy, *rule.own_tokens)
+    columns = [_tokens_of(batches, (term,)) for term in rule.own_tokens]
+    columns += [_tokens_of(batches, terms)] if columns else []
     for depth in range(1, rule.depths + 1):
-        counted = [n for batch in batches for n in batch.trained_at(depth, *streams)]
+        counted = [n for batch in batches for n in batch.trained_at(depth, *terms)]
         columns.append(torch.tensor(counted, dtype=torch.int64))
     return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
 
@@ -278,10 +278,10 @@ def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
     return None if missing or not ids else ids
 
 
-def _has_support(samples: Sequence[Sample], streams: Sequence[str]) -> int:
-    """1 or 0: whether the rollouts with tokens of these streams have one; -1 if there are none."""
-    rollouts = [sample for sample in samples if sample.stream == POLICY]
-    members = [sample for sample in rollouts if any(sample.mask_of(name) is not None for name in streams)]
+def _has_support(samples: Sequence[Sample], terms: Sequence[str]) -> int:
+    """1 or 0: whether the rollouts with tokens of these loss terms have one; -1 if there are none."""
+    rollouts = [sample for sample in samples if sample.term == POLICY]
+    members = [sample for sample in rollouts if any(sample.mask_of(name) is not None for name in terms)]
     known = [sample.support is not None for sample in members]
     if any(known) and not all(known):
         raise ValueError(

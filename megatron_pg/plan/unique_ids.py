@@ -82,7 +82,7 @@ def prompts_message(
 def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], group: ProcessGroup) -> tuple[bool, bool]:
     """Whether samples of most units begin alike, and whether every unit has one advantage where the units' differ.
 
-    A sample without a trained token has no advantage; nor has one of a stream without the objective.
+    A sample without a trained token has no advantage; nor has one of a loss term without the objective.
     """
     _, units = torch.unique(_gather(keys, sizes, group), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])

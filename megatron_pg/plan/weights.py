@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.declarations.corrections import CORRECTIONS
-from megatron_pg.declarations.streams import SHORTHANDS, Stream
+from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
 from megatron_pg.objectives.corrections.correction import correction_factors
 from megatron_pg.objectives.corrections.selections import check_size
 from megatron_pg.plan.plan import StepPlan
@@ -30,9 +30,9 @@ class TokenFactors:
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
     penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
 
-    def kept_per_sample(self, batch: PackedBatch, streams: Sequence[str] = (POLICY,)) -> list[int]:
-        """Tokens of each sample that one of the streams trains and no correction rejects; -1 where it is of none of them."""
-        trained = batch.tokens_of(*streams)
+    def kept_per_sample(self, batch: PackedBatch, terms: Sequence[str] = (POLICY,)) -> list[int]:
+        """Tokens of each sample that one of the loss terms trains and no correction rejects; -1 where it is of none of them."""
+        trained = batch.tokens_of(*terms)
         if self.kept is None:
             return trained
         kept = self.kept.split([sample.response_length for sample in batch.samples])
@@ -46,10 +46,10 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
         ValueError: a sample lacks a field that the loss needs, its advantages differ under an objective that has one per
             sequence, or the reducer weighs its tokens unevenly under an objective that has one loss per sequence.
     """
-    check_streams(batch.samples, settings)
+    check_terms(batch.samples, settings)
     _check_fields(batch, settings)
     check_supports(batch.samples, settings)
-    members = [sample for sample in batch.samples if POLICY in settings.policy and sample.stream == POLICY]
+    members = [sample for sample in batch.samples if POLICY in settings.policy and sample.term == POLICY]
     if settings.terms.objective.has_one_advantage_per_sequence:
         _check_advantages(members, settings.terms.objective.name)
     reducer = _whole(_reducer_weights(members, settings), batch, members)
@@ -76,14 +76,14 @@ def _whole(values: Tensor | None, batch: PackedBatch, members: Sequence[Sample])
 
 def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
     """What a loss reads is there, and a log-probability, wherever it has tokens."""
-    needs: list[tuple[str, str, str]] = []  # stream of the tokens, field, who asks for it
+    needs: list[tuple[str, str, str]] = []  # loss term of the tokens, field, who asks for it
     if field := CORRECTIONS[settings.correction.name].reads:
         needs.append((POLICY, field, f"--pg-correction {settings.correction.name}"))
-    for stream in settings.terms.streams:
-        needs += [(stream.tokens, field, _asked_by(stream)) for field in stream.reads]
-    for stream_name, name, flag in needs:
+    for term in settings.terms.further:
+        needs += [(term.tokens, field, _asked_by(term)) for field in term.reads]
+    for term_name, name, flag in needs:
         for sample in batch.samples:
-            if (mask := sample.mask_of(stream_name)) is None:
+            if (mask := sample.mask_of(term_name)) is None:
                 continue
             values = getattr(sample, name)
             if values is None:
@@ -105,7 +105,7 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
 
 
 def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> None:
-    """At the tokens of its stream a teacher names something."""
+    """At the tokens of its loss term a teacher names something."""
     if (bad := mask & (sets.ids < 0).all(dim=1)).any():
         raise ValueError(
             f"teacher_topk of sample {sample.sample_id} has no id at response token {int(bad.nonzero()[0])}, which {flag} trains, so nothing "
@@ -123,17 +123,17 @@ def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
             )
 
 
-def _asked_by(stream: Stream) -> str:
-    return f"{stream.flag} {stream.weight:g}" if stream.name in SHORTHANDS else stream.flag
+def _asked_by(term: LossTerm) -> str:
+    return f"{term.flag} {term.weight:g}" if term.name in SHORTHANDS else term.flag
 
 
-def check_streams(samples: Sequence[Sample], settings: LossSettings) -> None:
-    """Refuse tokens of a stream that is not declared: they would silently train nothing."""
+def check_terms(samples: Sequence[Sample], settings: LossSettings) -> None:
+    """Refuse tokens of a loss term that is not declared: they would silently train nothing."""
     for sample in samples:
-        if unknown := sorted({sample.stream, *sample.masks} - settings.streams_of_samples):
+        if unknown := sorted({sample.term, *sample.masks} - settings.terms_of_samples):
             raise ValueError(
-                f"sample {sample.sample_id} has tokens of the stream {unknown[0]}, which no flag declares, so nothing would be learned from "
-                f"them. Add --pg-stream {unknown[0]}:ce or another kind ({unknown[0]}:ce,weight=0 leaves them out), or rename the stream."
+                f"sample {sample.sample_id} has tokens of the loss term {unknown[0]}, which no flag declares, so nothing would be learned from "
+                f"them. Add --pg-term {unknown[0]}:ce or another kind ({unknown[0]}:ce,weight=0 leaves them out), or rename the term."
             )
 
 
@@ -182,23 +182,21 @@ def token_weights(
     if any(sample.support is not None for sample in batch.samples):
         found["support"] = batch.mask_of(*settings.over_support)
     if settings.terms.reads_topk:
-        found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.streams if s.reads_topk))
+        found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_topk))
     if settings.terms.whole_form is not None:
-        found["teacher_hidden"] = batch.mask_of(*(s.tokens for s in settings.terms.streams if s.reads_hidden))
+        found["teacher_hidden"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_hidden))
     for name in settings.terms.reads - {"teacher_topk", "teacher_hidden"}:
         if all(
             getattr(sample, name) is None for sample in batch.samples
         ):  # a micro-batch without a token that reads it is one of the same loss
             found[name] = batch.response_values(name)
-    for stream in settings.terms.streams:
-        if stream.tokens not in settings.policy:
-            found[f"{stream.name}.mask"] = batch.mask_of(stream.tokens)
-        if (denominators := plan.streams[stream.name].denominators) is not None:
-            found[f"{stream.name}.weights"] = batch.mask_of(stream.tokens) / _per_token(
-                batch, denominators, first_sample
-            )
-        if stream.is_of_a_correction:
-            found[f"{stream.name}.weights"] = weights * factors.penalised
+    for term in settings.terms.further:
+        if term.tokens not in settings.policy:
+            found[f"{term.name}.mask"] = batch.mask_of(term.tokens)
+        if (denominators := plan.terms[term.name].denominators) is not None:
+            found[f"{term.name}.weights"] = batch.mask_of(term.tokens) / _per_token(batch, denominators, first_sample)
+        if term.is_of_a_correction:
+            found[f"{term.name}.weights"] = weights * factors.penalised
     return found
 
 

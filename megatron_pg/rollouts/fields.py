@@ -8,8 +8,8 @@ from typing import Any
 
 Id = int | str
 
-POLICY = "rl"  # the stream of a sample's tokens where it names none: that of the objective
-_STREAM = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+POLICY = "rl"  # the loss term of a sample's tokens where it names none: that of the objective
+_TERM = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Field:
     """One field: what its JSON value may be, whether every line has it, and how it is laid out."""
 
     accepts: Callable[[Any], bool]
-    is_required: bool = True  # where its stream is that of the objective
+    is_required: bool = True  # where its loss term is that of the objective
     is_of_policy: bool = False  # required there only
     since: int = 1  # the version of the format that has it
     is_per_token: bool = False  # a list with one entry per response token
@@ -57,14 +57,14 @@ def is_environment(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable()
 
 
-def is_stream(value: Any) -> bool:
-    """Whether it can name a stream: a word that flags and metrics can hold."""
-    return isinstance(value, str) and _STREAM.fullmatch(value) is not None
+def is_term(value: Any) -> bool:
+    """Whether it can name a loss term: a word that flags and metrics can hold."""
+    return isinstance(value, str) and _TERM.fullmatch(value) is not None
 
 
 def _are_masks(value: Any) -> bool:
-    """Whether it is lists of numbers by the names of streams."""
-    return isinstance(value, dict) and all(is_stream(name) and _are_numbers(mask) for name, mask in value.items())
+    """Whether it is lists of numbers by the names of loss terms."""
+    return isinstance(value, dict) and all(is_term(name) and _are_numbers(mask) for name, mask in value.items())
 
 
 def _are_tokens(value: Any) -> bool:
@@ -130,7 +130,7 @@ FIELDS = {
     "teacher_hidden": Field(_are_states, is_required=False, since=2),
     "support": Field(_is_support, is_required=False, since=2),
     "rollout_topk": Field(_are_token_sets, is_required=False, since=2),
-    "stream": Field(is_stream, is_required=False, since=2),
+    "term": Field(is_term, is_required=False, since=3),
     "masks": Field(_are_masks, is_required=False, since=2),
     "routed_experts": Field(_are_experts, is_required=False),
     "truncated": Field(lambda value: isinstance(value, bool), is_required=False),
@@ -139,6 +139,7 @@ FIELDS = {
     "worker": Field(is_id, is_required=False, is_origin=True),
     "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
 }
+OLD_NAMES = {"stream": "term"}  # of versions before 3
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
 REQUIRED_OF_ALL = tuple(name for name in REQUIRED if not FIELDS[name].is_of_policy)
 OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)

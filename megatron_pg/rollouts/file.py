@@ -68,7 +68,8 @@ class RolloutWriter:
     Args:
         path: the file. Ranks write files of their own: two writers of one file would mix their lines.
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
-        version: of the format: 2 for samples with a stream, further masks, a teacher, a support or entropies. A file that is appended to keeps its own.
+        version: of the format: 2 for samples with further masks, a teacher, a support or entropies, 3 for samples with a loss term. A file
+            that is appended to keeps its own version.
 
     Raises:
         RolloutFileError: the file exists and is refused, or cannot be appended to.
@@ -141,8 +142,8 @@ def lower_version(path: str | Path, version: int) -> None:
 
 def _has(sample: Sample, name: str) -> bool:
     """Whether the line of a sample has a field that not every line has."""
-    if name == "stream":
-        return sample.stream != POLICY
+    if name == "term":
+        return sample.term != POLICY
     return bool(sample.masks) if name == "masks" else getattr(sample, name) is not None
 
 
@@ -165,7 +166,7 @@ def _check_goes_on(path: Path, if_exists: str) -> int:
 
 def sample_of(record: dict, sample_id: str) -> Sample:
     """The sample of one line's object, checked; a ValueError says what is wrong with it."""
-    required = REQUIRED if record.get("stream", POLICY) == POLICY else REQUIRED_OF_ALL
+    required = REQUIRED if record.get("term", POLICY) == POLICY else REQUIRED_OF_ALL
     if missing := [name for name in required if name not in record]:
         raise ValueError(
             f"field {missing[0]!r} is missing, so the sample cannot be trained. Required: {', '.join(required)}."
@@ -204,7 +205,7 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
 
 def _record_of(sample: Sample) -> dict[str, Any]:
     """The fields that a sample has."""
-    needed = ("step", "prompt_id", "rollout_id", *(("reward",) if sample.stream == POLICY else ()))
+    needed = ("step", "prompt_id", "rollout_id", *(("reward",) if sample.term == POLICY else ()))
     if missing := [name for name in needed if getattr(sample, name) is None]:
         raise ValueError(
             f"sample {sample.sample_id} has no {missing[0]}, which the rollout file needs. Set it on the sample."
@@ -221,8 +222,8 @@ def _record_of(sample: Sample) -> dict[str, Any]:
     record = {name: _json_of(name, value) for name, value in values.items() if value is not None}
     if not sample.masks:
         del record["masks"]
-    if sample.stream == POLICY:
-        del record["stream"]
+    if sample.term == POLICY:
+        del record["term"]
     return record | sample.extra
 
 
@@ -231,7 +232,7 @@ def _json_of(name: str, value: Any) -> Any:
     if name in PAYLOADS:
         return PAYLOADS[name].to_json(value)
     if isinstance(value, Mapping):
-        return {stream: mask.int().tolist() for stream, mask in value.items()}
+        return {term: mask.int().tolist() for term, mask in value.items()}
     if not isinstance(value, Tensor):
         return value
     if not value.is_floating_point():

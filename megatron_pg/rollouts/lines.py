@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_pg.rollouts.fields import FIELDS
+from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES
 from megatron_pg.rollouts.printable import printable, shorten
 
 FORMAT = "megatron_pg.rollouts"
-VERSIONS = (1, 2)  # 2: with streams, teachers and entropies
+VERSIONS = (1, 2, 3)  # 2: with masks, teachers and entropies; 3: with loss terms under today's names
 MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
 
 
@@ -44,7 +44,12 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
                 f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says {version}, so its "
                 f'writer may have meant something else. Write "version": {FIELDS[newer[0]].since} into the first line.'
             )
-        yield number, record
+        yield number, _renamed(record) if version == 2 else record
+
+
+def _renamed(record: dict) -> dict:
+    """A record of version 2 under the names of version 3."""
+    return {OLD_NAMES.get(name, name): value for name, value in record.items()}
 
 
 @functools.cache
@@ -115,9 +120,10 @@ def _refuse_constant(name: str) -> float:
 def check_header(record: dict, shown: str) -> int:
     """The version that a file's first line says, refused where it is of another format; `shown` names the file."""
     if record.get("format") != FORMAT or record.get("version") not in VERSIONS:
+        later = ", ".join(map(str, VERSIONS[1:]))
         raise RolloutFileError(
             f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, so the "
-            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {VERSIONS[1]}).'
+            f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
         raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")

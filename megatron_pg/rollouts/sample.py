@@ -23,7 +23,7 @@ from megatron_pg.rollouts.fields import (
     is_id,
     is_int,
     is_number,
-    is_stream,
+    is_term,
     plain,
 )
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -67,11 +67,13 @@ class Sample:
     """
 
     tokens: Tensor  # [n] int64, prompt then response
-    loss_mask: Tensor  # [R] bool, True where the token is trained by the sample's stream
+    loss_mask: Tensor  # [R] bool, True where the token is trained by the sample's loss term
     old_logprobs: Tensor | None = None  # [R] float64, nats, of the sampling policy at the training temperature
-    advantages: Tensor | None = None  # [R] float64; it and old_logprobs may be None in a stream that does not read them
-    stream: str = POLICY  # that of the objective, or one of `--pg-stream`
-    masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further streams train
+    advantages: Tensor | None = (
+        None  # [R] float64; it and old_logprobs may be None in a loss term that does not read them
+    )
+    term: str = POLICY  # that of the objective, or one of `--pg-term`
+    masks: Mapping[str, Tensor] = field(default_factory=dict)  # [R] bool, tokens that further loss terms train
     sample_id: str = "?"  # what error messages call it
     prompt_id: Id | None = None  # samples of one prompt share it
     rollout_id: Id | None = None  # samples of one trajectory share it
@@ -101,14 +103,14 @@ class Sample:
         object.__setattr__(self, "sample_id", _label(self.sample_id))
         self._check_plain_fields()
         self._check_tokens_and_mask()
-        self._check_streams()
+        self._check_terms()
         for name in ("advantages", "old_logprobs", *OPTIONAL):
             if (values := getattr(self, name)) is not None:
                 _check_values(name, values, self.loss_mask, self.sample_id)
-            elif self.stream == POLICY and name not in OPTIONAL:
+            elif self.term == POLICY and name not in OPTIONAL:
                 raise ValueError(
                     f"sample {self.sample_id} has no {name}, which the objective needs. Give them, or set the sample's "
-                    "stream to one that a --pg-stream declares."
+                    "loss term to one that a --pg-term declares."
                 )
         for name, payload in PAYLOADS.items():
             if (record := getattr(self, name)) is not None:
@@ -144,22 +146,22 @@ class Sample:
             )
         check_lengths(len(tokens), len(mask))
 
-    def _check_streams(self) -> None:
-        """Stream and further masks: names of streams, one each, and tokens of the response."""
+    def _check_terms(self) -> None:
+        """LossTerm and further masks: names of loss terms, one each, and tokens of the response."""
         label, size = self.sample_id, len(self.loss_mask)
-        if not is_stream(self.stream):
+        if not is_term(self.term):
             raise ValueError(
-                f"stream={shorten(self.stream)} of sample {label} is not the name of a stream. Give the NAME of a "
-                "--pg-stream NAME:kind."
+                f"term={shorten(self.term)} of sample {label} is not the name of a term. Give the NAME of a "
+                "--pg-term NAME:kind."
             )
         if not isinstance(self.masks, Mapping):
-            raise ValueError(f"masks={shorten(self.masks)} of sample {label} are not masks by stream. Give a dict.")
+            raise ValueError(f"masks={shorten(self.masks)} of sample {label} are not masks by term. Give a dict.")
         for name, mask in self.masks.items():
-            if not is_stream(name) or name in (POLICY, self.stream):
+            if not is_term(name) or name in (POLICY, self.term):
                 raise ValueError(
-                    f"masks of sample {label} contain {shorten(name)}, which is not a further stream: the tokens of its "
-                    f"own stream, {self.stream}, are in loss_mask, and those of the objective belong to samples of the "
-                    f"stream {POLICY}. Rename it."
+                    f"masks of sample {label} contain {shorten(name)}, which is not a further loss term: the tokens of its "
+                    f"own loss term, {self.term}, are in loss_mask, and those of the objective belong to samples of the "
+                    f"loss term {POLICY}. Rename it."
                 )
             if not is_plain(mask, 1, torch.bool) or len(mask) != size:
                 raise ValueError(
@@ -185,7 +187,7 @@ class Sample:
             response_length: R, the number of response tokens.
             loss_mask: R entries, 0 or 1, or truth values.
             old_logprobs: R log-probabilities in nats.
-            advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a stream that
+            advantage: one number for the whole response, or R numbers. It and `old_logprobs` may be left out in a loss term that
                 does not read them.
             rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
                 `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
@@ -233,17 +235,17 @@ class Sample:
 
     @property
     def trained(self) -> Tensor:
-        """[R] bool, the tokens that any stream trains."""
+        """[R] bool, the tokens that any loss term trains."""
         return torch.stack([self.loss_mask, *self.masks.values()]).any(dim=0) if self.masks else self.loss_mask
 
     @property
     def num_trained(self) -> int:
-        """M_i, the number of tokens that its stream trains."""
+        """M_i, the number of tokens that its loss term trains."""
         return int(self.loss_mask.sum())
 
-    def mask_of(self, stream: str) -> Tensor | None:
-        """[R] bool, the tokens that a stream trains; None where the sample is not of it."""
-        return self.loss_mask if stream == self.stream else self.masks.get(stream)
+    def mask_of(self, term: str) -> Tensor | None:
+        """[R] bool, the tokens that a loss term trains; None where the sample is not of it."""
+        return self.loss_mask if term == self.term else self.masks.get(term)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

@@ -175,12 +175,12 @@ def check_batches(batches: Sequence[PackedBatch], model: Any, arguments: dict, v
 
 
 def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSettings) -> None:
-    """Refuse a teacher's tokens that the model has no logit for, where a stream reads them, and hidden states of another width than its head."""
+    """Refuse a teacher's tokens that the model has no logit for, where a loss term reads them, and hidden states of another width than its head."""
     _check_widths(batches, settings)
-    streams = [stream.tokens for stream in settings.terms.streams if stream.reads_topk]
+    terms = [term.tokens for term in settings.terms.further if term.reads_topk]
     vocabulary = settings.vocab_size or get_attr_wrapped_model(model, "vocab_size")
     for sample in (sample for batch in batches for sample in batch.samples):
-        for mask in (mask for name in streams if (mask := sample.mask_of(name)) is not None):
+        for mask in (mask for name in terms if (mask := sample.mask_of(name)) is not None):
             ids = None if sample.teacher_topk is None else sample.teacher_topk.ids
             if ids is not None and (bad := mask & (ids >= vocabulary).any(dim=1)).any():
                 raise ContractError(
@@ -191,7 +191,7 @@ def check_teachers(batches: Sequence[PackedBatch], model: Any, settings: LossSet
 
 
 def _check_widths(batches: Sequence[PackedBatch], settings: LossSettings) -> None:
-    head, readers = settings.teacher_head, [s.tokens for s in settings.terms.streams if s.reads_hidden]
+    head, readers = settings.teacher_head, [s.tokens for s in settings.terms.further if s.reads_hidden]
     for sample in (sample for batch in batches for sample in batch.samples if readers):
         states, is_read = sample.teacher_hidden, any(sample.mask_of(name) is not None for name in readers)
         if is_read and states is not None and states.shape[1] != head.width:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pg.declarations.streams import SHORTHANDS
+from megatron_pg.declarations.loss_terms import SHORTHANDS
 from megatron_pg.metrics import Reduction
 from megatron_pg.metrics.advice import Advice
 from megatron_pg.metrics.reporting import console_line, nonfinite_entries, red_flag_line
@@ -65,7 +65,7 @@ class Console:
     def step(self, record: Mapping[str, Any], own: Collection[str] = (), *, is_shown: bool = True) -> None:
         """The console line, once for every metric what its red flag means, and advice; `own` are further names to show."""
         if is_shown:
-            means = [name for name in record if name.endswith("/mean")]  # of streams
+            means = [name for name in record if name.endswith("/mean")]  # of loss terms
             self._say(console_line(record["iteration"], record, [*means, *own]))
         for name, limit in red_flags(record).items():
             if name not in self._flagged and limit.steps == 1:
@@ -80,8 +80,8 @@ def units_of(plan: StepPlan) -> str:
     prompts = "no prompt ids" if plan.num_prompts is None else f"{plan.num_prompts} prompts"
     counted = [f"{plan.num_samples} samples, {plan.num_rollouts} rollouts, {prompts}, {plan.num_tokens} trained tokens"]
     counted += [
-        f"{name}: {stream.num_rollouts} rollouts, {stream.num_tokens} tokens"
-        for name, stream in plan.streams.items()
+        f"{name}: {term.num_rollouts} rollouts, {term.num_tokens} tokens"
+        for name, term in plan.terms.items()
         if name not in SHORTHANDS
     ]
     return "; ".join(counted)

@@ -132,14 +132,14 @@ def _with_diagnostics(
         fields, policy = local.fields, found.loss.detach()
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
         values = TokenValues(fields, found, settings.terms, totals, vocab_size)
-        if settings.terms.streams:
+        if settings.terms.further:
             policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
     # the log-ratio too: its clamp would hide an infinite one from the loss
-    looked_at = [values.token_losses[None], values.result.log_ratios[None], values.result.stream_losses]
+    looked_at = [values.token_losses[None], values.result.log_ratios[None], values.result.term_losses]
     bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in looked_at if v is not None])).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)

@@ -192,26 +192,26 @@ def same_digest(path: Path) -> None:
     assert [row.magnitude for row in found] == pytest.approx([math.fsum(map(abs, values)) for values in trained])
 
 
-def test_streams_are_counted_and_the_objective_is_compared_alone(tmp_path, capsys):
+def test_terms_are_counted_and_the_objective_is_compared_alone(tmp_path, capsys):
     supervised = {k: v for k, v in RECORD.items() if k not in ("old_logprobs", "advantage", "reward")}
     lines = [
         RECORD | {"masks": {"echo": [0, 1]}},
-        supervised | {"rollout_id": 7, "stream": "sft", "loss_mask": [1, 1]},
-        supervised | {"rollout_id": 8, "stream": "sft", "loss_mask": [1, 1]},
+        supervised | {"rollout_id": 7, "term": "sft", "loss_mask": [1, 1]},
+        supervised | {"rollout_id": 8, "term": "sft", "loss_mask": [1, 1]},
     ]
     path = tmp_path / "mixed.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 3}, *lines]))
     assert main(["compare", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["samples"], document["trained_tokens"]) == (1, 1)
-    counted = [(s["stream"], s["samples"], s["rollouts"], s["trained_tokens"]) for s in document["streams"]]
+    counted = [(s["term"], s["samples"], s["rollouts"], s["trained_tokens"]) for s in document["terms"]]
     assert counted == [("rl", 1, 1, 1), ("echo", 1, 1, 1), ("sft", 2, 2, 4)]
     assert main(["compare", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "scales the objective by its share, 16.7%" in shown
-    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 2}, *lines[1:]]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [HEADER | {"version": 3}, *lines[1:]]))
     assert main(["compare", str(path)]) != 0
-    assert "no sample is of the objective's stream rl, only of " in capsys.readouterr().err
+    assert "no sample is of the objective's loss term rl, only of " in capsys.readouterr().err
 
 
 UNUSUAL = [  # good lines
@@ -320,22 +320,22 @@ def test_units_that_cannot_be_counted_are_named(records, message, tmp_path, caps
     assert message in err
 
 
-def test_samples_of_other_streams_are_not_the_objectives(tmp_path, capsys):
+def test_samples_of_other_terms_are_not_the_objectives(tmp_path, capsys):
     """They have no advantages, and no aggregation of the objective counts them."""
-    header = HEADER | {"version": 2}
+    header = HEADER | {"version": 3}
     records = random_records(random.Random(5))
-    of_stream = [
+    of_term = [
         {name: value for name, value in record.items() if name not in ("advantage", "old_logprobs", "reward")}
-        | {"stream": "sft", "prompt_id": f"sft {i}", "rollout_id": f"sft {i}"}
+        | {"term": "sft", "prompt_id": f"sft {i}", "rollout_id": f"sft {i}"}
         for i, record in enumerate(records[:4])
     ]
     alone, mixed = (
-        digest_rollouts(write(tmp_path / f"{len(rows)}.jsonl", rows, header)) for rows in (records, of_stream + records)
+        digest_rollouts(write(tmp_path / f"{len(rows)}.jsonl", rows, header)) for rows in (records, of_term + records)
     )
     assert mixed[0] == alone[0]
-    code, _, err = run(capsys, write(tmp_path / "sft.jsonl", of_stream, header))
+    code, _, err = run(capsys, write(tmp_path / "sft.jsonl", of_term, header))
     assert code == 2
-    assert "no sample is of the objective's stream rl, only of " in err
+    assert "no sample is of the objective's loss term rl, only of " in err
 
 
 @pytest.mark.parametrize("advantage", [1e308, -1e308, [1e38, 3e38]])

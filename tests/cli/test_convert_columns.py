@@ -27,7 +27,7 @@ VALUES = {  # a value that a field can have in one sample; where a line has none
     "teacher_hidden": {"width": 1, "bfloat16": "gD8AwA=="},
     "support": {"ids": [7, 3, 8], "offsets": [0, 2, 3]},
     "rollout_topk": TOP,
-    "stream": "sft",
+    "term": "sft",
     "masks": {"ref": [0, 1]},
     "routed_experts": [[[0, 1]], [[1, 2]]],
     "truncated": True,
@@ -79,8 +79,8 @@ def test_every_field_is_read_from_the_column_that_is_named(convert):
     assert record == LINE
 
 
-def test_a_sample_of_a_further_stream_needs_no_objective_fields(convert):
-    sft = {"stream": "sft", **{name: MINIMAL[name] for name in ("step", "tokens", "response_length", "loss_mask")}}
+def test_a_sample_of_a_further_term_needs_no_objective_fields(convert):
+    sft = {"term": "sft", **{name: MINIMAL[name] for name in ("step", "tokens", "response_length", "loss_mask")}}
     sft |= {"prompt_id": "demo"}
     rollouts = [MINIMAL | {"reward": reward, "rollout_logprobs": [-0.5, -0.5]} for reward in (1.0, 0.0)]
     code, said, found = convert([sft, *rollouts], "--old-logprobs", "rollout", "--advantage", "group_mean")
@@ -89,8 +89,8 @@ def test_a_sample_of_a_further_stream_needs_no_objective_fields(convert):
     assert [record["advantage"] for record in found[1:]] == [0.5, -0.5]
 
 
-def test_values_of_tokens_that_a_further_stream_trains_are_kept(convert):
-    """What no stream trains may be anything, and is written as 0 if JSON cannot hold it."""
+def test_values_of_tokens_that_a_further_term_trains_are_kept(convert):
+    """What no loss term trains may be anything, and is written as 0 if JSON cannot hold it."""
     line = MINIMAL | {"loss_mask": [1, 0], "masks": {"ref": [0, 1]}, "ref_logprobs": [-0.75, -0.25]}
     assert convert([line])[2][0]["ref_logprobs"] == [-0.75, -0.25]
     nan = float("nan")

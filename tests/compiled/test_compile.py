@@ -41,7 +41,7 @@ def compile_all(chip: int, names: list[str]) -> None:
 
     from megatron_pg.kernels.triton import rows, single_pass
     from megatron_pg.kernels.triton.single_pass_kernel import single_pass_kernel
-    from megatron_pg.kernels.triton.terms import TermFields
+    from megatron_pg.kernels.triton.terms import FieldPointers
 
     for name in names:
         columns, dtype, loss = name.split(":")
@@ -51,7 +51,7 @@ def compile_all(chip: int, names: list[str]) -> None:
         constants |= {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling}
         kernel = single_pass_kernel
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "results": "*fp32"}
-        types |= {"fields": TermFields(*["*fp32"] * 7)._replace(mask="*i1")}
+        types |= {"fields": FieldPointers(*["*fp32"] * 7)._replace(mask="*i1")}
         types |= {"numbers": ("fp32",) * 4, "coefficients": ("fp32",) * 2}
         types |= dict.fromkeys(["rows", "columns", "logits_stride", "gradients_stride", "zero"], "i32")
         signature = {n: "constexpr" if n in constants else types.get(n, "fp32") for n in kernel.arg_names}

@@ -24,9 +24,13 @@ def variants(dtype: str, is_shifted: bool):
     logits = torch.empty(0, dtype=DTYPES[dtype])
     for flag in (False, True):
         yield by.statistics_kernel, by.READ.options(logits) | {"SHIFTED": is_shifted, "WHOLE": flag}
-        for is_scaled in (False, True):
-            flags = {"SHIFTED": is_shifted, "BENDS": flag, "SCALED": is_scaled}
-            yield by.gradient_kernel, by.WRITE.options(logits) | flags
+    made = {"totals": None, "entropies": None, "by_logprobs": None, "by_entropies": None, "grad_loss": None}
+    for absent in (
+        *itertools.chain(*(itertools.combinations(("by_entropies", "grad_loss"), n) for n in range(3))),
+        made,
+    ):
+        absent = {"factors": None} | dict.fromkeys(absent) if absent is not made else made
+        yield by.gradient_kernel, by.WRITE.options(logits) | {"SHIFTED": is_shifted} | absent
 
 
 def compile_all() -> None:
@@ -65,7 +69,7 @@ def compile_all() -> None:
 @pytest.mark.proof("Kernels over rows of logits compiled for sm_90: no spills, whole vectors, they fit")
 def test_the_kernels_compile_without_spills(evidence):
     found = processes.compiled_by(__file__)
-    assert len(found) == len(DTYPES) * 2 * 6
+    assert len(found) == len(DTYPES) * 2 * 7
     for kernel in found:
         assert kernel["spills"] == 0, kernel
         assert kernel["registers"] * THREADS <= REGISTERS, kernel

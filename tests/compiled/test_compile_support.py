@@ -17,15 +17,16 @@ def compile_all() -> None:
     from triton.compiler import compile as compile_kernel
 
     from megatron_pg.kernels.triton import support as kernels
+    from megatron_pg.kernels.triton import topk
 
-    types = {"logits": "*{0}", "gradients": "*{0}", "targets": "*i64", "mask": "*i1", "starts": "*i64"}
+    types = {"logits": "*{0}", "table": "*{0}", "gradients": "*{0}", "targets": "*i64", "mask": "*i1", "starts": "*i64"}
     types |= {"counts": "*i64", "ids": "*i32", "c": "fp32", "valid": "i32", "first": "i32", "vocab_size": "i32"}
     types |= {"stride": "i64"}
     variants = [
         (kernels.support_statistics_kernel, {}),
         (kernels.support_gradient_kernel, {"WHOLE_ENTROPY": False}),
         (kernels.support_gradient_kernel, {"WHOLE_ENTROPY": True}),
-        (kernels.support_put_kernel, {}),
+        (topk.put_kernel, {"K": 0, "row_stride": 0, "id_stride": 1}),
     ]
     for (kernel, flags), dtype in itertools.product(variants, ("bf16", "fp32")):
         constants = flags | {"BLOCK": kernels.BLOCK}

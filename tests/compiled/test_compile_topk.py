@@ -15,7 +15,7 @@ NUMBERS = ("rows", "K", "ranks", "valid", "first", "vocab_size", "row_stride", "
 
 def variants():
     """Kernel, constants beside its block, and the dtype of the logits."""
-    from megatron_pg.declarations.streams import KINDS
+    from megatron_pg.declarations.loss_terms import KINDS
     from megatron_pg.kernels.triton import divergences, topk_loss, topk_rows
     from megatron_pg.kernels.triton import topk as topk_triton
 
@@ -23,7 +23,7 @@ def variants():
     yield topk_rows.coefficients_kernel, {}, "fp32"
     for dtype in ("bf16", "fp32"):
         yield topk_triton.take_and_hide_kernel, {}, dtype
-        yield topk_triton.put_kernel, {}, dtype
+        yield topk_triton.put_kernel, {"starts": None, "counts": None}, dtype
     for kind in (each for each in KINDS.values() if each.reads_topk):
         constants = {
             "FORM": getattr(divergences, kind.function),

@@ -14,9 +14,9 @@ import pytest
 import simulation
 import torch
 from compare import gradient_error
+from loss_terms import kl_and_entropy
 from samples import random_step
 from simulation import Layout
-from stream_terms import kl_and_entropy
 
 from megatron_pg import plan_step
 from megatron_pg.args import ArgumentError, add_arguments, validate_args
@@ -101,7 +101,7 @@ def trains_alike_in_every_layout(loss: LossSettings) -> simulation.Outcome:
 
 
 def test_the_users_objective_does_not_depend_on_the_layout(settings):
-    terms = LossTerms(objective=settings.terms.objective, streams=kl_and_entropy(entropy_coef=0.1))
+    terms = LossTerms(objective=settings.terms.objective, further=kl_and_entropy(entropy_coef=0.1))
     trains_alike_in_every_layout(simulation.settings("sample_mean", per_token=False, terms=terms))
 
 

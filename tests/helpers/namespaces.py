@@ -218,10 +218,6 @@ def docs(number: object, **more: object) -> dict[str, object]:
     return {"docs_per_step": number, **more}
 
 
-def row(rule: str, case: str, overrides: dict[str, object], *fragments: str):
-    return pytest.param(overrides, rule, fragments, id=f"{rule} {case}")
-
-
 # What is said, by its id; the fragments are disjoint.
 SAID = {
     "R1": "token_mean: --calculate-per-token-loss switched on",
@@ -247,11 +243,8 @@ def ids(messages: list[tuple[type[Warning], str]]) -> list[str]:
     return [rule for rule, _ in found]
 
 
-MODES = "sample_mean, prompt_mean, token_mean, constant"
 PATH_FLAG = "--custom-pg-loss-reducer-function-path"
 DIVISOR_FLAG = "--loss-aggregation-divisor"
-PATH_FORM = "must be package.module.function (or package.module:function), got "
-REDUCER_FORM = "(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False)"
 PER_TOKEN = "calculate_per_token_loss"
 
 

@@ -64,7 +64,7 @@ def test_gradients_in_a_stand_in_are_those_of_plain_loops(stand_in, host, eviden
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("host", HOSTS)
 def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(stand_in, host, layout):
-    found = stand_in[host][layout]["streams"].values()
+    found = stand_in[host][layout]["terms"].values()
     assert len(found) == {"slime": 8, "miles": 4}[host]
     assert max(found) < LIMIT
 
@@ -94,9 +94,9 @@ def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_opti
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_streams_in_their_own_code_are_too(slime, miles, layout):
+def test_gradients_of_terms_in_their_own_code_are_too(slime, miles, layout):
     for found, host in ((slime, "slime"), (miles, "miles")):
-        assert max(_run(found, host)[layout]["streams"].values()) < LIMIT
+        assert max(_run(found, host)[layout]["terms"].values()) < LIMIT
 
 
 @pytest.mark.proof("Hosts: slime's own code, from samples to gradients on 2 real ranks, equals plain loops")

@@ -443,13 +443,13 @@ def kl_and_entropy_with_the_weights_of_the_policy_term():
 
 @objective_mutant("reinforce")
 def correction_multiplies_the_kl_term_too():
-    original = TokenFields.of_stream
+    original = TokenFields.of_term
 
     def mutated(self, name):
         own = original(self, name)
         return own if self.corrections is None else dataclasses.replace(own, weights=own.weights * self.corrections)
 
-    with mock.patch.object(TokenFields, "of_stream", mutated):
+    with mock.patch.object(TokenFields, "of_term", mutated):
         yield
 
 
@@ -495,18 +495,18 @@ def divisor_applied_to_the_loss_too():
         yield
 
 
-# --- streams: noticed by the cases of `stream_cases`, on LAYOUT ---
+# --- loss terms: noticed by the cases of `term_cases`, on LAYOUT ---
 
-STREAM_MUTANTS: dict[str, tuple[dict[str, str], Callable[[], contextlib.AbstractContextManager]]] = {
-    "correction_multiplies_the_loss_of_a_stream": ({}, OBJECTIVE_MUTANTS["correction_multiplies_the_kl_term_too"][1])
+TERM_MUTANTS: dict[str, tuple[dict[str, str], Callable[[], contextlib.AbstractContextManager]]] = {
+    "correction_multiplies_the_loss_of_a_term": ({}, OBJECTIVE_MUTANTS["correction_multiplies_the_kl_term_too"][1])
 }
 
 
-def stream_mutant(**given: str) -> Callable:
+def term_mutant(**given: str) -> Callable:
     """Register a mistake together with what its cases are not to draw."""
 
     def register(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-        STREAM_MUTANTS[function.__name__] = given, contextlib.contextmanager(function)
+        TERM_MUTANTS[function.__name__] = given, contextlib.contextmanager(function)
         return function
 
     return register
@@ -527,7 +527,7 @@ def plans_by(rule: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def units_added_by(rule: Callable) -> Iterator[None]:
-    """Replace the tokens that units are counted from: rule(tokens of streams [n, C]) -> tokens."""
+    """Replace the tokens that units are counted from: rule(tokens of loss terms [n, C]) -> tokens."""
     original = megatron_pg.plan.exchange._added
 
     def mutated(tokens, units, number):
@@ -538,23 +538,23 @@ def units_added_by(rule: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stream_plans_by(rule: Callable) -> Iterator[None]:
-    """Replace what streams are planned by: rule(plan rule, columns, count) -> arguments of the original."""
-    original = megatron_pg.plan.plan._plan_streams
-    with mock.patch.object(megatron_pg.plan.plan, "_plan_streams", lambda *given: original(*rule(*given))):
+def term_plans_by(rule: Callable) -> Iterator[None]:
+    """Replace what loss terms are planned by: rule(plan rule, columns, count) -> arguments of the original."""
+    original = megatron_pg.plan.plan._plan_terms
+    with mock.patch.object(megatron_pg.plan.plan, "_plan_terms", lambda *given: original(*rule(*given))):
         yield
 
 
-@stream_mutant()
-def one_number_of_tokens_for_all_streams():
+@term_mutant()
+def one_number_of_tokens_for_all_terms():
     def rule(plan, plan_rule):
         shared = torch.full_like(plan.denominators, plan.num_trained)
-        is_shared = {stream.name: stream.aggregation == "token_mean" for stream in plan_rule.streams}
+        is_shared = {term.name: term.aggregation == "token_mean" for term in plan_rule.terms}
         return {
             "denominators": shared if plan.aggregation == "token_mean" else plan.denominators,
-            "streams": {
+            "terms": {
                 name: dataclasses.replace(own, denominators=shared) if is_shared[name] else own
-                for name, own in plan.streams.items()
+                for name, own in plan.terms.items()
             },
         }
 
@@ -562,108 +562,108 @@ def one_number_of_tokens_for_all_streams():
         yield
 
 
-@stream_mutant()
-def samples_that_are_not_of_a_stream_counted_as_units_of_it():
+@term_mutant()
+def samples_that_are_not_of_a_term_counted_as_units_of_it():
     with units_added_by(lambda tokens: tokens.clamp(min=0)):
         yield
 
 
-@stream_mutant()
-def members_without_a_token_left_out_of_a_stream():
+@term_mutant()
+def members_without_a_token_left_out_of_a_term():
     with units_added_by(lambda tokens: torch.where(tokens > 0, tokens, -1)):
         yield
 
 
-@stream_mutant(denominator="live")
+@term_mutant(denominator="live")
 def live_units_counted_over_tokens_that_are_not_the_objectives():
     def rule(plan_rule, columns, count):
         return dataclasses.replace(plan_rule, policy=(*plan_rule.policy, *plan_rule.own_tokens)), columns, count
 
-    with stream_plans_by(rule):
+    with term_plans_by(rule):
         yield
 
 
-@stream_mutant(denominator="kept")
-def streams_count_what_the_correction_leaves():
+@term_mutant(denominator="kept")
+def terms_count_what_the_correction_leaves():
     def rule(plan_rule, columns, count):
         is_kept = plan_rule.denominator == "kept"
         return plan_rule, columns | ({"rl": 1} if is_kept else {}), count
 
-    with stream_plans_by(rule):
+    with term_plans_by(rule):
         yield
 
 
-@stream_mutant()
-def masks_of_streams_sliced_otherwise_than_tokens():
+@term_mutant()
+def masks_of_terms_sliced_otherwise_than_tokens():
     def rule(batch, local, rank, size):
-        own = local.fields.streams
+        own = local.fields.terms
         rolled = {name: each if each.mask is None else dataclasses.replace(each, mask=each.mask.roll(1)) for name, each in own.items()}  # fmt: skip
-        return {"streams": rolled}
+        return {"terms": rolled}
 
     with slices_by(rule):
         yield
 
 
-@stream_mutant()
-def weights_of_streams_sliced_contiguously():
+@term_mutant()
+def weights_of_terms_sliced_contiguously():
     def rule(batch, local, rank, size):
-        own = local.fields.streams
+        own = local.fields.terms
         rolled = {name: each if each.weights is None else dataclasses.replace(each, weights=each.weights.roll(1)) for name, each in own.items()}  # fmt: skip
-        return {"streams": rolled}
+        return {"terms": rolled}
 
     with slices_by(rule):
         yield
 
 
-@stream_mutant()
-def weight_of_a_stream_ignored():
-    original = PolicyLoss._streams
+@term_mutant()
+def weight_of_a_term_ignored():
+    original = PolicyLoss._terms
 
     def mutated(self, *given):
-        streams = tuple(dataclasses.replace(stream, weight=1.0) for stream in self.terms.streams)
-        return original(PolicyLoss(dataclasses.replace(self.terms, streams=streams), self.fields), *given)
+        terms = tuple(dataclasses.replace(term, weight=1.0) for term in self.terms.further)
+        return original(PolicyLoss(dataclasses.replace(self.terms, further=terms), self.fields), *given)
 
-    with mock.patch.object(PolicyLoss, "_streams", mutated):
+    with mock.patch.object(PolicyLoss, "_terms", mutated):
         yield
 
 
-@stream_mutant()
-def objective_over_the_tokens_of_all_streams():
+@term_mutant()
+def objective_over_the_tokens_of_all_terms():
     with mock.patch.object(TokenFields, "of_policy", property(lambda self: self)):
         yield
 
 
-@stream_mutant()
-def streams_over_the_tokens_of_all_streams():
-    original = TokenFields.of_stream
+@term_mutant()
+def terms_over_the_tokens_of_all_terms():
+    original = TokenFields.of_term
 
     def mutated(self, name):
         return dataclasses.replace(original(self, name), mask=self.mask)
 
-    with mock.patch.object(TokenFields, "of_stream", mutated):
+    with mock.patch.object(TokenFields, "of_term", mutated):
         yield
 
 
-@stream_mutant(objective="gspo")
-def sequence_means_divided_by_the_tokens_of_all_streams():
+@term_mutant(objective="gspo")
+def sequence_means_divided_by_the_tokens_of_all_terms():
     def rule(batch, local, rank, size):
         sequences = local.fields.sequences
-        streams = {name for sample in batch.samples for name in (sample.stream, *sample.masks)}
-        counts = torch.tensor(batch.tokens_of(*streams), dtype=torch.float64).clamp(min=1)
+        terms = {name for sample in batch.samples for name in (sample.term, *sample.masks)}
+        counts = torch.tensor(batch.tokens_of(*terms), dtype=torch.float64).clamp(min=1)
         return {} if sequences is None else {"sequences": dataclasses.replace(sequences, counts=counts)}
 
     with slices_by(rule):
         yield
 
 
-@stream_mutant()
+@term_mutant()
 def distillation_against_the_reference():
-    original = PolicyLoss._of_stream
+    original = PolicyLoss._of_term
 
     def mutated(self, *given):
         other = self.fields.ref_logprobs
         fields = self.fields if other is None else dataclasses.replace(self.fields, teacher_logprobs=other)
         return original(PolicyLoss(self.terms, fields), *given)
 
-    with mock.patch.object(PolicyLoss, "_of_stream", mutated):
+    with mock.patch.object(PolicyLoss, "_of_term", mutated):
         yield

@@ -8,11 +8,11 @@ import mutants
 import objective_cases
 import pytest
 import simulation
-import stream_cases
+import term_cases
 import threads
 import torch
 from cases import BOUNDS, CONTRACTS, random_case
-from mutants import LAYOUT, MUTANTS, OBJECTIVE_MUTANTS, STREAM_MUTANTS
+from mutants import LAYOUT, MUTANTS, OBJECTIVE_MUTANTS, TERM_MUTANTS
 
 CASES = 20  # two of each aggregation and contract: a mistake of one mode shows in one case of five
 
@@ -65,26 +65,26 @@ def test_a_seeded_mistake_of_the_objectives_is_noticed(name, evidence):
     pytest.fail(f"{name} went unnoticed in 40 cases")
 
 
-def is_noticed_by_streams(case: stream_cases.Case, seed: int) -> bool:
-    """Whether anything of a random step with streams differs from its oracle."""
+def is_noticed_by_terms(case: term_cases.Case, seed: int) -> bool:
+    """Whether anything of a random step with loss terms differs from its oracle."""
     (found,) = simulation.run_steps([case.step(LAYOUT, random.Random(seed))], LAYOUT)
     return not max(case.errors(found).values()) <= BOUNDS[torch.float64].gradient
 
 
 @pytest.mark.proof("seeded bugs caught")
-@pytest.mark.parametrize("name", STREAM_MUTANTS)
+@pytest.mark.parametrize("name", TERM_MUTANTS)
 @pytest.mark.usefixtures("rank_zero")
-def test_a_seeded_mistake_of_streams_is_noticed(name, evidence):
-    (given, enter), rng = STREAM_MUTANTS[name], random.Random(name)
+def test_a_seeded_mistake_of_terms_is_noticed(name, evidence):
+    (given, enter), rng = TERM_MUTANTS[name], random.Random(name)
     for seed in range(40):
-        case = stream_cases.random_case(rng, **given)
+        case = term_cases.random_case(rng, **given)
         with enter():
             try:
-                noticed = is_noticed_by_streams(case, seed)
+                noticed = is_noticed_by_terms(case, seed)
             except (RuntimeError, ValueError, AssertionError):
                 noticed = True
         if noticed:
-            assert not is_noticed_by_streams(case, seed)
+            assert not is_noticed_by_terms(case, seed)
             evidence(cases=1)
             return
     pytest.fail(f"{name} went unnoticed in 40 cases")

@@ -26,7 +26,7 @@ LAYOUTS = [
     Layout(data=2, tensor=2),
     Layout(data=2, context=2, tensor=2),
 ]
-STEPS = 5  # about that many of every stream
+STEPS = 5  # about that many of every loss term
 
 
 def packing(layout: Layout, rng: random.Random) -> Packing:
@@ -57,11 +57,11 @@ def random_groups(rng: random.Random, rank: int) -> Iterator[list[Sample]]:
 
 
 def dynamic_steps(layout: Layout, rng: random.Random) -> list[Sequence[Taken]]:
-    """Every rank's part of the steps that random streams are cut into."""
-    streams = [list(random_groups(rng, rank)) for rank in range(layout.data)]
-    total = sum(len(group) for stream in streams for group in stream)
+    """Every rank's part of the steps that random loss terms are cut into."""
+    terms = [list(random_groups(rng, rank)) for rank in range(layout.data)]
+    total = sum(len(group) for term in terms for group in term)
     rule = StepRule(num_documents=max(total // STEPS, 1), policy="at_least", end="partial")
-    runs = take_all(streams, rule, packing(layout, rng), undivided=("rollout_id", "prompt_id"))
+    runs = take_all(terms, rule, packing(layout, rng), undivided=("rollout_id", "prompt_id"))
     return [taken for taken in zip(*(run.steps for run in runs), strict=True) if any_trained(taken)]
 
 

@@ -22,7 +22,7 @@ from simulation import Layout
 
 from megatron_pg.batch import ContextRanks, pack
 from megatron_pg.declarations.corrections import PENALTY
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.plan.microbatches import count
 from megatron_pg.plan.plan import plan_from_table
 from megatron_pg.plan.selection import select
@@ -243,14 +243,14 @@ def test_a_choice_of_nothing_changes_no_bit(name, layout):
     assert all(torch.equal(a, b) for a, b in zip(before.gradients, after.gradients, strict=True))
 
 
-def test_a_step_without_a_token_of_the_objective_trains_its_other_streams():
+def test_a_step_without_a_token_of_the_objective_trains_its_other_terms():
     """Nothing is there to be chosen, and the supervised tokens are trained as without the correction."""
     rng, layout = random.Random(5), Layout(data=2, microbatches=2)
     made = objective_cases.random_case(rng, "reinforce_is")
-    samples = [dataclasses.replace(s, stream="sft", old_logprobs=None, advantages=None) for s in made.samples]
-    sft = Stream(name="sft", kind="ce", aggregation="token_mean")
-    terms = dataclasses.replace(simulation.GRPO, streams=(sft,))
-    plain = simulation.settings("token_mean", per_token=True, terms=terms, streams_of_samples=frozenset({"rl", "sft"}))
+    samples = [dataclasses.replace(s, term="sft", old_logprobs=None, advantages=None) for s in made.samples]
+    sft = LossTerm(name="sft", kind="ce", aggregation="token_mean")
+    terms = dataclasses.replace(simulation.GRPO, further=(sft,))
+    plain = simulation.settings("token_mean", per_token=True, terms=terms, terms_of_samples=frozenset({"rl", "sft"}))
     cells = simulation.scatter_samples(samples, layout, rng)
     for rule in (
         Rule("m2po", high=0.1),

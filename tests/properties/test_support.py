@@ -6,7 +6,7 @@ import pytest
 import simulation
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from simulation import Layout
-from support_cases import random_case, random_stream_case
+from support_cases import random_case, random_term_case
 
 OBJECTIVES = ("grpo", "gspo", "cispo", "dppo_kl", "reinforce", "topr", "gmpo")
 LAYOUTS = [
@@ -51,9 +51,9 @@ def test_the_fused_head_too(layout, full, evidence):
     evidence(cases=count, worst=worst(layout, count), tolerance=BOUND)
 
 
-def worst_of_streams(layout: Layout, count: int) -> float:
-    rng = random.Random(f"streams {layout}")
-    known = [random_stream_case(rng) for _ in range(count)]
+def worst_of_terms(layout: Layout, count: int) -> float:
+    rng = random.Random(f"loss terms {layout}")
+    known = [random_term_case(rng) for _ in range(count)]
     outcomes = simulation.run_steps([case.step(layout, rng) for case in known], layout)
     return max(max(case.errors(found).values()) for case, found in zip(known, outcomes, strict=True))
 
@@ -65,7 +65,7 @@ def worst_of_streams(layout: Layout, count: int) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_terms_read_the_support_at_any_token(layout, full, evidence):
     count = 100 if full else 10
-    evidence(cases=count, worst=worst_of_streams(layout, count), tolerance=BOUND)
+    evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
 
 
 @pytest.mark.proof(
@@ -75,4 +75,4 @@ def test_terms_read_the_support_at_any_token(layout, full, evidence):
 @pytest.mark.usefixtures("rank_zero", "through_the_fused_head")
 def test_terms_read_the_support_at_any_token_in_the_fused_head(layout, full, evidence):
     count = 100 if full else 10
-    evidence(cases=count, worst=worst_of_streams(layout, count), tolerance=BOUND)
+    evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)

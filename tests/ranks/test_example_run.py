@@ -75,8 +75,8 @@ def taught(folder, full):
         "2",
         "--bf16",
     ]
-    streams = ["--pg-stream", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
-    return launch(folder / "student", *begins, *streams, "--teacher", saved)
+    terms = ["--pg-term", "teacher:opd,on=rl,weight=0.5,aggregation=token_mean", "--lr-warmup-iters", "0"]
+    return launch(folder / "student", *begins, *terms, "--teacher", saved)
 
 
 @launches.launch
@@ -89,7 +89,7 @@ def of_sharp_tokens(folder, full):
 def mixed(folder, full):
     """Runs of the same rollouts, alone and with right answers beside them, which fill micro-batches of their own."""
     steps = ["--micro-batch-size", "16", "--train-iters", "2"]
-    beside = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-stream", "sft:ce,weight=0.1"]
+    beside = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-term", "sft:ce,weight=0.1"]
     launch(folder / "alone", *steps)
     launch(folder / "mixed", *steps, *beside)
     return folder
@@ -155,7 +155,7 @@ def test_supervised_samples_leave_the_objective_as_it_is_bit_for_bit(mixed):
     assert both["loss"] == pytest.approx(both["pg_loss"] + 0.1 * both["sft/loss"], rel=1e-6)
     assert both["grad_norm"] != alone["grad_norm"]
     written = read_rollouts(mixed / "mixed" / "rollouts.jsonl")
-    assert [sample.stream for sample in written[:160]] == (["rl"] * 64 + ["sft"] * 16) * 2
+    assert [sample.term for sample in written[:160]] == (["rl"] * 64 + ["sft"] * 16) * 2
 
 
 def test_what_a_cached_sampler_draws_has_the_probabilities_that_training_gives_it(programs):

@@ -82,7 +82,7 @@ def check_complete(record: Mapping, where: str, options: argparse.Namespace, unu
     Raises:
         InputError: a field is missing, or several columns have a name of it.
     """
-    is_of_policy = record.get("stream") in (None, POLICY)
+    is_of_policy = record.get("term") in (None, POLICY)
     wanted = list(REQUIRED if is_of_policy else REQUIRED_OF_ALL)
     if options.old_logprobs and (is_of_policy or record.get("old_logprobs") is not None):
         wanted = ["rollout_logprobs", *(name for name in wanted if name != "old_logprobs")]

@@ -44,7 +44,7 @@ class Comparison:
 
 
 class Tally(NamedTuple):
-    """One sample's tokens of one stream."""
+    """One sample's tokens of one term."""
 
     step: int
     rollout_id: Id
@@ -53,7 +53,7 @@ class Tally(NamedTuple):
 
 _LARGEST = 2.0**128 - 2.0**104  # float32
 Comparisons = Mapping[str, Comparison]  # by aggregation
-Tallies = dict[str, list[Tally]]  # by stream
+Tallies = dict[str, list[Tally]]  # by loss term
 Unit = dict[str, Any]  # a part of the file: its name, samples, trained tokens, and share of every aggregation's mass
 
 
@@ -79,14 +79,14 @@ def run(options: argparse.Namespace) -> int:
     rows, tallies = digest_rollouts(options.rollouts)
     if not rows:
         raise InputError(
-            f"{show_path(options.rollouts)}: no sample is of the objective's stream {POLICY}, only of "
+            f"{show_path(options.rollouts)}: no sample is of the objective's loss term {POLICY}, only of "
             f"{', '.join(sorted(tallies))}. Give a file with samples of the objective."
         )
     comparisons = compare(rows, options.divisor, show_path(options.rollouts))
     lengths, prompts = by_length(rows, comparisons), by_prompt(rows, comparisons)
     if options.output:
         _draw(options, lengths, prompts)
-    document = _document(options, rows, comparisons, lengths, prompts) | {"streams": by_stream(tallies)}
+    document = _document(options, rows, comparisons, lengths, prompts) | {"terms": by_term(tallies)}
     if options.json:
         show_json(document)
     else:
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
-    """The objective's samples of a rollout file, and tallies of each stream; one sample at a time is in memory.
+    """The objective's samples of a rollout file, and tallies of each loss term; one sample at a time is in memory.
 
     Raises:
         RolloutFileError: `read_rollouts` refuses the file; the message is the same.
@@ -106,10 +106,10 @@ def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
     rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
     with progress(f"reading {show_path(path)}", size) as update:
         for sample in iterate_rollouts(path, update=update):
-            for stream in (sample.stream, *sample.masks):
-                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(stream).sum()))
-                tallies.setdefault(stream, []).append(tally)
-            if sample.stream != POLICY:
+            for term in (sample.term, *sample.masks):
+                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(term).sum()))
+                tallies.setdefault(term, []).append(tally)
+            if sample.term != POLICY:
                 continue
             advantages = sample.advantages[sample.loss_mask]
             sums = float(advantages.sum()), float(advantages.abs().sum())
@@ -178,15 +178,15 @@ def _denominators(rows: Sequence[Row], mode: str, divisor: float | None, where: 
 # --- shares ---
 
 
-def by_stream(tallies: Tallies) -> list[dict[str, Any]]:
-    """Counts of each stream, the objective first; empty without further streams."""
+def by_term(tallies: Tallies) -> list[dict[str, Any]]:
+    """Counts of each loss term, the objective first; empty without further terms."""
     if len(tallies) < 2:
         return []
-    trained = {name: sum(tally.trained for tally in of_stream) for name, of_stream in tallies.items()}
+    trained = {name: sum(tally.trained for tally in of_term) for name, of_term in tallies.items()}
     total = sum(trained.values())
     return [
         {
-            "stream": name,
+            "term": name,
             "samples": len(tallies[name]),
             "rollouts": len({(tally.step, tally.rollout_id) for tally in tallies[name]}),
             "trained_tokens": trained[name],
@@ -280,8 +280,8 @@ def _show(document: Mapping) -> None:
     ]
     say(table(("aggregation", "loss", "aggregation ESS", "heaviest token", "effective prompts"), rows))
     say("  ESS: (Σw)²/(T·Σw²), 1 if all tokens have the same weight; heaviest token: T·max w/Σw")
-    if document["streams"]:
-        _show_streams(document["streams"])
+    if document["terms"]:
+        _show_terms(document["terms"])
     say("share of the gradient mass Σ w·|A| by response length")
     say(_share_table("tokens", document["by_length"]))
     if document["by_prompt"]:
@@ -289,12 +289,10 @@ def _show(document: Mapping) -> None:
         say(_share_table("prompt", document["by_prompt"]))
 
 
-def _show_streams(streams: Sequence[Mapping[str, Any]]) -> None:
-    rows = [
-        (*(str(value) for value in list(stream.values())[:-1]), _text(stream["share"], ".1%")) for stream in streams
-    ]
-    say("streams of the file; the aggregations above count only the objective's tokens")
-    say(table(("stream", "samples", "rollouts", "trained tokens", "share of all"), rows))
+def _show_terms(terms: Sequence[Mapping[str, Any]]) -> None:
+    rows = [(*(str(value) for value in list(term.values())[:-1]), _text(term["share"], ".1%")) for term in terms]
+    say("loss terms of the file; the aggregations above count only the objective's tokens")
+    say(table(("term", "samples", "rollouts", "trained tokens", "share of all"), rows))
     say(f"  a trainer that divides all of them by one token count scales the objective by its share, {rows[0][-1]}")
 
 

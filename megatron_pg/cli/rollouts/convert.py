@@ -214,7 +214,7 @@ def _sample(row: "Row") -> "Sample":
 
 
 def _clear_untrained(record: dict[str, Any]) -> None:
-    """Replace values that are not numbers by 0 at tokens that no stream trains; some dumps have NaN there."""
+    """Replace values that are not numbers by 0 at tokens that no loss term trains; some dumps have NaN there."""
     further = record.get("masks")
     masks = [record.get("loss_mask"), *(further.values() if isinstance(further, dict) else ())]
     if not all(FIELDS["loss_mask"].accepts(mask) and len(mask) == len(masks[0]) for mask in masks):

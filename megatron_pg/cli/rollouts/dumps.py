@@ -41,7 +41,7 @@ class Row:
     @property
     def is_of_policy(self) -> bool:
         """Whether its loss mask marks tokens of the objective."""
-        return self.record.get("stream") in (None, POLICY)
+        return self.record.get("term") in (None, POLICY)
 
 
 class Names:

@@ -95,7 +95,7 @@ def _samples(paths: Sequence[str]) -> Iterator[tuple["Sample", str]]:
         size = Path(path).stat().st_size if Path(path).is_file() else 0
         with progress(f"reading {show_path(path)}", size) as update:
             for sample in iterate_rollouts(path, update=update):
-                if sample.stream == POLICY:
+                if sample.term == POLICY:
                     yield sample, show_path(path)
 
 

@@ -81,7 +81,7 @@ def refused(args: argparse.Namespace, more: Mapping[str, str] = {}) -> Iterator[
         )
     if vars(args).get("use_opd") and args.opd_kl_coef and _distils(ours):
         yield (
-            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-stream …:opd into the loss, so it would count "
+            f"--opd-kl-coef {args.opd_kl_coef:g} puts the teacher into the advantages, and --pg-term …:opd into the loss, so it would count "
             "twice; give --opd-kl-coef 0"
         )
     has_head = ours.get("pg_fused_head") is not None or ours.get("fp32_lm_head")
@@ -96,8 +96,8 @@ def refused(args: argparse.Namespace, more: Mapping[str, str] = {}) -> Iterator[
 
 
 def _distils(ours: Mapping[str, Any]) -> bool:
-    """Whether a stream is of the kind `opd`."""
-    return any(str(text).partition(":")[2].partition(",")[0] == "opd" for text in ours.get("pg_stream") or ())
+    """Whether a loss term is of the kind `opd`."""
+    return any(str(text).partition(":")[2].partition(",")[0] == "opd" for text in ours.get("pg_term") or ())
 
 
 def _shown(value: object) -> str:

@@ -46,7 +46,7 @@ class Declaration:
     signatures: Mapping[str, Sequence[str]]  # parameters of the functions that it relies on, by `module:name`
     logs: Sequence[str]  # where releases of it have their logger, `module:function` of (args, metrics, step_key)
     carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields that its batches can have
-    names_streams: bool = False  # samples say which stream they are of
+    names_terms: bool = False  # samples say which loss term they are of
     hooks: Mapping[str, str] = field(default_factory=dict)  # further arguments that are paths: functions of our module
     refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about its own flags
 
@@ -61,7 +61,7 @@ class RolloutHost:
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
-        self.streams: frozenset[str] = frozenset()  # those with tokens of their own, likewise
+        self.terms: frozenset[str] = frozenset()  # those with tokens of their own, likewise
         self._log = ""  # where the host has its logger, likewise
 
     def checked(self, args: argparse.Namespace) -> Checked:
@@ -77,7 +77,7 @@ class RolloutHost:
             taken_over=rollout_flags.taken_over(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
             carried=self.declaration.carried,
-            names_streams=self.declaration.names_streams,
+            names_terms=self.declaration.names_terms,
         )
 
     def init(self, args: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ class RolloutHost:
 
         settings, rows = start(declared.name, found, contract=CONTRACT, says=is_writer())
         log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
-        self.streams = Facts(found.args).own_tokens
+        self.terms = Facts(found.args).own_tokens
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

@@ -42,9 +42,9 @@ class Rollout:
     rewards: Sequence[float] | None  # before normalisation
     samples_per_prompt: int  # neighbours in the sampling order
     sources: Sequence[str] | None = None  # what the host's user calls the origin of each
-    streams: Container[
+    terms: Container[
         str
-    ] = ()  # the origins that are streams with tokens of their own; all others are the objective's
+    ] = ()  # the origins that are loss terms with tokens of their own; all others are the objective's
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
     @property
@@ -96,7 +96,7 @@ class Rollout:
                 prompt_id=None if index is None else int(index) // self.samples_per_prompt,
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
-                stream=self._stream(i),
+                term=self._term(i),
                 support=self._support(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
@@ -105,9 +105,9 @@ class Rollout:
             )
         ]
 
-    def _stream(self, number: int) -> str:
+    def _term(self, number: int) -> str:
         source = POLICY if self.sources is None else self.sources[number]
-        return source if source in self.streams else POLICY
+        return source if source in self.terms else POLICY
 
     def _support(self, number: int) -> dict[str, Any] | None:
         """What its engine kept under top-p, where it says."""

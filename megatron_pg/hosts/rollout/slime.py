@@ -14,7 +14,7 @@ HOST = RolloutHost(
         version="slime 624b824a",
         logs=("slime.utils.logging_utils:log", "slime.observability.logging_utils:log"),
         carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "support"),
-        names_streams=True,
+        names_terms=True,
         hooks={_DATA: "plan"},
         signatures={
             "slime.backends.megatron_utils.loss:loss_function": [
@@ -56,6 +56,6 @@ def plan(args: argparse.Namespace, rollout_id: int, rollout_data: Mapping[str, A
         rewards=rollout_data.get("local_raw_reward"),
         samples_per_prompt=args.n_samples_per_prompt,
         sources=rollout_data.get("source_names"),
-        streams=HOST.streams,
+        terms=HOST.terms,
     )
     HOST.trainer.plan(rollout)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.batch.fields import StreamFields, TokenFields
+from megatron_pg.batch.fields import TermFields, TokenFields
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.reference import reference_loss
 from megatron_pg.kernels.triton import single_pass
@@ -79,16 +79,16 @@ def _flaw(
 
 
 def _names(entropy: bool) -> tuple[str, ...]:
-    names = "token_losses", "logprobs", "log_ratios", "stream_losses"
+    names = "token_losses", "logprobs", "log_ratios", "term_losses"
     return (*names, "entropy") if entropy else names
 
 
 def _size(loss: PolicyLoss, found: PolicyGradientLoss) -> Tensor:
     """Sum of the absolute values of all that the loss sums, however much of it cancels."""
     size = (loss.fields.corrected_weights * found.token_losses).abs().sum()
-    losses = () if found.stream_losses is None else found.stream_losses
-    for stream, values in zip(loss.terms.streams, losses, strict=True):
-        size += stream.weight * (loss.fields.of_stream(stream.name).weights * values).abs().sum()
+    losses = () if found.term_losses is None else found.term_losses
+    for term, values in zip(loss.terms.further, losses, strict=True):
+        size += term.weight * (loss.fields.of_term(term.name).weights * values).abs().sum()
     return size
 
 
@@ -117,5 +117,5 @@ def _drawn(logits: Tensor, policy_loss: PolicyLoss, vocabulary: Vocabulary) -> t
 def _known(fields: TokenFields, policy_loss: PolicyLoss, logprobs: Tensor, drawn: Any) -> TokenFields:
     """With log-probabilities near those of the model, of all that the terms read."""
     near = {name: logprobs + 0.2 * drawn(_ROWS) for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
-    streams = {each.name: StreamFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.streams}
-    return replace(fields, **near, streams=streams)
+    terms = {each.name: TermFields(weights=drawn(_ROWS).abs()) for each in policy_loss.terms.further}
+    return replace(fields, **near, terms=terms)

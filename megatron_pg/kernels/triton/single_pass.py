@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton.single_pass_kernel import Tiling, single_pass_kernel
-from megatron_pg.kernels.triton.terms import coefficients_of, numbers_of, stream_losses, term_constants, term_fields
+from megatron_pg.kernels.triton.terms import coefficients_of, field_pointers, numbers_of, term_constants, term_losses
 from megatron_pg.kernels.triton.tiles import FUSED
 from megatron_pg.kernels.vocabulary import Vocabulary
 
@@ -133,7 +133,7 @@ def launch(
         logits,
         gradient,
         policy_loss.fields.targets.contiguous(),
-        term_fields(policy_loss),
+        field_pointers(policy_loss),
         out,
         len(logits),
         valid,
@@ -153,6 +153,6 @@ def launch(
     if valid < gradient.shape[1]:
         gradient[:, valid:] = 0
     token_losses, weighted, logprobs, log_ratios, entropies, *kl = out.unbind()
-    streams = stream_losses(policy_loss, kl[0] if has_kl else None, entropies)
-    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, streams)
+    terms = term_losses(policy_loss, kl[0] if has_kl else None, entropies)
+    found = PolicyGradientLoss(weighted.sum(), token_losses, logprobs, log_ratios, entropies, terms)
     return found, compiled.n_spills

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from megatron_pg.kernels.triton.terms import load_term_values, loss_terms
+from megatron_pg.kernels.triton.terms import load_values, loss_terms
 from megatron_pg.kernels.triton.tiles import (
     FLOOR,
     LN2,
@@ -197,14 +197,14 @@ def _load_token(row, live, logits, targets, fields, columns, logits_stride, KL: 
     column = gl.where(exists, target, 0)
     at = logits + row * logits_stride + column
     logit = gl.where(exists, gl.load(at, mask=live, other=0.0).to(gl.float32), float("nan"))
-    return column, logit, load_term_values(fields, row, live, KL, BONUS)
+    return column, logit, load_values(fields, row, live, KL, BONUS)
 
 
 @gluon.jit
 def _row_loss(
     statistics,
     target_logit,
-    term_values,
+    values_of_row,
     c,
     numbers,
     coefficients,
@@ -221,8 +221,8 @@ def _row_loss(
     m, s, t = statistics
     peak, total, shifted = gl.reduce((m, s, t), 0, merge)  # the threads of the row meet here, once
     logprob, entropy = logprob_and_entropy(peak, total, shifted, target_logit, c)
-    policy, slope = TOKEN_KERNEL(logprob, term_values.old_logprob, term_values.advantage, numbers)
-    loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, term_values, coefficients, KL, BONUS)
+    policy, slope = TOKEN_KERNEL(logprob, values_of_row.old_logprob, values_of_row.advantage, numbers)
+    loss, slope, bend, kl = loss_terms(policy, slope, logprob, entropy, values_of_row, coefficients, KL, BONUS)
     slope *= -grad_scale
     bend *= -grad_scale
     if BONUS:  # -bend p (log p + H), log p = ln2 (x - log2 total)
@@ -231,7 +231,7 @@ def _row_loss(
     else:
         factor = slope / total
     key = zero & total.to(gl.int32, bitcast=True)  # 0, which the compiler cannot know
-    return (policy, loss, logprob, logprob - term_values.old_logprob, entropy, kl), slope, peak, factor, bend, key
+    return (policy, loss, logprob, logprob - values_of_row.old_logprob, entropy, kl), slope, peak, factor, bend, key
 
 
 @gluon.jit
@@ -271,7 +271,7 @@ def single_pass_kernel(
 ):
     """Each program takes every `num_programs`-th row. Widths and offsets are in words of 32 bits, those of gradients in columns.
 
-    `fields` are `TermFields`, `coefficients` lambda and eta of `terms`, `ROW` is a `Tiling`.
+    `fields` are `FieldPointers`, `coefficients` lambda and eta of `terms`, `ROW` is a `Tiling`.
     """
     THREADS: gl.constexpr = ROW.threads
     GROUPS: gl.constexpr = ROW.groups
@@ -341,7 +341,7 @@ def single_pass_kernel(
         # 1. The loss of the row, from the statistics of all its words. A row that is not live has loss and gradient 0.
         if not AHEAD:
             token = _load_token(row, live, logits, targets, fields, columns, logits_stride, KL, BONUS)
-        target, target_logit, term_values = token
+        target, target_logit, values_of_row = token
         slope = 0.0
         bend = 0.0
         peak = 0.0
@@ -357,7 +357,7 @@ def single_pass_kernel(
             found, slope, peak, factor, bend, key = _row_loss(
                 statistics,
                 target_logit,
-                term_values,
+                values_of_row,
                 c,
                 numbers,
                 coefficients,

@@ -12,8 +12,9 @@ from typing_extensions import override
 from megatron_pg.kernels.readers import Slopes, filled
 from megatron_pg.kernels.support import Restriction, SupportRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
-from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, LOWEST, accumulate, merge
-from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale
+from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, accumulate, merge
+from megatron_pg.kernels.triton.topk import put_kernel
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale, row_factors, slope_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 BLOCK = 256  # ids at a time
@@ -93,9 +94,8 @@ class TritonSupportReader(TritonReader[SupportRowStatistics]):
         else:
             is_read, of_rows = mask & is_whole, rows.of_support
         vocab_parallel.write_gradient(z, out, targets, is_read, of_rows, (by_logprob, by_entropy), vocabulary)
-        support_put_kernel[(len(z),)](
-            out, mask, *_sets(restriction), values, *columns, out.stride(0), BLOCK=BLOCK, num_warps=WARPS, **FUSED
-        )
+        where = *columns, out.stride(0), 0, 1
+        put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, BLOCK=BLOCK, num_warps=WARPS, **FUSED)
 
 
 def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
@@ -141,9 +141,8 @@ def support_statistics_kernel(
 @triton.jit
 def _slope(z, c, peak, total, entropy, a, e):
     """q (-a - e (log q + H)) of logits z."""
-    x = tl.fma(z, c, -peak)
-    constant = -(a + e * (entropy - LN2 * tl.log2(total))) / total
-    return tl.exp2(x) * tl.fma(tl.maximum(x, LOWEST), -e * LN2 / total, constant)
+    constant, bend = row_factors(a, e, entropy, total)
+    return slope_of(tl.fma(z, c, -peak), constant, bend, True)
 
 
 @triton.jit
@@ -201,18 +200,3 @@ def support_gradient_kernel(
                 slope = _slope(z, c, peak, total, support_entropy, a, e)
             slope = tl.where(token == target, slope + a, slope)
             tl.store(values + start + k + lanes, slope, owned)
-
-
-@triton.jit
-def support_put_kernel(gradients, mask, starts, counts, ids, values, valid, first, stride, BLOCK: tl.constexpr):
-    """One row per program: values [n] into the columns of the ids that are here."""
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + row)
-    if (tl.load(mask + row) != 0) & (count > 0):
-        start = tl.load(starts + row)
-        lanes = tl.arange(0, BLOCK)
-        for k in range(0, count, BLOCK):
-            column = tl.load(ids + start + k + lanes, lanes < count - k, -1) - first
-            owned = (column >= 0) & (column < valid)
-            value = tl.load(values + start + k + lanes, owned, 0.0)
-            tl.store(gradients + row * stride + column, value.to(gradients.dtype.element_ty), owned)

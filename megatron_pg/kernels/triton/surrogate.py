@@ -23,14 +23,14 @@ from megatron_pg.kernels.triton.segments import (
     sequence_fields,
 )
 from megatron_pg.kernels.triton.terms import (
-    TermValues,
+    FieldValues,
     coefficients_of,
-    load_term_values,
+    field_pointers,
+    load_values,
     loss_terms,
     numbers_of,
-    stream_losses,
     term_constants,
-    term_fields,
+    term_losses,
 )
 from megatron_pg.kernels.triton.tiles import FUSED
 
@@ -85,11 +85,11 @@ def loss_and_slopes(
 ) -> tuple[PolicyGradientLoss, Tensor, Tensor | None]:
     """The loss and its derivatives by log π and by H, [T] each; None: no term reads the entropy."""
     found = _evaluate(policy_loss, logprobs, entropy)
-    streams = stream_losses(policy_loss, found.kl, entropy)
+    terms = term_losses(policy_loss, found.kl, entropy)
     kept = None if found.kept is None else found.kept != 0
     of_sequences = found.sequence_log_ratios, found.sequence_advantages
     loss = PolicyGradientLoss(
-        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, streams, kept, *of_sequences
+        found.losses.sum(), found.policy, logprobs, found.log_ratios, entropy, terms, kept, *of_sequences
     )
     return loss, found.slope, found.bend
 
@@ -109,7 +109,7 @@ def _evaluate(policy_loss: PolicyLoss, logprobs: Tensor, entropy: Tensor) -> _Pe
         surrogate_kernel[(triton.cdiv(len(logprobs), BLOCK),)](
             logprobs,
             entropy,
-            term_fields(policy_loss),
+            field_pointers(policy_loss),
             sequences.pointers,
             out,
             len(logprobs),
@@ -156,12 +156,12 @@ def surrogate_kernel(
 ):
     """Results [9, rows] in the order of `_PerToken`, with slope_scale times the derivatives.
 
-    `fields` are `TermFields`, `sequences` `SequencePointers`, `coefficients` lambda and eta of `terms`.
+    `fields` are `FieldPointers`, `sequences` `SequencePointers`, `coefficients` lambda and eta of `terms`.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
     live = here & (tl.load(fields.mask + row, here, 0) != 0)
-    values = load_term_values(fields, row, live, KL, BONUS)
+    values = load_values(fields, row, live, KL, BONUS)
     logprob = tl.load(logprobs + row, live, 0.0)
     entropy = tl.load(entropies + row, live, 0.0) if BONUS else 0.0
     if SEQUENCES:
@@ -185,7 +185,7 @@ def surrogate_kernel(
             tl.store(results + 8 * rows + row, kept.to(tl.float32), here)
         if ONE_WEIGHT:
             weight = tl.where(live, _average(sequences, slot, known, count, num_sequences, WEIGHT), 0.0)
-            values = TermValues(
+            values = FieldValues(
                 values.old_logprob,
                 values.advantage,
                 weight,

@@ -13,19 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import PolicyLoss
 from megatron_pg.kernels.triton import rows
 from megatron_pg.objectives.interface.row import MOST_NUMBERS
 
 
-def _streams(policy_loss: PolicyLoss) -> tuple[Stream | None, Stream | None]:
+def _terms(policy_loss: PolicyLoss) -> tuple[LossTerm | None, LossTerm | None]:
     """The divergence and the entropy term, each None where there is none."""
-    kl = next((each for each in policy_loss.terms.streams if each.kind != "entropy"), None)
-    return kl, next((each for each in policy_loss.terms.streams if each.kind == "entropy"), None)
+    kl = next((each for each in policy_loss.terms.further if each.kind != "entropy"), None)
+    return kl, next((each for each in policy_loss.terms.further if each.kind == "entropy"), None)
 
 
-class TermFields(NamedTuple):
+class FieldPointers(NamedTuple):
     """What the terms read per token: [T] tensors, in a kernel pointers. Contiguous, because kernels take no strides.
 
     A field that no term reads is the mask.
@@ -40,7 +40,7 @@ class TermFields(NamedTuple):
     bonus_weights: Any  # v
 
 
-class TermValues(NamedTuple):
+class FieldValues(NamedTuple):
     """In a kernel, the fields of one token or a block of tokens: float32, 0 where nothing is trained or no term reads it."""
 
     old_logprob: Any
@@ -51,18 +51,18 @@ class TermValues(NamedTuple):
     bonus_weight: Any
 
 
-def term_fields(policy_loss: PolicyLoss) -> TermFields:
+def field_pointers(policy_loss: PolicyLoss) -> FieldPointers:
     """The fields of a micro-batch."""
-    fields, (kl, bonus) = policy_loss.fields, _streams(policy_loss)
+    fields, (kl, bonus) = policy_loss.fields, _terms(policy_loss)
     read: list[Any] = [fields.old_logprobs, fields.advantages, fields.corrected_weights, fields.mask]
     read.append(fields.mask if kl is None else getattr(fields, str(KINDS[kl.kind].against)))
-    read += [fields.mask if each is None else fields.of_stream(each.name).weights for each in (kl, bonus)]
-    return TermFields(*(values.contiguous() for values in read))
+    read += [fields.mask if each is None else fields.of_term(each.name).weights for each in (kl, bonus)]
+    return FieldPointers(*(values.contiguous() for values in read))
 
 
 def coefficients_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
     """lambda and eta, 0 for a term that the loss does not have."""
-    return tuple(0.0 if stream is None else stream.weight for stream in _streams(policy_loss))
+    return tuple(0.0 if term is None else term.weight for term in _terms(policy_loss))
 
 
 def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
@@ -73,20 +73,20 @@ def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
 
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
     """What a kernel is compiled for: the Triton functions of the objective and the estimator, and whether H is in the loss."""
-    row, (kl, bonus) = policy_loss.row, _streams(policy_loss)
+    row, (kl, bonus) = policy_loss.row, _terms(policy_loss)
     estimator = None if kl is None else getattr(rows, KL_ESTIMATORS[kl.estimator].function)
     return {"TOKEN_KERNEL": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
 
 
-def stream_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:
-    """[n, T] of the n streams in their order, from [T] each; None: n = 0."""
-    losses: list[Any] = [-entropy if stream.kind == "entropy" else kl for stream in policy_loss.terms.streams]
+def term_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:
+    """[n, T] of the n loss terms in their order, from [T] each; None: n = 0."""
+    losses: list[Any] = [-entropy if term.kind == "entropy" else kl for term in policy_loss.terms.further]
     return torch.stack(losses) if losses else None
 
 
 @triton.jit
-def load_term_values(fields, token, live, KL: tl.constexpr, BONUS: tl.constexpr):
-    """`TermValues` of the tokens at the indices `token`, a scalar or a block; 0 where they are not live."""
+def load_values(fields, token, live, KL: tl.constexpr, BONUS: tl.constexpr):
+    """`FieldValues` of the tokens at the indices `token`, a scalar or a block; 0 where they are not live."""
     old_logprob = tl.load(fields.old_logprobs + token, live, 0.0).to(tl.float32)
     weight = tl.load(fields.weights + token, live, 0.0).to(tl.float32)
     advantage = tl.load(fields.advantages + token, live, 0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def load_term_values(fields, token, live, KL: tl.constexpr, BONUS: tl.constexpr)
         kl_weight = tl.load(fields.kl_weights + token, live, 0.0).to(tl.float32)
     if BONUS:
         bonus_weight = tl.load(fields.bonus_weights + token, live, 0.0).to(tl.float32)
-    return TermValues(old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight)
+    return FieldValues(old_logprob, advantage, weight, other_logprob, kl_weight, bonus_weight)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from megatron_pg.kernels.topk import TopKReader, TopKRowStatistics
 from megatron_pg.kernels.triton import topk_rows, vocab_parallel
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LOWEST
 from megatron_pg.kernels.triton.topk_rows import block_of
-from megatron_pg.kernels.triton.vocab_parallel import WRITE, TritonReader, log2_scale
+from megatron_pg.kernels.triton.vocab_parallel import TritonReader, log2_scale
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
@@ -56,23 +56,8 @@ class TritonTopKReader(TritonReader[TopKRowStatistics]):
         """The ids may be hidden in the logits or not."""
         (targets, mask), ids, vocabulary = self._where(chunk), self._ids[chunk], self._vocabulary
         factors, named = topk_rows.coefficients(targets, mask, ids, rows, filled(slopes, rows), vocabulary)
-        blocks = WRITE.blocks(z, z.shape[1])
-        tail_gradient_kernel[(len(z) * blocks,)](
-            z,
-            out,
-            targets,
-            mask,
-            rows.tail_peaks,
-            factors,
-            z.shape[1],
-            vocabulary.valid,
-            vocabulary.first,
-            blocks,
-            z.stride(0),
-            out.stride(0),
-            log2_scale(vocabulary),
-            **WRITE.options(z),
-        )
+        of_rows = None, None, None, None, None, factors
+        vocab_parallel.launch_gradient(z, out, targets, mask, rows.tail_peaks, of_rows, vocabulary)
         put(out, ids, mask, named, vocabulary)
 
 
@@ -98,19 +83,8 @@ def take_and_hide(logits: Tensor, targets: Tensor, mask: Tensor, ids: Tensor, vo
 
 def put(table: Tensor, ids: Tensor, mask: Tensor, values: Tensor, vocabulary: Vocabulary) -> None:
     """Writes values [T, K] into the columns of the ids that are here, in the rows that are not masked."""
-    put_kernel[(len(ids),)](
-        table,
-        ids,
-        mask,
-        values,
-        ids.shape[1],
-        vocabulary.valid,
-        vocabulary.first,
-        table.stride(0),
-        *values.stride(),
-        **block_of(ids),
-        **FUSED,
-    )
+    where = vocabulary.valid, vocabulary.first, table.stride(0), *values.stride()
+    put_kernel[(len(ids),)](table, mask, None, None, ids, values, ids.shape[1], *where, **block_of(ids), **FUSED)
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -140,63 +114,26 @@ def take_and_hide_kernel(logits, targets, mask, ids, found, K, valid, first, str
 
 
 @triton.jit(do_not_specialize=["K"])
-def put_kernel(table, ids, mask, values, K, valid, first, stride, row_stride, id_stride, BLOCK: tl.constexpr):
-    """One row per program: values [rows, K] into the columns of the ids that are here."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    column = tl.load(ids + row * K + k, k < K, -1) - first
-    owned = (column >= 0) & (column < valid) & (tl.load(mask + row) != 0)
-    value = tl.load(values + row * row_stride + k * id_stride, owned, 0.0)
-    tl.store(table + row * stride + column, value.to(table.dtype.element_ty), owned)
-
-
-@triton.jit
-def tail_gradient_kernel(
-    logits,
-    gradients,
-    targets,
-    mask,
-    peaks,
-    factors,
-    columns,
-    valid,
-    first,
-    blocks,
-    logits_stride,
-    gradients_stride,
-    c,
-    THREADS: tl.constexpr,
-    WORDS: tl.constexpr,
-    UNROLL: tl.constexpr,
+def put_kernel(
+    table, mask, starts, counts, ids, values, K, valid, first, stride, row_stride, id_stride, BLOCK: tl.constexpr
 ):
-    """One block of one row: 2^x (factors[0] + factors[1] x), x = z c - peak, and factors[2] more at the target."""
-    TILE: tl.constexpr = THREADS * WORDS
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
-    offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    g_row = gradients + row * gradients_stride + offsets
-    dtype: tl.constexpr = gradients.dtype.element_ty
-    if tl.load(mask + row) != 0:
-        target = tl.load(targets + row) - first
-        peak = tl.load(peaks + row)
-        outside = tl.load(factors + row * 3)
-        by_x = tl.load(factors + row * 3 + 1)
-        at_target = tl.load(factors + row * 3 + 2)
-        z_row = logits + row * logits_stride + offsets
-        tiles = ()
-        for k in tl.static_range(UNROLL):
-            at = start + k * TILE
-            tile = tl.load(z_row + at, mask=offsets < valid - at, other=float("-inf"))
-            tiles = tiles + (tile,)
-        for k in tl.static_range(UNROLL):
-            at = start + k * TILE
-            x = tl.fma(tiles[k].to(tl.float32), c, -peak)
-            gradient = tl.exp2(x) * tl.fma(tl.maximum(x, LOWEST), by_x, outside)
-            gradient = tl.where(offsets + at == target, gradient + at_target, gradient)
-            gradient = tl.where(offsets + at < valid, gradient, 0.0)
-            tl.store(g_row + at, gradient.to(dtype), mask=offsets < columns - at)
+    """One row per program: values into the columns of the ids that are here.
+
+    Ids and values are [rows, K], or without K concatenated: row t has `counts[t]` of them from `starts[t]` on.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if starts is None:
+        start = row * K
+        from_row = values + row * row_stride
+        count = K
     else:
-        zeros = tl.zeros((THREADS, WORDS), dtype)
-        for k in tl.static_range(UNROLL):
-            at = start + k * TILE
-            tl.store(g_row + at, zeros, mask=offsets < columns - at)
+        start = tl.load(starts + row)
+        from_row = values + start
+        count = tl.load(counts + row)
+    if tl.load(mask + row) != 0:
+        for begin in range(0, count, BLOCK):
+            k = begin + tl.arange(0, BLOCK)
+            column = tl.load(ids + start + k, k < count, -1) - first
+            owned = (column >= 0) & (column < valid)
+            value = tl.load(from_row + k * id_stride, owned, 0.0)
+            tl.store(table + row * stride + column, value.to(table.dtype.element_ty), owned)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.triton import divergences
 from megatron_pg.kernels.triton.surrogate import surrogate_loss
@@ -18,10 +18,10 @@ from megatron_pg.kernels.triton.topk_rows import block_of
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 
-def constants_of(stream: Stream) -> dict[str, Any]:
+def constants_of(term: LossTerm) -> dict[str, Any]:
     """What a kernel is compiled for."""
-    form = getattr(divergences, KINDS[stream.kind].function)
-    return {"FORM": form, "NUMBERS": divergences.numbers_of(stream.mixture), "TAIL_FLOOR": stream.tail_floor}
+    form = getattr(divergences, KINDS[term.kind].function)
+    return {"FORM": form, "NUMBERS": divergences.numbers_of(term.mixture), "TAIL_FLOOR": term.tail_floor}
 
 
 def topk_loss(
@@ -32,23 +32,23 @@ def topk_loss(
     rest = policy_loss.without_topk
     found = surrogate_loss(rest, logprobs, entropy) if rest.row else rest(logprobs, entropy)
     added, values, mass = _Divergences.apply(head, tail, ids, policy_loss, vocabulary)
-    own, others = iter(values), iter(() if found.stream_losses is None else found.stream_losses)
-    losses = [next(own if stream.reads_topk else others) for stream in policy_loss.terms.streams]
-    return replace(found, loss=found.loss + added, stream_losses=torch.stack(losses), student_mass=mass)
+    own, others = iter(values), iter(() if found.term_losses is None else found.term_losses)
+    losses = [next(own if term.reads_topk else others) for term in policy_loss.terms.further]
+    return replace(found, loss=found.loss + added, term_losses=torch.stack(losses), student_mass=mass)
 
 
 class _Divergences(torch.autograd.Function):
-    """Of all streams over the teacher's likeliest tokens: the weighted sum, their losses [n, T], and the student's mass [T]."""
+    """Of all loss terms over the teacher's likeliest tokens: the weighted sum, their losses [n, T], and the student's mass [T]."""
 
     @staticmethod
     def forward(ctx, head, tail, ids, policy_loss, vocabulary):
-        streams = [stream for stream in policy_loss.terms.streams if stream.reads_topk]
-        results = torch.empty(2 * len(streams) + 1, len(ids), dtype=torch.float32, device=ids.device)
-        weighted, values, mass = results.split([len(streams), len(streams), 1])
+        terms = [term for term in policy_loss.terms.further if term.reads_topk]
+        results = torch.empty(2 * len(terms) + 1, len(ids), dtype=torch.float32, device=ids.device)
+        weighted, values, mass = results.split([len(terms), len(terms), 1])
         teacher = policy_loss.fields.teacher_topk
         by_head, by_tail = torch.empty_like(head), torch.empty_like(tail)
-        for number, stream in enumerate(streams):
-            own = policy_loss.fields.of_stream(stream.name)
+        for number, term in enumerate(terms):
+            own = policy_loss.fields.of_term(term.name)
             read = head, tail, ids, teacher.logprobs, teacher.tails, own.mask, own.weights
             divergence_kernel[(len(ids),)](
                 *(each.contiguous() for each in read),
@@ -59,9 +59,9 @@ class _Divergences(torch.autograd.Function):
                 by_tail,
                 ids.shape[1],
                 vocabulary.size,
-                stream.weight,
+                term.weight,
                 1.0 / policy_loss.terms.grad_divisor,
-                **constants_of(stream),
+                **constants_of(term),
                 FIRST=number == 0,
                 **block_of(ids),
                 **FUSED,

@@ -177,6 +177,21 @@ def write_gradient(
     `slopes`: [T] each, by log-probability and by entropy; None: the entropy is in no loss. `grad_loss`: [] their factor; None: 1.
     """
     by_logprob, by_entropy = slopes
+    by_entropy = None if by_entropy is None else by_entropy.contiguous()
+    of_rows = rows.totals, rows.entropy, by_logprob.contiguous(), by_entropy, grad_loss, None
+    launch_gradient(logits, gradient, targets, mask, rows.peaks, of_rows, vocabulary)
+
+
+def launch_gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    peaks: Tensor,
+    of_rows: tuple[Tensor | None, ...],
+    vocabulary: Vocabulary,
+) -> None:
+    """Launches `gradient_kernel`; `of_rows`: its arguments from `totals` to `factors`."""
     shifted = _is_shifted(logits, gradient)
     lead = words_of(logits) - 1 if shifted else 0  # before a row, at most
     blocks = WRITE.blocks(logits, lead + logits.shape[1])
@@ -185,12 +200,8 @@ def write_gradient(
         gradient,
         targets,
         mask,
-        rows.entropy,
-        rows.peaks,
-        rows.totals,
-        by_logprob.contiguous(),
-        by_logprob if by_entropy is None else by_entropy.contiguous(),
-        by_logprob if grad_loss is None else grad_loss,
+        peaks,
+        *of_rows,
         len(logits),
         logits.shape[1],
         vocabulary.valid,
@@ -202,8 +213,6 @@ def write_gradient(
         log2_scale(vocabulary),
         **WRITE.options(logits),
         SHIFTED=shifted,
-        BENDS=by_entropy is not None,
-        SCALED=grad_loss is not None,
     )
 
 
@@ -320,13 +329,25 @@ def combine_kernel(shares, targets, mask, results, ranks, rows, vocab_size, c, B
 
 
 @triton.jit
-def _tile_gradient(tile, column, target, c, peak, bend, constant, a, BENDS: tl.constexpr):
-    """2^s (constant + bend s) of logits, s = z c - peak, and a more at the target."""
-    shifted = tl.fma(tile.to(tl.float32), c, -peak)
+def row_factors(a, e, entropy, total):
+    """Constant and bend of q (-a - e (log q + H)) as 2^x (constant + bend x), with x = z c - m."""
+    return -(a + e * (entropy - LN2 * tl.log2(total))) / total, -e * LN2 / total
+
+
+@triton.jit
+def slope_of(x, constant, bend, BENDS: tl.constexpr):
+    """2^x (constant + bend x)."""
     factor = constant
     if BENDS:
-        factor = tl.fma(tl.maximum(shifted, LOWEST), bend, constant)
-    gradient = tl.exp2(shifted) * factor
+        factor = tl.fma(tl.maximum(x, LOWEST), bend, constant)
+    return tl.exp2(x) * factor
+
+
+@triton.jit
+def _tile_gradient(tile, column, target, c, factors, BENDS: tl.constexpr):
+    """`slope_of` the logits, and a more at the target."""
+    peak, constant, bend, a = factors
+    gradient = slope_of(tl.fma(tile.to(tl.float32), c, -peak), constant, bend, BENDS)
     return tl.where(column == target, gradient + a, gradient)
 
 
@@ -336,12 +357,13 @@ def gradient_kernel(
     gradients,
     targets,
     mask,
-    entropies,
     peaks,
     totals,
-    grad_logprobs,
-    grad_entropies,
+    entropies,
+    by_logprobs,
+    by_entropies,
     grad_loss,
+    factors,
     rows,
     columns,
     valid,
@@ -355,29 +377,33 @@ def gradient_kernel(
     WORDS: tl.constexpr,
     UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr,
-    BENDS: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
-    """One block of one row: c ln2 * (a (delta_j - p_j) - e p_j (log p_j + H)), with a, e the upstream gradients.
+    """One block of one row: 2^x (constant + bend x) with x = z c - peak, and a more at the target.
 
-    The last row comes first: what `statistics_kernel` read last is still in the L2 cache.
+    Constant, bend and a are factors [rows, 3]. Without them the gradient is c ln2 (a (delta_j - p_j) - e p_j (log p_j + H)), with
+    a, e = by_logprobs, by_entropies times grad_loss. The last row comes first: `statistics_kernel` read it last, so it may
+    still be in the L2 cache.
     """
     TILE: tl.constexpr = THREADS * WORDS
+    BENDS: tl.constexpr = factors is not None or by_entropies is not None
     row = (rows - 1 - tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * (TILE * UNROLL)
     offsets = tl.arange(0, THREADS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     target = tl.load(targets + row)
-    total = tl.load(totals + row)
-    exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+    is_read = tl.load(mask + row) != 0
+    if factors is None:
+        total = tl.load(totals + row)
+        exists = (target >= 0) & (target < vocab_size) & (total > 0) & (total < float("inf"))
+        scale = c * LN2
+        if grad_loss is not None:
+            scale *= tl.load(grad_loss)
+        # an objective that compares and clips has slope 0 where the log-probability is NaN
+        a = tl.where(exists, tl.load(by_logprobs + row), float("nan")) * scale
+        e = 0.0
+        if by_entropies is not None:
+            e = tl.load(by_entropies + row) * scale
+        is_read = is_read & ((a != 0) | (e != 0))
     target -= first
-    scale = c * LN2
-    if SCALED:
-        scale *= tl.load(grad_loss)
-    # an objective that compares and clips has slope 0 where the log-probability is NaN
-    a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * scale
-    e = 0.0
-    if BENDS:
-        e = tl.load(grad_entropies + row) * scale
     z_start, lead = _row_start(row, logits_stride, WORDS, SHIFTED)
     g_start, _ = _row_start(row, gradients_stride, WORDS, SHIFTED)
     z_row = logits + z_start + start + offsets
@@ -385,16 +411,19 @@ def gradient_kernel(
     column = offsets + (start - lead)  # of the first tile
     inside = (start >= lead) & (start + TILE * UNROLL <= lead + valid)  # then no mask, which no vector may share
     dtype: tl.constexpr = gradients.dtype.element_ty
-    if (tl.load(mask + row) != 0) & ((a != 0) | (e != 0)):
-        peak = tl.load(peaks + row)
-        constant = -(a + e * (tl.load(entropies + row) - LN2 * tl.log2(total))) / total
-        bend = -e * LN2 / total
+    if is_read:
+        if factors is None:
+            constant, bend = row_factors(a, e, tl.load(entropies + row), total)
+        else:
+            constant, bend = tl.load(factors + row * 3), tl.load(factors + row * 3 + 1)
+            a = tl.load(factors + row * 3 + 2)
+        of_row = (tl.load(peaks + row), constant, bend, a)
         if inside:
             tiles = ()
             for k in tl.static_range(UNROLL):
                 tiles = tiles + (tl.load(z_row + k * TILE),)
             for k in tl.static_range(UNROLL):
-                out = _tile_gradient(tiles[k], column + k * TILE, target, c, peak, bend, constant, a, BENDS)
+                out = _tile_gradient(tiles[k], column + k * TILE, target, c, of_row, BENDS)
                 tl.store(g_row + k * TILE, out.to(dtype))
         else:
             TOGETHER: tl.constexpr = 1 if SHIFTED else UNROLL  # where loads are scalar, more would take the registers
@@ -402,14 +431,12 @@ def gradient_kernel(
                 masked = ()
                 for k in tl.static_range(first_tile, first_tile + TOGETHER):
                     here = (column + k * TILE >= 0) & (column + k * TILE < valid)
-                    tile = tl.load(z_row + k * TILE, mask=here, other=float("-inf"))
-                    masked = masked + (tile,)
+                    masked = masked + (tl.load(z_row + k * TILE, mask=here, other=float("-inf")),)
                 for k in tl.static_range(first_tile, first_tile + TOGETHER):
                     at = column + k * TILE
-                    out = _tile_gradient(masked[k - first_tile], at, target, c, peak, bend, constant, a, BENDS)
+                    out = _tile_gradient(masked[k - first_tile], at, target, c, of_row, BENDS)
                     out = tl.where((at >= 0) & (at < valid), out, 0.0)
-                    known = (at >= 0) & (at < columns)
-                    tl.store(g_row + k * TILE, out.to(dtype), mask=known)
+                    tl.store(g_row + k * TILE, out.to(dtype), mask=(at >= 0) & (at < columns))
     else:
         zeros = tl.zeros((THREADS, WORDS), dtype)
         for k in tl.static_range(UNROLL):

@@ -13,16 +13,16 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from megatron_pg.objectives.terms.streams import StreamTokens
+from megatron_pg.objectives.terms.losses import TermTokens
 
 Form = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]  # log Q, log P, how it mixes; [T, C] each
 
 
-def over_categories(form: Form) -> Callable[[StreamTokens], Tensor]:
-    """The divergence of a form: from `StreamTokens` to [T]."""
+def over_categories(form: Form) -> Callable[[TermTokens], Tensor]:
+    """The divergence of a form: from `TermTokens` to [T]."""
 
     @wraps(form)
-    def divergence(tokens: StreamTokens) -> Tensor:
+    def divergence(tokens: TermTokens) -> Tensor:
         known = tokens.categories
         return _Divergence.apply(known.log_q, known.log_p, known.exist, form, tokens.mixture).to(tokens.logprobs.dtype)
 

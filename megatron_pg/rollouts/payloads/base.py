@@ -24,7 +24,7 @@ class Tokens(Protocol):
 
     tokens: Tensor  # [n]
     loss_mask: Tensor  # [R]
-    stream: str
+    term: str
     sample_id: str
 
     @property
@@ -33,7 +33,7 @@ class Tokens(Protocol):
 
     @property
     def trained(self) -> Tensor:
-        """[R] bool, the tokens that any stream trains."""
+        """[R] bool, the tokens that any loss term trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -118,7 +118,7 @@ class SampledTokens(Payload[Support]):
                 f"not rise from 0 to {len(record.ids)}, so sets and tokens do not align. Give one more than there are "
                 "response tokens."
             )
-        check_ids(record, sample.loss_mask & (sample.stream == POLICY), sample.sample_id)
+        check_ids(record, sample.loss_mask & (sample.term == POLICY), sample.sample_id)
 
     def to_json(self, record: Support) -> dict[str, list[int]]:
         """Ids and offsets."""

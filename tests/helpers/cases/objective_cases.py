@@ -11,9 +11,9 @@ import objective_oracle as oracle
 import simulation
 import torch
 from compare import gradient_error, scalar_error
+from loss_terms import kl_and_entropy
 from samples import divisor_of, random_step
 from simulation import Layout, Outcome, Step
-from stream_terms import kl_and_entropy
 from torch import Tensor
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
@@ -188,7 +188,7 @@ def settings_of(expected: oracle.Settings) -> LossSettings:
         objective=objective_of(expected.objective, **numbers),
         opsm_anchor="rollout_logprobs" if is_opsm else None,
         opsm_threshold=expected.correction_high if is_opsm else None,
-        streams=kl_and_entropy(
+        further=kl_and_entropy(
             kl_coef=expected.kl_coef,
             kl_estimator=expected.kl_estimator,
             entropy_coef=expected.entropy_coef,

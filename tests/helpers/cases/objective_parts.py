@@ -5,7 +5,7 @@ import math
 import random
 
 import torch
-from stream_terms import kl_and_entropy
+from loss_terms import kl_and_entropy
 from torch import Tensor
 
 from megatron_pg.batch import TokenFields
@@ -84,7 +84,7 @@ def drawn(name: str, rng: random.Random, **terms) -> tuple[PolicyLoss, Tensor, T
     fields = dataclasses.replace(fields, sequences=sequences_of(SIZES, trained))
     shorthands = {key: terms[key] for key in ("kl_coef", "kl_estimator", "entropy_coef") if key in terms}
     rest = {key: value for key, value in terms.items() if key not in shorthands}
-    loss = PolicyLoss(LossTerms(objective=build(name), streams=kl_and_entropy(**shorthands), **rest), fields)
+    loss = PolicyLoss(LossTerms(objective=build(name), further=kl_and_entropy(**shorthands), **rest), fields)
     found = loss(logprobs, entropy=0 * logprobs)
     ratios = [found.log_ratios.exp()]
     ratios += [] if found.sequence_log_ratios is None else [found.sequence_log_ratios.exp()]

@@ -27,8 +27,8 @@ FAST = [
     *("tp2-constant-fp32-dist-overlap", "dp2-sample_mean-recompute-tied-dist-overlap"),
     *("cp2t-sample_mean-gspo-recompute", "tp2s-constant-gspo-recompute"),
     *("ep2-sample_mean-experts", "ep2-token_mean-experts-dist-overlap", "ep2-constant-experts-fused"),
-    *("dp2-constant-streams", "cp2t-token_mean-recompute-streams", "pp2v-sample_mean-streams"),
-    "tp2s-prompt_mean-fused-streams",
+    *("dp2-constant-terms", "cp2t-token_mean-recompute-terms", "pp2v-sample_mean-terms"),
+    "tp2s-prompt_mean-fused-terms",
     *("dp2-constant-fused-whole", "cp2t-sample_mean-recompute-whole", "tp2s-token_mean-fused-whole"),
     *("pp2v-prompt_mean-fused-whole", "tp2-constant-recompute-whole-tied"),
     *("tp2s-constant-fused-support", "cp2t-sample_mean-support", "tp2-token_mean-recompute-support"),
@@ -80,8 +80,8 @@ SUPPORTS = [
     for mode in MODES
     for head in ("", "-fused", "-recompute")
 ]
-STREAMS = [
-    f"{layout}-{mode}-streams{head}"
+TERMS = [
+    f"{layout}-{mode}-terms{head}"
     for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
     for mode in MODES
     for head in ("", "-fused", "-recompute")
@@ -105,7 +105,7 @@ REPLAYED_FULL = [
 ]
 FULL = [
     *GSPO,
-    *STREAMS,
+    *TERMS,
     *WHOLE,
     *SUPPORTS,
     *EXPERTS,
@@ -125,7 +125,7 @@ FULL_4 += [
     for option in ("", "-dist-overlap")
 ]
 REFERENCES = [
-    f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-streams", "-klcov")
+    f"dp1-{mode}{option}" for mode in MODES for option in ("", "-tied", "-gspo", "-experts", "-terms", "-klcov")
 ]
 ALIKE = REFERENCES[::7]  # every mode and every option once
 # mtp and mtp2: one and two depths of multi-token prediction, own: with the weights of the aggregation. A reference in one
@@ -172,11 +172,11 @@ MTP_REFERENCES = [
     for mode in MODES
     for option in ("-mtp", "-mtp2", "-mtp-own", "-mtp2-own", "-tied-mtp", "-tied-mtp2", "-experts-mtp")
 ]
-MTP_FULL += ["cp2t-token_mean-mtp-streams", "pp2-token_mean-mtp-fused-streams"]
+MTP_FULL += ["cp2t-token_mean-mtp-terms", "pp2-token_mean-mtp-fused-terms"]
 MTP_FULL += ["cp2t-token_mean-mtp-fused-whole"]
 MTP_REFERENCES += ["dp1-token_mean-mtp-hybrid", "dp1-constant-mtp2-hybrid"]
 MTP_ORACLES = [f"{case}-oracle" for case in MTP_REFERENCES if "tied" not in case and "experts" not in case]
-MTP_REFERENCES += ["dp1-token_mean-mtp-streams", "dp1-token_mean-mtp-whole"]
+MTP_REFERENCES += ["dp1-token_mean-mtp-terms", "dp1-token_mean-mtp-whole"]
 # apart: the predictions' gradient ends at their own layers, from 0.19.2.
 MTP_LATER = ["dp2-token_mean-mtp-apart", "cp2t-token_mean-mtp-apart-fused", "tp2s-token_mean-mtp-apart-recompute"]
 MTP_LATER_REFERENCES = ["dp1-token_mean-mtp-apart", "dp1-token_mean-mtp-apart-oracle"]
@@ -197,7 +197,7 @@ PIECES = [
     *("ep2-constant-experts-fused", "ep2-token_mean-experts-mtp", "ep2-sample_mean-experts-mtp-fused"),
 ]
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
-# whole: streams over a teacher's whole vocabulary, in the fused head
+# whole: loss terms over a teacher's whole vocabulary, in the fused head
 REFERENCES += [*(f"dp1-{mode}-whole" for mode in MODES), "dp1-constant-tied-whole"]
 # support: samples say what could be sampled
 REFERENCES += [f"dp1-{mode}-support" for mode in MODES]
@@ -211,7 +211,7 @@ DYNAMIC_FULL = [
     for mode in MODES
     for option in ("", "-rope", "-rope-fused-dist-overlap", "-gspo", "-rope-activations")
 ]
-DYNAMIC_FULL += ["dp2t-constant-rope-dynamic-streams"]
+DYNAMIC_FULL += ["dp2t-constant-rope-dynamic-terms"]
 DYNAMIC_4 = [
     f"{layout}-{mode}-rope{option}-dynamic"
     for layout in ("dp4t", "dp2cp2t", "dp2tp2ts")
@@ -219,7 +219,7 @@ DYNAMIC_4 = [
     for option in ("", "-recompute-dist-overlap")
 ]
 REFERENCES += [f"dp1-{mode}-rope" for mode in MODES]
-REFERENCES += ["dp1-constant-rope-streams"]
+REFERENCES += ["dp1-constant-rope-terms"]
 # Megatron-FSDP, which shards everything (mfsdp), gradients and optimizer (mfsdp2), or the optimizer's state (mfsdp1)
 FSDP = [
     *("ep2-token_mean-experts-mfsdp", "ep2-constant-experts-mfsdp1"),
@@ -256,7 +256,7 @@ DOCUMENTS = [
     *("tp2t-constant-docs", "tp2s-token_mean-docs", "tp2ts-prompt_mean-docs"),
     *("pp2-sample_mean-docs", "pp2t-token_mean-docs", "pp2v-constant-docs", "pp2tv-token_mean-docs"),
     *("cp2t-prompt_mean-docs", "cp2-constant-docs", "cp2t-token_mean-docs"),
-    *("dp2t-token_mean-mtp-docs", "cp2t-constant-mtp2-fused-docs", "dp2t-constant-docs-streams"),
+    *("dp2t-token_mean-mtp-docs", "cp2t-constant-mtp2-fused-docs", "dp2t-constant-docs-terms"),
     "dp2t-constant-docs-klcov",
     *("dp2t-constant-fused-docs", "pp2tv-token_mean-fused-docs", "cp2t-sample_mean-gspo-recompute-docs"),
     "pp2tv-sample_mean-hybrid-docs",
@@ -283,7 +283,7 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_kl_estimator",
         "pg_entropy_coef",
         "pg_aux_aggregation",
-        "pg_stream",
+        "pg_term",
         "pg_teacher_tail_floor",
         "pg_teacher_head",
         "pg_support_missing",
@@ -358,11 +358,11 @@ FAULTS = {
     "dp2-sample_mean-duplicate": "rollout '0/0' belongs to prompt groups",
     "dp2-constant-more": "rank 0 has 2 micro-batches, rank 1 has 3",
     "dp2-constant-noref": "rank 0: sample 0 has no ref_logprobs, which --pg-kl-coef 0.1 needs",
-    "dp2-constant-noteacher": "rank 0: sample 0 has no teacher_logprobs, which --pg-stream teacher:opd needs",
-    "dp2-constant-topkabsent": "rank 1: sample 1 has no teacher_topk, which --pg-stream wide:topk_forward_kl needs",
+    "dp2-constant-noteacher": "rank 0: sample 0 has no teacher_logprobs, which --pg-term teacher:opd needs",
+    "dp2-constant-topkabsent": "rank 1: sample 1 has no teacher_topk, which --pg-term wide:topk_forward_kl needs",
     "dp2-constant-topkempty": "rank 1: teacher_topk of sample 1 has no id at response token",
     "tp2-constant-topkbeyond": "holds token id 16 at response token",
-    "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-stream wide:full_jsd needs",
+    "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-term wide:full_jsd needs",
     "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and the rows of --pg-teacher-head have 6",
     "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 hold a number that is not finite at response token",
     "tp2-constant-whole-wholeother": "ContractError: step plan differs between ranks 0 and 1",
@@ -374,7 +374,7 @@ FAULTS = {
     "dp2-constant-supportbeyond": "rank 1: support of sample 1 holds token id 16 at response token",
     "dp2-constant-supportwhole": "rank 1: old_logprobs of sample 1 is -",
     "tp2-constant-supportother": "ContractError: step plan differs between ranks 0 and 1",
-    "dp2-constant-supporttaught": "--pg-stream teacher:ce reads log-probabilities over the whole vocabulary at response token",
+    "dp2-constant-supporttaught": "--pg-term teacher:ce reads log-probabilities over the whole vocabulary at response token",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
@@ -404,7 +404,7 @@ def reference_of(case: str) -> str:
             "mtp2",
             "own",
             "apart",
-            "streams",
+            "terms",
             "whole",
             "klcov",
             "support",

@@ -18,7 +18,7 @@ from simulation import Layout, Outcome, Step
 from torch import Tensor
 
 from megatron_pg.declarations.corrections import CORRECTIONS, PENALTY
-from megatron_pg.declarations.streams import AS_POLICY, Stream
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.plan.settings import LossSettings, metrics_of
 from megatron_pg.rollouts.sample import Sample
@@ -51,8 +51,8 @@ def settings_of(loss: LossSettings, rule: Rule) -> LossSettings:
     """The settings with the correction."""
     correction, terms = correction_of(rule), loss.terms
     if rule.name == PENALTY:
-        penalty = Stream(name=PENALTY, kind=PENALTY, weight=BETA, on="rl", aggregation=AS_POLICY, estimator="abs")
-        terms = dataclasses.replace(terms, streams=(*terms.streams, penalty))
+        penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=BETA, on="rl", aggregation=AS_POLICY, estimator="abs")
+        terms = dataclasses.replace(terms, further=(*terms.further, penalty))
     metrics = metrics_of("with_entropy", terms, correction)
     return dataclasses.replace(loss, correction=correction, terms=terms, seed=rule.seed, metrics=metrics)
 

@@ -10,11 +10,11 @@ import numpy as np
 import objective_cases
 import objective_oracle as oracle
 import simulation
-import stream_cases
+import term_cases
 import torch
 from compare import gradient_error, scalar_error
 from simulation import Layout, Outcome, Step
-from stream_oracle import StreamTerm
+from term_oracle import Term
 from torch import Tensor
 
 from megatron_pg.rollouts.payloads import PAYLOADS
@@ -125,41 +125,41 @@ def _certain(sample: Sample) -> Sample:
     return dataclasses.replace(sample, **fields)
 
 
-# ---- Streams ----
+# ---- Loss terms ----
 
 WHOLE = ("ce", "opd")  # kinds that are over the whole vocabulary
 
 
-def random_streams(rng: random.Random) -> tuple[StreamTerm, ...]:
+def random_terms(rng: random.Random) -> tuple[Term, ...]:
     """KL and entropy terms on the objective's tokens and on their own, together with terms over the whole vocabulary."""
     on = rng.choice([None, None, "rl"])
     estimator = rng.choice(["k1", "k2", "k3", "k3_weighted"])
-    terms = [StreamTerm("ref", "kl", rng.uniform(0.1, 2.0), on=on, estimator=estimator)]
-    terms += [StreamTerm("h", "entropy", rng.uniform(0.1, 2.0), on=rng.choice([None, "rl", on or "ref"]))]
-    return (*terms, *([StreamTerm("echo", rng.choice(WHOLE), 0.3)] if rng.random() < 0.6 else []))
+    terms = [Term("ref", "kl", rng.uniform(0.1, 2.0), on=on, estimator=estimator)]
+    terms += [Term("h", "entropy", rng.uniform(0.1, 2.0), on=rng.choice([None, "rl", on or "ref"]))]
+    return (*terms, *([Term("echo", rng.choice(WHOLE), 0.3)] if rng.random() < 0.6 else []))
 
 
-def random_stream_case(rng: random.Random) -> stream_cases.Case:
-    """A step with streams whose samples say what could be sampled; without the objective in one of three."""
-    given = {"terms": random_streams(rng), "dropped": (), "keeps_entropy": rng.random() < 0.5}
+def random_term_case(rng: random.Random) -> term_cases.Case:
+    """A step with loss terms whose samples say what could be sampled; without the objective in one of three."""
+    given = {"terms": random_terms(rng), "dropped": (), "keeps_entropy": rng.random() < 0.5}
     if rng.random() < 0.3:
         given["has_policy"] = False
-    flags = stream_cases.random_flags(rng, **given)
+    flags = term_cases.random_flags(rng, **given)
     while True:
-        samples = [_with_sets(flags, sample, rng) for sample in stream_cases.random_samples(rng, flags)]
-        case = stream_cases.Case(samples, stream_cases.poisoned_logits(rng, flags, samples), flags)
-        if not any(len(stream_cases.live_rows(flags, sample)) for sample in samples):
+        samples = [_with_sets(flags, sample, rng) for sample in term_cases.random_samples(rng, flags)]
+        case = term_cases.Case(samples, term_cases.poisoned_logits(rng, flags, samples), flags)
+        if not any(len(term_cases.live_rows(flags, sample)) for sample in samples):
             continue
-        policy = case.wanted.streams.get("rl")
+        policy = case.wanted.terms.get("rl")
         if (
             policy is None or not policy.num_tokens or policy.magnitude > 1e-3
         ):  # not of rejected and certain tokens alone
             return case
 
 
-def _with_sets(flags: stream_cases.Flags, sample: Sample, rng: random.Random) -> Sample:
+def _with_sets(flags: term_cases.Flags, sample: Sample, rng: random.Random) -> Sample:
     """The sample with sets that hold its token where a term reads them, none where another reads the whole vocabulary, else any."""
-    if sample.stream != "rl" and rng.random() < 0.3:
+    if sample.term != "rl" and rng.random() < 0.3:
         return sample
     by_kind = [("kl", "rl", flags.has_policy), *((t.kind, t.tokens, True) for t in flags.terms)]
     readers = [(kind, sample.mask_of(tokens)) for kind, tokens, is_there in by_kind if is_there]
@@ -172,7 +172,7 @@ def _with_sets(flags: stream_cases.Flags, sample: Sample, rng: random.Random) ->
         size = rng.choice([0, 1, 2, 3, 5, cases.VOCABULARY])
         others = rng.sample([j for j in range(cases.VOCABULARY) if j != token], max(size - 1, 0))
         own = rng.sample([token, *others], size) if size else []
-        is_checked = sample.stream == "rl" and bool(sample.loss_mask[k])
+        is_checked = sample.term == "rl" and bool(sample.loss_mask[k])
         sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
     sample = dataclasses.replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id))
     return _certain(sample)

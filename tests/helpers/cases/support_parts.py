@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.batch.fields import TokenSupport
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
 BONUS = 0.3
-BONUSES = (Stream(name="entropy", kind="entropy", weight=BONUS, on="rl"),)
+BONUSES = (LossTerm(name="entropy", kind="entropy", weight=BONUS, on="rl"),)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Parts:
     def policy_loss(self, entropy_support: str, *, bonus: bool = True) -> PolicyLoss:
         """REINFORCE and an entropy bonus: slopes a = -w A and e = -ηw."""
         terms = LossTerms(
-            objective=objective_of("reinforce"), streams=BONUSES if bonus else (), entropy_support=entropy_support
+            objective=objective_of("reinforce"), further=BONUSES if bonus else (), entropy_support=entropy_support
         )
         return PolicyLoss(terms, self.fields)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.fields import StreamFields, TeacherStates
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.batch.fields import TeacherStates, TermFields
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
@@ -55,9 +55,9 @@ class Parts:
             name: torch.where(own, torch.rand(rows), 0).double() for name, own in (("rl", policy), ("t", taught))
         }
         share = SHARE if kind == "full_jsd" else None
-        streams = (
-            Stream(name="t", kind=kind, weight=0.7, mixture=share, on=None if has_own_tokens else "rl"),
-            Stream(name="h", kind="entropy", weight=BONUS, on="rl"),
+        loss_terms = (
+            LossTerm(name="t", kind=kind, weight=0.7, mixture=share, on=None if has_own_tokens else "rl"),
+            LossTerm(name="h", kind="entropy", weight=BONUS, on="rl"),
         )
         fields = TokenFields(
             targets=torch.where(mask, torch.randint(0, size, (rows,)), -100),
@@ -66,16 +66,16 @@ class Parts:
             weights=weights["rl"],
             old_logprobs=torch.where(policy, -torch.rand(rows) - 2, math.nan).double(),
             advantages=torch.where(policy, torch.randn(rows), math.nan).double(),
-            streams={"t": StreamFields(weights=weights["t"], mask=taught if has_own_tokens else None)},
+            terms={"t": TermFields(weights=weights["t"], mask=taught if has_own_tokens else None)},
             teacher_hidden=TeacherStates(slots=(taught.cumsum(0) - 1).clamp(min=0), states=states),
         )
-        terms = LossTerms(objective=objective_of(objective), streams=streams, grad_divisor=2.0)
+        terms = LossTerms(objective=objective_of(objective), further=loss_terms, grad_divisor=2.0)
         teacher_weight = torch.randn(size + padding, 12, dtype=dtype) * 12**-0.5
         return cls(hidden, weight, teacher_weight, PolicyLoss(terms, fields), size)
 
     def expected(self, temperature: float) -> tuple[float, Tensor, Tensor]:
         """The loss, and its gradients by hidden states and weight, whatever the gradient is divided by."""
-        fields, (stream, _) = self.policy_loss.fields, self.policy_loss.terms.streams
+        fields, (term, _) = self.policy_loss.fields, self.policy_loss.terms.further
         weight = self.weight[: self.size].double()
         hidden = torch.where(fields.mask[:, None], self.hidden.double(), 0)
         logits = (hidden @ weight.t()).requires_grad_()
@@ -89,10 +89,10 @@ class Parts:
         total, gradient = float(loss.detach()), logits.grad
         teacher = self.policy_loss.fields.teacher_hidden
         theirs = teacher.states.double() @ self.teacher_weight[: self.size].double().t()
-        for t in fields.of_stream("t").mask.nonzero()[:, 0].tolist():
+        for t in fields.of_term("t").mask.nonzero()[:, 0].tolist():
             pair = logits[t].tolist(), theirs[teacher.slots[t]].tolist()
-            row = teacher_oracle.row_of(stream.kind, *pair, temperature=temperature, share=stream.mixture)
-            factor = stream.weight * float(fields.of_stream("t").weights[t])
+            row = teacher_oracle.row_of(term.kind, *pair, temperature=temperature, share=term.mixture)
+            factor = term.weight * float(fields.of_term("t").weights[t])
             total += factor * row.value
             gradient[t] += factor * torch.from_numpy(row.gradient)
         of_weight = torch.zeros_like(self.weight, dtype=torch.float64)

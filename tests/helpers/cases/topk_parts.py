@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from stream_terms import kl_and_entropy
+from loss_terms import kl_and_entropy
 from torch import Tensor
 
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.fields import StreamFields, TopK
-from megatron_pg.declarations.streams import KINDS, Stream
+from megatron_pg.batch.fields import TermFields, TopK
+from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
@@ -18,34 +18,34 @@ SHARE = 0.3
 FLOOR = 1e-6
 
 
-def streams_of(*kinds: str) -> tuple[Stream, ...]:
-    """One stream of each kind, and an entropy bonus over the objective's tokens."""
+def terms_of(*kinds: str) -> tuple[LossTerm, ...]:
+    """One loss term of each kind, and an entropy bonus over the objective's tokens."""
     found = []
     for i, kind in enumerate(kinds):
         mixture = SHARE if KINDS[kind].mixture else None
         floor = FLOOR if KINDS[kind].has_tail else None
-        found.append(Stream(name=f"t{i}", kind=kind, weight=0.5 + i, mixture=mixture, tail_floor=floor))
-    return *found, Stream(name="h", kind="entropy", weight=0.2, on="rl")
+        found.append(LossTerm(name=f"t{i}", kind=kind, weight=0.5 + i, mixture=mixture, tail_floor=floor))
+    return *found, LossTerm(name="h", kind="entropy", weight=0.2, on="rl")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of which some are the objective's, some the streams', some both, and some nobody's, where everything is poison."""
+    """Rows of which some are the objective's, some the loss terms', some both, and some nobody's, where everything is poison."""
 
     fields: TokenFields
-    streams: tuple[Stream, ...]
+    loss_terms: tuple[LossTerm, ...]
     size: int  # columns that are no padding
 
     @classmethod
     def draw(cls, rows: int, size: int, width: int, *kinds: str, log_p: Tensor | None = None) -> "Parts":
         """From torch's generator; `log_p` [rows, size]: the teacher, else one at random."""
         log_p = (2 * torch.randn(rows, size, dtype=torch.float64)).log_softmax(dim=1) if log_p is None else log_p
-        streams = streams_of(*kinds)
-        masks = {stream.name: torch.rand(rows) < 0.6 for stream in streams}
+        loss_terms = terms_of(*kinds)
+        masks = {term.name: torch.rand(rows) < 0.6 for term in loss_terms}
         for i, mask in enumerate(masks.values()):
             mask[:4] = torch.tensor([True, i == 0, i == len(masks) - 1, False])
         union = torch.stack([*masks.values()]).any(dim=0)
-        read = torch.stack([masks[stream.name] for stream in streams[:-1]]).any(dim=0)
+        read = torch.stack([masks[term.name] for term in loss_terms[:-1]]).any(dim=0)
         targets = torch.randint(0, size, (rows,))
         ids = log_p.topk(width, dim=1).indices
         ids[::2] = torch.stack([torch.randperm(size)[:width] for _ in ids[::2]])
@@ -70,15 +70,15 @@ class Parts:
             old_logprobs=torch.where(masks["h"], -torch.rand(rows, dtype=torch.float64) - 2, math.nan),
             advantages=torch.where(masks["h"], torch.randn(rows, dtype=torch.float64), math.nan),
             teacher_topk=teacher,
-            streams={s.name: StreamFields(weights=weights[s.name], mask=masks[s.name]) for s in streams[:-1]},
+            terms={s.name: TermFields(weights=weights[s.name], mask=masks[s.name]) for s in loss_terms[:-1]},
         )
-        return cls(fields, streams, size)
+        return cls(fields, loss_terms, size)
 
     @property
     def policy_loss(self) -> PolicyLoss:
         """The package's."""
         objective = objective_of("reinforce")
-        return PolicyLoss(LossTerms(objective=objective, streams=self.streams), self.fields)
+        return PolicyLoss(LossTerms(objective=objective, further=self.loss_terms), self.fields)
 
     def expected(self, logits: Tensor, temperature: float) -> Tensor:
         """The sum of all losses in float64 by autograd over [T, V], row by row; rows that nothing trains are not read."""
@@ -89,21 +89,21 @@ class Parts:
             if f.policy_mask[t]:
                 bonus = 0.2 * f.weights[t] * (log_q.exp() * log_q).sum()
                 total = total - f.weights[t] * f.advantages[t] * log_q[f.targets[t]] + bonus
-            for stream in self.streams[:-1]:
-                if f.of_stream(stream.name).mask[t]:
-                    own = f.of_stream(stream.name).weights[t]
-                    total = total + stream.weight * own * self._divergence(stream, log_q, t)
+            for term in self.loss_terms[:-1]:
+                if f.of_term(term.name).mask[t]:
+                    own = f.of_term(term.name).weights[t]
+                    total = total + term.weight * own * self._divergence(term, log_q, t)
         return total
 
-    def _divergence(self, stream: Stream, log_q: Tensor, t: int) -> Tensor:
+    def _divergence(self, term: LossTerm, log_q: Tensor, t: int) -> Tensor:
         ids, teacher = self.fields.teacher_topk.ids[t], self.fields.teacher_topk
         named = [int(token) for token in ids if token >= 0]
         others = [j for j in range(self.size) if j not in named]
         q, p = [log_q[j] for j in named], [teacher.logprobs[t, k] for k in range(len(ids)) if ids[k] >= 0]
-        if others and stream.tail_floor is not None:
+        if others and term.tail_floor is not None:
             q.append(torch.logsumexp(log_q[others], dim=0))
-            p.append(teacher.tails[t].clamp(min=stream.tail_floor).log())
-        return divergence(stream.kind, torch.stack(p), torch.stack(q))
+            p.append(teacher.tails[t].clamp(min=term.tail_floor).log())
+        return divergence(term.kind, torch.stack(p), torch.stack(q))
 
 
 def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     return (q * (log_q - log_p) - q + p).sum()
 
 
-def one_stream(
+def one_term(
     kind: str, width: int, rows: int = 20, size: int = 48, padding: int = 16, **terms
 ) -> tuple[PolicyLoss, Tensor]:
     """A divergence over the tokens of the objective, KL and bonus beside it, and logits [rows, size + padding].
@@ -152,8 +152,8 @@ def one_stream(
     logits[~mask], logits[:, size:] = math.nan, 50.0
     nobodys = [torch.where(mask[:, None], v, math.nan) for v in (logprobs, tails[:, None])]
     advantages = torch.where(mask, torch.randn(rows), math.nan)
-    stream, others = replace(streams_of(kind)[0], on="rl"), kl_and_entropy(**terms)
-    weights = {each.name: torch.where(mask, torch.rand(rows), math.nan) for each in (stream, *others)}
+    term, others = replace(terms_of(kind)[0], on="rl"), kl_and_entropy(**terms)
+    weights = {each.name: torch.where(mask, torch.rand(rows), math.nan) for each in (term, *others)}
     fields = TokenFields(
         targets=targets,
         mask=mask,
@@ -162,9 +162,9 @@ def one_stream(
         advantages=advantages,
         weights=torch.where(mask, torch.rand(rows), 0),
         teacher_topk=TopK(ids=ids, logprobs=nobodys[0], tails=nobodys[1][:, 0].double()),
-        streams={name: StreamFields(weights=each) for name, each in weights.items()},
+        terms={name: TermFields(weights=each) for name, each in weights.items()},
     )
-    streams = (*others[:1], stream, *others[1:])
+    loss_terms = (*others[:1], term, *others[1:])
     return PolicyLoss(
-        LossTerms(objective=objective_of("reinforce_is"), grad_divisor=8.0, streams=streams), fields
+        LossTerms(objective=objective_of("reinforce_is"), grad_divisor=8.0, further=loss_terms), fields
     ), logits

@@ -50,12 +50,12 @@ OBJECTIVES = {
     ),
     "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
 }
-STREAMS = {  # and what a host's own flags say; for hosts whose batches have a teacher's log-probabilities and the samples' origins
+TERMS = {  # and what a host's own flags say; for hosts whose batches have a teacher's log-probabilities and the samples' origins
     "opd": (
-        {**_CLIP, "pg_stream": ["teacher:opd,on=rl,weight=0.3,aggregation=policy"]},
+        {**_CLIP, "pg_term": ["teacher:opd,on=rl,weight=0.3,aggregation=policy"]},
         {"kl_coef": 0.3, "kl_estimator": "k3_weighted", "aux_aggregation": "policy"},
     ),
-    "sft": ({**_CLIP, "pg_stream": [f"sft:ce,weight={SFT_WEIGHT}"]}, {}),
+    "sft": ({**_CLIP, "pg_term": [f"sft:ce,weight={SFT_WEIGHT}"]}, {}),
     "top_p": (_CLIP, {}),  # whose samples say what could be sampled
     "their tis": (
         _CLIP,
@@ -78,12 +78,12 @@ class Case:
     @property
     def flags(self) -> dict[str, object]:
         """Our arguments."""
-        return AGGREGATIONS[self.aggregation] | (OBJECTIVES | STREAMS)[self.objective][0] | HEADS[self.head]
+        return AGGREGATIONS[self.aggregation] | (OBJECTIVES | TERMS)[self.objective][0] | HEADS[self.head]
 
     @property
     def settings(self) -> oracle.Settings:
         """The oracle's."""
-        clip = {"eps_low": 0.2, "eps_high": 0.28} | (OBJECTIVES | STREAMS)[self.objective][1]
+        clip = {"eps_low": 0.2, "eps_high": 0.28} | (OBJECTIVES | TERMS)[self.objective][1]
         divisor = AGGREGATIONS[self.aggregation].get("loss_aggregation_divisor")
         per_token = self.per_token or self.aggregation == "token_mean"
         return oracle.Settings(aggregation=self.aggregation, divisor=divisor, per_token=per_token, **clip)

@@ -47,7 +47,7 @@ def train(case: Case, found: Sequence[Sample], args: Namespace) -> tuple[list[li
     for mine, sample in zip(theirs, found, strict=True):
         mine.rollout_log_probs = sample.rollout_logprobs.tolist()
         mine.index = sample.rollout_id
-        if "pg_stream" in vars(args):
+        if "pg_term" in vars(args):
             mine.teacher_log_probs = sample.teacher_logprobs.float()
     whole = conversion.convert_samples_to_train_data(args, theirs, {}, None, None)
     whole["prompt"] = list(range(len(theirs)))  # the only field that travels with a sample unread: which one it is

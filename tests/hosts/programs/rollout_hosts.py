@@ -54,7 +54,7 @@ PADDED_CASES = [
     Case(head="forward", objective="kl", per_token=True),
     Case(head="recompute", objective="gspo", rollouts_per_step=4),
 ]
-STREAM_CASES = [
+TERM_CASES = [
     Case(objective="opd", rollouts_per_step=4),
     Case(objective="opd", head="recompute", aggregation="constant", per_token=True),
     Case(objective="sft", aggregation="token_mean"),  # in slime, whose samples have origins
@@ -64,7 +64,7 @@ STREAM_CASES = [
     Case(objective="their tis", rollouts_per_step=4),
     Case(objective="their tis", aggregation="token_mean", head="forward"),
 ]
-OF_MILES = {"opd", "their tis"}  # whose batches name no streams and no supports
+OF_MILES = {"opd", "their tis"}  # whose batches name no loss terms and no supports
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 
@@ -126,10 +126,8 @@ def figures(train: Train, host: str, *, has_own_loss: bool = True) -> dict[str, 
         of_layout: dict[str, object] = {
             "errors": {case.name: errors(train, host, case) for case in hosts.cases("FULL" in os.environ)}
         }
-        of_layout["streams"] = {
-            case.name: errors(train, host, case)
-            for case in STREAM_CASES
-            if host == "slime" or case.objective in OF_MILES
+        of_layout["terms"] = {
+            case.name: errors(train, host, case) for case in TERM_CASES if host == "slime" or case.objective in OF_MILES
         }
         if host == "miles":
             of_layout["padded"] = {case.name: errors(train, host, case, **PADDED) for case in PADDED_CASES}

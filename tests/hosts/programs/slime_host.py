@@ -77,7 +77,7 @@ def roll(found: Sequence[Sample], args: Namespace, model: Any, optimizer: Any) -
             kept = hosts.kept_of(sample)
             mine.rollout_top_p_token_ids = [i for row in kept for i in row]
             mine.rollout_top_p_token_offsets = [0, *itertools.accumulate(map(len, kept))]
-        if "pg_stream" in vars(args):
+        if "pg_term" in vars(args):
             mine.teacher_log_probs = sample.teacher_logprobs.float()
             mine.metadata = {"source_name": hosts.source_of(sample)}
     boxes = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))

@@ -463,7 +463,7 @@ def configured(verl: SimpleNamespace) -> dict[str, Any]:
         "aggregation": [found.aggregation, found.divisor],
         "objective": [found.terms.objective.name, found.terms.objective.parameters.clip_eps_high],
         "correction": found.correction.name,
-        "kl_coef": found.terms.streams[0].weight if found.terms.streams else 0.0,
+        "kl_coef": found.terms.further[0].weight if found.terms.further else 0.0,
     }
 
 

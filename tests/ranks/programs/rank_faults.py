@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from loss_terms import kl_and_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from rank_model import VOCABULARY, WIDTH
 from samples import make_sample
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import pack
 from megatron_pg.declarations.corrections import PENALTY
-from megatron_pg.declarations.streams import AS_POLICY, Stream
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import Correction
 from megatron_pg.plan.settings import LossSettings, metrics_of
@@ -42,33 +42,33 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(loss, vocab_size=VOCABULARY + 1)
     if fault == "noref":
         return dataclasses.replace(
-            loss, terms=dataclasses.replace(loss.terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
+            loss, terms=dataclasses.replace(loss.terms, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
         )
     if fault == "supporttaught":
-        teacher = Stream(name="teacher", kind="ce", aggregation="token_mean", on="rl")
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
+        teacher = LossTerm(name="teacher", kind="ce", aggregation="token_mean", on="rl")
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(teacher,)))
     if fault == "noteacher":
-        teacher = Stream(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(teacher,)))
+        teacher = LossTerm(name="teacher", kind="opd", aggregation="token_mean", on="rl", estimator="k2")
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(teacher,)))
     if fault == "wholecolumns":
         return dataclasses.replace(loss, teacher_head=dataclasses.replace(loss.teacher_head, rows=VOCABULARY - 1))
     if fault.startswith("topk"):
-        wide = Stream(name="wide", kind="topk_forward_kl", aggregation="token_mean", on="rl", tail_floor=1e-6)
-        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=(wide,)))
+        wide = LossTerm(name="wide", kind="topk_forward_kl", aggregation="token_mean", on="rl", tail_floor=1e-6)
+        return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(wide,)))
     if fault == "norollout":
         return dataclasses.replace(loss, correction=Correction(name="tis", low=0.0, high=2.0))
     if fault == "huge":
         return dataclasses.replace(loss, correction=Correction(name="clip_cov", low=1.0, high=5.0, fraction=0.1))
     if fault == "klcov":  # no fault: tokens that are chosen from the whole step
-        penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation=AS_POLICY, estimator="abs")
-        terms = dataclasses.replace(loss.terms, objective=objective_of("reinforce_is"), streams=(penalty,))
+        penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation=AS_POLICY, estimator="abs")
+        terms = dataclasses.replace(loss.terms, objective=objective_of("reinforce_is"), further=(penalty,))
         correction = Correction(name=PENALTY, fraction=0.25, coef=0.5)
         metrics = metrics_of("with_entropy", terms, correction)
         return dataclasses.replace(loss, correction=correction, terms=terms, metrics=metrics)
     if fault == "gspo":  # no fault: a term of whole sequences and one of its own weights
         gspo = objective_of("gspo", clip_eps_low=0.9, clip_eps_high=9.0)
         return dataclasses.replace(
-            loss, terms=dataclasses.replace(loss.terms, objective=gspo, streams=kl_and_entropy(entropy_coef=0.1))
+            loss, terms=dataclasses.replace(loss.terms, objective=gspo, further=kl_and_entropy(entropy_coef=0.1))
         )
     return loss
 
@@ -268,7 +268,7 @@ def poisoned_states(parts: list[list[Sample]]) -> list[list[Sample]]:
     """The sample built anew, as a user builds it, with a number that is not finite."""
     states = trained(parts).teacher_hidden
     rest = {name: getattr(trained(parts), name) for name in ("tokens", "response_length", "loss_mask", "sample_id")}
-    Sample.build(**rest, stream="sft", teacher_hidden=torch.full_like(states, torch.nan))
+    Sample.build(**rest, term="sft", teacher_hidden=torch.full_like(states, torch.nan))
     raise AssertionError("a number that is not finite was taken")
 
 
@@ -380,7 +380,7 @@ OWN = {
     "pg_kl_estimator": (None, "k3"),
     "pg_entropy_coef": (0.0, 0.1),
     "pg_aux_aggregation": ("default", "policy"),
-    "pg_stream": (None, ["sft:ce"]),
+    "pg_term": (None, ["sft:ce"]),
     "pg_teacher_tail_floor": (None, 0.5),
     "pg_teacher_head": (None, "teacher.safetensors"),
     "pg_support_missing": ("error", "mask"),

@@ -30,6 +30,7 @@ import rank_model
 import torch
 from compare import OF_RANKS
 from loop.routing_replay import MegatronReplay, chosen_experts
+from loss_terms import kl_and_entropy
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -37,12 +38,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from rank_model import EXPERTS, LAYERS, LOSSES, OPTIONS, VOCABULARY, WIDTH, Layout
 from samples import random_step
-from stream_terms import kl_and_entropy
 from teacher_files import write_head
 from torch.distributed import distributed_c10d
 
 from megatron_pg.batch import cut_over_ranks, pack
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.metrics import Reduction
@@ -90,7 +90,7 @@ class Case:
 def samples(options: frozenset[str] = frozenset()):
     """The one step that every case trains on; with `replay` each token has experts at random, another choice in every layer."""
     step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
-    if options & {"streams", "whole"}:
+    if options & {"terms", "whole"}:
         step = [mixed(sample, number) for number, sample in enumerate(step)]
         return [taught(sample, number) for number, sample in enumerate(step)] if "whole" in options else step
     if "support" in options:
@@ -104,20 +104,22 @@ def samples(options: frozenset[str] = frozenset()):
     ]
 
 
-STREAMS = (
+TERMS = (
     *kl_and_entropy(entropy_coef=0.05, aggregation="sample_mean"),
-    Stream(name="sft", kind="ce", weight=0.3, aggregation="token_mean"),
-    Stream(name="echo", kind="ce", weight=0.05, aggregation="constant", divisor=9.0),
-    Stream(name="teacher", kind="opd", weight=0.5, aggregation="prompt_mean", on="rl", estimator="k3_weighted"),
-    Stream(name="wide", kind="topk_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3, tail_floor=1e-6),
-    Stream(name="far", kind="topk_reverse_kl", weight=0.2, aggregation="token_mean", on="sft", tail_floor=1e-6),
+    LossTerm(name="sft", kind="ce", weight=0.3, aggregation="token_mean"),
+    LossTerm(name="echo", kind="ce", weight=0.05, aggregation="constant", divisor=9.0),
+    LossTerm(name="teacher", kind="opd", weight=0.5, aggregation="prompt_mean", on="rl", estimator="k3_weighted"),
+    LossTerm(
+        name="wide", kind="topk_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3, tail_floor=1e-6
+    ),
+    LossTerm(name="far", kind="topk_reverse_kl", weight=0.2, aggregation="token_mean", on="sft", tail_floor=1e-6),
 )
 
 
 WHOLE = (
-    *STREAMS[:4],
-    Stream(name="wide", kind="full_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3),
-    Stream(name="far", kind="full_jsd", weight=0.2, aggregation="token_mean", on="sft", mixture=0.3),
+    *TERMS[:4],
+    LossTerm(name="wide", kind="full_jsd", weight=0.4, aggregation="sample_mean", on="rl", mixture=0.3),
+    LossTerm(name="far", kind="full_jsd", weight=0.2, aggregation="token_mean", on="sft", mixture=0.3),
 )
 STATES = 6  # width of the teacher's
 
@@ -142,7 +144,7 @@ def mixed(sample: Sample, number: int) -> Sample:
     """
     sample = replace(sample, teacher_topk=likeliest(sample, number))
     if number % 3 == 2:
-        return replace(sample, stream="sft", old_logprobs=None, advantages=None)
+        return replace(sample, term="sft", old_logprobs=None, advantages=None)
     teacher = torch.where(sample.loss_mask, 0.5 * sample.old_logprobs - 1.0, torch.nan)
     return replace(sample, teacher_logprobs=teacher, masks={"echo": ~sample.loss_mask} if number % 3 else {})
 
@@ -171,15 +173,15 @@ HEAD_MODES = {"fused": "forward", "odds": "odds", "recompute": "recompute"}
 
 
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
-    streams = WHOLE if "whole" in options else STREAMS if "streams" in options else ()
+    terms = WHOLE if "whole" in options else TERMS if "terms" in options else ()
     by_default = "forward" if "whole" in options else None
     return LossSettings(
-        streams_of_samples=frozenset({"rl", "sft", "echo"}),
+        terms_of_samples=frozenset({"rl", "sft", "echo"}),
         aggregation=aggregation,
         divisor=DIVISOR if aggregation == "constant" else None,
         reducer=None,
         per_token=aggregation == "token_mean",
-        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28), streams=streams),
+        terms=LossTerms(objective=objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28), further=terms),
         temperature=1.0,
         impl="torch",
         float32_logits="fp32" in options,

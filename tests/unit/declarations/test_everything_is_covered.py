@@ -16,8 +16,8 @@ import processes
 
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.corrections import CORRECTIONS, KL_ESTIMATORS
+from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.declarations.streams import KINDS
 from megatron_pg.metrics.table import METRICS
 
 
@@ -62,11 +62,11 @@ REQUIRED = {
         Place("a hand-worked value", ("tests/unit/objectives/terms/test_kl.py",)),
         Place("a row", ("docs/objectives.md",)),
     ),
-    "stream kind": (
+    "loss term kind": (
         KINDS,
-        Place("an oracle", tuple(f"tests/oracles/{name}_oracle.py" for name in ("stream", "topk", "teacher", "selection"))),
-        Place("a hand-worked value", ("tests/unit/objectives/terms/test_stream_kinds.py", "tests/unit/lm_head/test_teacher.py")),
-        Place("a row", ("docs/streams.md", "docs/objectives.md")),
+        Place("an oracle", tuple(f"tests/oracles/{name}_oracle.py" for name in ("term", "topk", "teacher", "selection"))),
+        Place("a hand-worked value", ("tests/unit/objectives/terms/test_term_kinds.py", "tests/unit/lm_head/test_teacher.py")),
+        Place("a row", ("docs/loss_terms.md", "docs/objectives.md")),
     ),
     "metric": (
         [metric.name for metric in METRICS if metric.kind != "part"],
@@ -96,7 +96,7 @@ NEW = {  # lines at the end of a file of the copy
     "declarations/aggregations.py": 'AGGREGATIONS["new_mean"] = AGGREGATIONS["sample_mean"]',
     "declarations/corrections.py": 'CORRECTIONS["new_correction"] = CORRECTIONS["tis"]\n'
     'KL_ESTIMATORS["new_estimator"] = KL_ESTIMATORS["k3"]',
-    "declarations/streams.py": 'KINDS["new_kind"] = KINDS["ce"]',
+    "declarations/loss_terms.py": 'KINDS["new_kind"] = KINDS["ce"]',
     "metrics/table.py": "import dataclasses\nMETRICS = (*METRICS, dataclasses.replace(METRICS[0], name='new_metric'))",
 }
 
@@ -127,7 +127,7 @@ def test_a_new_entry_of_every_kind_is_named_with_the_files_that_it_lacks(of_a_co
         "aggregation": "new_mean",
         "correction": "new_correction",
         "KL estimator": "new_estimator",
-        "stream kind": "new_kind",
+        "loss term kind": "new_kind",
         "metric": "new_metric",
     }
     expected = [

@@ -240,6 +240,16 @@ def test_the_banner_says_what_a_step_is(overrides, step):
     assert "step" not in rows_of(banner(validate_args(arguments())))
 
 
+def test_the_banner_says_what_is_not_the_default():
+    plain = banner(validate_args(arguments()))
+    assert "support" not in plain
+    text = banner(
+        validate_args(arguments(pg_entropy_support="kept", pg_metrics="with_entropy", pg_support_missing="mask"))
+    )
+    assert "over what could be sampled, where samples say it  (--pg-entropy-support kept)" in text
+    assert "trained tokens that it does not hold are masked  (--pg-support-missing mask)" in text
+
+
 def test_the_banner_needs_no_megatron_attribute():
     rows = rows_of(banner(validate_args(parse("--loss-aggregation", "prompt_mean"))))
     assert rows["Megatron"] == B_CONTRACT

@@ -122,7 +122,7 @@ def test_tokens_are_chosen_over_the_ranks_of_a_host(name):
 
 @pytest.mark.parametrize("rewards", [(-1.0, 0.25, 0.5), (-3.0, -2.0, -1.0)])
 def test_the_largest_score_of_a_rollout_whose_rows_are_scored_one_by_one_counts(rewards):
-    rows = [dataclasses.replace(each, rollout_id="r", prompt_id="p", stream="rl") for each in hosts.samples()[:3]]
+    rows = [dataclasses.replace(each, rollout_id="r", prompt_id="p", term="rl") for each in hosts.samples()[:3]]
     scored = [dataclasses.replace(each, reward=reward) for each, reward in zip(rows, rewards, strict=True)]
 
     def work(rank: int):

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stream_terms import kl_and_entropy
+from loss_terms import kl_and_entropy
 
 from megatron_pg.batch import Sequences, TokenFields
-from megatron_pg.batch.fields import StreamFields
+from megatron_pg.batch.fields import TermFields
 from megatron_pg.declarations.corrections import PENALTY
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
 
@@ -63,10 +63,10 @@ def test_the_gradient_is_that_of_old_log_probabilities_that_are_the_models_own(n
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_penalty_from_the_anchor_is_0_where_the_model_is_the_anchor(impl):
-    penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation="policy", estimator="abs")
+    penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.5, on="rl", aggregation="policy", estimator="abs")
     table, terms, found = torch.randn(ROWS, COLUMNS), LossTerms(objective=objective_of("reinforce_is")), []
-    for streams in ((), (penalty,)):
-        logits, loss = (table * 1.0).requires_grad_(), PolicyLoss(replace(terms, streams=streams), fields(None))
+    for loss_terms in ((), (penalty,)):
+        logits, loss = (table * 1.0).requires_grad_(), PolicyLoss(replace(terms, further=loss_terms), fields(None))
         result = policy_gradient_loss(logits * 1.0, loss, Vocabulary.of(COLUMNS), impl=impl)
         result.loss.backward()
         found.append((result.loss.detach(), logits.grad))
@@ -80,7 +80,7 @@ def test_the_kernels_of_whole_losses_are_left_out():
     terms = LossTerms(objective=objective_of("grpo", **OBJECTIVES["grpo"]))
     assert PolicyLoss(terms, fields(torch.zeros(ROWS))).row.load().__name__ == "grpo"
     assert (
-        PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is not None
+        PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), fields(torch.zeros(ROWS))).row is not None
     )
     assert PolicyLoss(terms, fields(None)).row is None
     thinned = replace(terms, opsm_anchor="old_logprobs", opsm_threshold=0.1)
@@ -88,12 +88,12 @@ def test_the_kernels_of_whole_losses_are_left_out():
     of_sequences = replace(thinned, objective=objective_of("gspo", **OBJECTIVES["gspo"]))
     assert PolicyLoss(of_sequences, fields(torch.zeros(ROWS))).row is None
     assert PolicyLoss(replace(of_sequences, opsm_anchor=None), fields(torch.zeros(ROWS))).row is not None
-    two = (*kl_and_entropy(entropy_coef=0.1), Stream(name="more", kind="entropy", on="rl"))
-    assert PolicyLoss(replace(terms, streams=two), fields(torch.zeros(ROWS))).row is None
-    supervised = (Stream(name="sft", kind="ce"),)
-    assert PolicyLoss(replace(terms, streams=supervised), fields(torch.zeros(ROWS))).row is None
-    own = {"entropy": StreamFields(mask=torch.ones(ROWS, dtype=torch.bool))}
-    known = replace(fields(torch.zeros(ROWS)), streams=own)
-    assert PolicyLoss(replace(terms, streams=kl_and_entropy(entropy_coef=0.1)), known).row is None
+    two = (*kl_and_entropy(entropy_coef=0.1), LossTerm(name="more", kind="entropy", on="rl"))
+    assert PolicyLoss(replace(terms, further=two), fields(torch.zeros(ROWS))).row is None
+    supervised = (LossTerm(name="sft", kind="ce"),)
+    assert PolicyLoss(replace(terms, further=supervised), fields(torch.zeros(ROWS))).row is None
+    own = {"entropy": TermFields(mask=torch.ones(ROWS, dtype=torch.bool))}
+    known = replace(fields(torch.zeros(ROWS)), terms=own)
+    assert PolicyLoss(replace(terms, further=kl_and_entropy(entropy_coef=0.1)), known).row is None
     of_some = replace(fields(torch.zeros(ROWS)), policy_mask=torch.ones(ROWS, dtype=torch.bool))
     assert PolicyLoss(terms, of_some).row is None

@@ -11,7 +11,7 @@ from compare import scalar_error, tensor_error
 from support_parts import Parts
 
 from megatron_pg.batch.fields import TokenSupport, TopK
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import Vocabulary, policy_gradient_loss
 from megatron_pg.kernels.label_logprobs import label_logprobs
 from megatron_pg.kernels.support import Restriction
@@ -282,10 +282,10 @@ def test_a_teachers_likeliest_tokens_and_a_misshapen_support_are_refused():
     teacher = TopK(
         ids=torch.ones(3, 2, dtype=torch.int32), logprobs=torch.zeros(3, 2), tails=torch.zeros(3, dtype=torch.float64)
     )
-    streams = (Stream(name="t", kind="topk_forward_kl", tail_floor=1e-6),)
+    terms = (LossTerm(name="t", kind="topk_forward_kl", tail_floor=1e-6),)
     both = dataclasses.replace(
         policy_loss,
-        terms=dataclasses.replace(policy_loss.terms, streams=streams),
+        terms=dataclasses.replace(policy_loss.terms, further=terms),
         fields=dataclasses.replace(parts.fields, teacher_topk=teacher),
     )
     logits = torch.randn(3, 33)

@@ -8,7 +8,7 @@ import topk_oracle
 import torch
 from compare import scalar_error, tensor_error
 from launch_count import counted
-from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence, one_stream
+from topk_parts import FLOOR, NAMES, SHARE, Parts, divergence, one_term
 
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.objectives import objective_of
@@ -99,9 +99,9 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     """22, where torch on [T, K] would make 200."""
     parts = Parts.draw(4, 32, 5, "topk_jsd")
     objective = objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)
-    stream = replace(parts.streams[0], on="rl")
-    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, streams={})
-    policy_loss = PolicyLoss(LossTerms(objective=objective, streams=(stream,)), fields)
+    term = replace(parts.loss_terms[0], on="rl")
+    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, terms={})
+    policy_loss = PolicyLoss(LossTerms(objective=objective, further=(term,)), fields)
     leaf = torch.randn(4, 33, device=DEVICE, requires_grad=True)
     with counted(monkeypatch) as found:
         rows = leaf.view_as(leaf)
@@ -109,7 +109,7 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
         torch.autograd.grad(out.loss, leaf)
     kernels = {name: n for name, n in found.items() if name.endswith("_kernel")}
     before = {"take_and_hide_kernel": 1, "statistics_kernel": 1, "put_kernel": 2, "combine_kernel": 1}
-    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "tail_gradient_kernel": 1}
+    behind = {"surrogate_kernel": 1, "divergence_kernel": 1, "coefficients_kernel": 1, "gradient_kernel": 1}
     assert kernels == before | behind
     assert sum(found.values()) == 22
 
@@ -119,11 +119,11 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("terms", [{}, {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.2}], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
-def test_one_stream_beside_the_objective(kind, terms, inplace, evidence):
+def test_one_term_beside_the_objective(kind, terms, inplace, evidence):
     """With rows of small tails, of none, and of one id."""
     for width in (1, 5, 33, 48):  # of 48
         torch.manual_seed(width)
-        loss, logits = one_stream(kind, width, **terms)
+        loss, logits = one_term(kind, width, **terms)
         vocabulary, found = Vocabulary.of(64, temperature=0.8, vocab_size=48), []
         for impl in ("triton", "torch"):
             leaf = (logits.float() if impl == "triton" else logits.float().double()).requires_grad_()
@@ -136,7 +136,7 @@ def test_one_stream_beside_the_objective(kind, terms, inplace, evidence):
             found.append((out, leaf.grad))
         (out, gradient), (wanted, wanted_gradient) = found
         assert scalar_error(float(out.loss.detach()), float(wanted.loss.detach()), 10.0) <= LIMITS["triton"]
-        for name in ("token_losses", "logprobs", "log_ratios", "entropy", "stream_losses", "student_mass"):
+        for name in ("token_losses", "logprobs", "log_ratios", "entropy", "term_losses", "student_mass"):
             ours, theirs = getattr(out, name).double(), getattr(wanted, name)
             assert ((ours - theirs).abs() <= LIMITS["triton"] * (1 + theirs.abs())).all(), (name, width)
         scale = wanted_gradient.abs().amax(dim=1).clamp(min=0.1)  # below it what it is the difference of is larger
@@ -163,9 +163,9 @@ def test_over_all_tokens_it_is_the_whole_divergence(kind):
     out, _ = run(parts, logits, "torch", temperature=1.0)
     log_q = student(parts, logits)
     first, second = (log_p, log_q) if kind == "topk_forward_kl" else (log_q, log_p)
-    mask = parts.fields.of_stream("t0").mask
-    assert tensor_error(out.stream_losses[0][mask], (first.exp() * (first - second)).sum(dim=1)[mask]) <= 1e-14
-    assert not out.stream_losses[0][~mask].any()
+    mask = parts.fields.of_term("t0").mask
+    assert tensor_error(out.term_losses[0][mask], (first.exp() * (first - second)).sum(dim=1)[mask]) <= 1e-14
+    assert not out.term_losses[0][~mask].any()
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -173,11 +173,11 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind):
     logits = torch.randn(9, 13, dtype=torch.float64)
     parts = Parts.draw(9, 12, 4, kind, log_p=logits[:, :12].log_softmax(dim=1))
     logits[~parts.fields.mask] = 0
-    alone = parts.fields.of_stream("t0").mask & ~parts.fields.policy_mask
+    alone = parts.fields.of_term("t0").mask & ~parts.fields.policy_mask
     out, gradient = run(parts, logits, "torch", temperature=1.0)
     assert alone.any()
     assert gradient[alone].abs().max() <= 1e-16
-    assert out.stream_losses[0].abs().max() <= 1e-15
+    assert out.term_losses[0].abs().max() <= 1e-15
 
 
 def test_a_coarse_divergence_lies_between_0_and_the_whole():
@@ -186,7 +186,7 @@ def test_a_coarse_divergence_lies_between_0_and_the_whole():
     logits = 3 * torch.randn(40, 31, dtype=torch.float64)
     out, _ = run(parts, logits, "torch", temperature=1.0)
     log_q = student(parts, logits)
-    for losses, (a, b) in zip(out.stream_losses, [(log_p, log_q), (log_q, log_p)], strict=False):
+    for losses, (a, b) in zip(out.term_losses, [(log_p, log_q), (log_q, log_p)], strict=False):
         whole = (a.exp() * (a - b)).sum(dim=1)
         assert (losses >= 0).all()
         assert (losses <= whole + 1e-12).all()
@@ -229,7 +229,7 @@ def test_a_logit_of_minus_infinity_in_the_set_costs_the_reverse_divergence_nothi
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_an_id_beyond_the_vocabulary_is_seen(impl):
     """In its own row: no other one's logits or gradient are where such a column would lie."""
-    loss, logits = one_stream("topk_forward_kl", 5)
+    loss, logits = one_term("topk_forward_kl", 5)
     vocabulary, found = Vocabulary.of(64, vocab_size=48), []
     for tokens in ((), (48, 64 + 10)):  # the first column of padding, and one of the next row
         for row, token in zip((0, 5), tokens, strict=False):
@@ -239,7 +239,7 @@ def test_an_id_beyond_the_vocabulary_is_seen(impl):
         out = policy_gradient_loss(rows, replace(loss), vocabulary, impl=impl)  # nothing known of the ids before
         assert torch.equal(rows.detach().nan_to_num(7.0), leaf.detach().nan_to_num(7.0))
         out.loss.backward()
-        found.append((out.stream_losses[0].isnan(), leaf.grad))
+        found.append((out.term_losses[0].isnan(), leaf.grad))
     (_, wanted), (bad, gradient) = found
     assert bad.nonzero()[:, 0].tolist() == [0, 5]
     assert torch.equal(gradient[~bad], wanted[~bad])

@@ -14,7 +14,7 @@ import pytest
 import single_pass
 import threads
 import torch
-from stream_terms import kl_and_entropy
+from loss_terms import kl_and_entropy
 
 from megatron_pg import lm_head
 from megatron_pg.batch import TokenFields
@@ -674,7 +674,7 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
     reads_entropy = mode != "odds"
     if penalised:
         bonus = {"entropy_coef": 0.01} if reads_entropy else {}
-        terms = replace(terms, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", **bonus))
+        terms = replace(terms, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", **bonus))
     token_fields = TokenFields(
         **{n: fields[n] for n in ("targets", "mask", "old_logprobs", "advantages", "weights")},
         corrections=torch.linspace(0, 2, 21, dtype=torch.float64),
@@ -723,7 +723,7 @@ def test_every_row_of_tokens_in_the_head_equals_torch(name, whole, monkeypatch):
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(
         objective=objective_of(name, **numbers),
-        streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.02),
+        further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.02),
         grad_divisor=2.0,
     )
     token_fields = TokenFields(
@@ -737,7 +737,7 @@ def test_every_row_of_tokens_in_the_head_equals_torch(name, whole, monkeypatch):
         vocabulary = Vocabulary.of(len(weight))
         out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, Head(impl=impl), grad_scale=3.0)
         (out.loss * 3).backward()
-        found.append([out.loss.detach(), out.token_losses, out.stream_losses, hidden.grad, weight.grad])
+        found.append([out.loss.detach(), out.token_losses, out.term_losses, hidden.grad, weight.grad])
     for ours, wanted in zip(*found, strict=True):
         assert worst(ours, wanted.double()) <= 2e-5
     assert bool(launches) == whole

@@ -10,8 +10,8 @@ import torch
 from compare import scalar_error, tensor_error
 from teacher_parts import SHARE, Parts
 
-from megatron_pg.batch.fields import StreamFields, TeacherStates, TopK
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.batch.fields import TeacherStates, TermFields, TopK
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.kernels.triton import teacher as teacher_triton
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -101,7 +101,7 @@ def test_the_vocabulary_may_lie_over_ranks(kind, impl, dtype, mode, ranks, monke
 
     found = threads.run(ranks, work)
     for out, of_hidden, _ in found:
-        assert torch.equal(out.stream_losses, found[0][0].stream_losses)
+        assert torch.equal(out.term_losses, found[0][0].term_losses)
         assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
         assert tensor_error(of_hidden, 1.5 * gradients[0]) <= LIMITS[dtype]
     assert tensor_error(torch.cat([each[2] for each in found]), 1.5 * gradients[1]) <= LIMITS[dtype]
@@ -126,14 +126,14 @@ class OneAtATime:
 @pytest.mark.parametrize("kind", teacher_oracle.KINDS)
 def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
     parts = Parts.draw(kind, dtype)
-    fields, stream = parts.policy_loss.fields, parts.policy_loss.terms.streams[0]
+    fields, term = parts.policy_loss.fields, parts.policy_loss.terms.further[0]
     states = TeacherStates(slots=torch.arange(len(parts.hidden)), states=parts.hidden)
     fields = replace(fields, teacher_hidden=states, weights=torch.zeros_like(fields.weights))
-    terms = replace(parts.policy_loss.terms, streams=(stream,))
+    terms = replace(parts.policy_loss.terms, further=(term,))
     parts = replace(parts, policy_loss=PolicyLoss(terms, fields), teacher_weight=parts.weight)
     out, *found = run(moved(parts, DEVICE), Head(mode=mode, impl=impl))
     least = 0.0 if kind != "full_jsd" and not CUDA else 100 * torch.finfo(dtype).eps
-    assert float(out.stream_losses.abs().max()) <= least
+    assert float(out.term_losses.abs().max()) <= least
     assert all(float(each.abs().max()) <= 100 * least for each in found)
 
 
@@ -145,12 +145,12 @@ def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
     logprobs = (logits / 0.7).log_softmax(1)[teacher.slots]
     ids = torch.arange(parts.size).expand(len(logprobs), -1).int()
     topk = TopK(ids=ids, logprobs=logprobs, tails=torch.zeros(len(ids), dtype=torch.float64))
-    stream, *rest = parts.policy_loss.terms.streams
-    named = replace(stream, kind=f"topk_{kind}", tail_floor=1e-6)
-    other = replace(parts.policy_loss.terms, streams=(named, *rest))
+    term, *rest = parts.policy_loss.terms.further
+    named = replace(term, kind=f"topk_{kind}", tail_floor=1e-6)
+    other = replace(parts.policy_loss.terms, further=(named, *rest))
     named_loss = PolicyLoss(other, replace(fields, teacher_hidden=None, teacher_topk=topk))
     found, wanted = run(parts, Head(impl="torch")), run(replace(parts, policy_loss=named_loss), Head(impl="torch"))
-    assert tensor_error(found[0].stream_losses, wanted[0].stream_losses) <= 1e-13
+    assert tensor_error(found[0].term_losses, wanted[0].term_losses) <= 1e-13
     assert all(tensor_error(*pair) <= 1e-12 for pair in zip(found[1:], wanted[1:], strict=True))
 
 
@@ -166,7 +166,7 @@ def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
     found = run(moved(parts, DEVICE), Head(impl=impl))
     others = torch.arange(len(parts.hidden)) != 2
     assert found[0].loss.isnan()
-    assert found[0].stream_losses[0, 2].isnan()
+    assert found[0].term_losses[0, 2].isnan()
     assert found[1][2].isnan().all()
     assert torch.equal(found[1][others], wanted[1][others])
 
@@ -175,42 +175,42 @@ def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
 def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
     """Each gives nearly everything to a token to which the other gives e^-400: no clamp hides it, and its gradient is there."""
     parts = Parts.draw("full_forward_kl", dtype, rows=5, size=3, padding=0, width=3)
-    stream = parts.policy_loss.terms.streams[0]
+    term = parts.policy_loss.terms.further[0]
     logits, theirs = torch.tensor([[0.0, 400.0, 3.0]] * 2), torch.tensor([[400.0, 0.0, 3.0]] * 2)
     states = TeacherStates(slots=torch.arange(2), states=theirs.to(dtype))
     both = torch.ones(2, dtype=torch.bool)
     zeros = torch.zeros(2, dtype=torch.float64)
     nothing = {"policy_mask": torch.zeros_like(both), **dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)}
     fields = replace(parts.policy_loss.fields, teacher_hidden=states, mask=both, **nothing)
-    own = StreamFields(mask=both, weights=torch.tensor([1.0, 2.0]))
-    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), streams={"t": own})
+    own = TermFields(mask=both, weights=torch.tensor([1.0, 2.0]))
+    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"t": own})
     eye = torch.eye(3, dtype=dtype)
     for kind, value, sign in (("full_forward_kl", 400.0, 1.0), ("full_reverse_kl", 400.0, 0.0)):
-        terms = replace(parts.policy_loss.terms, streams=(replace(stream, kind=kind, weight=1.0),), grad_divisor=1.0)
+        terms = replace(parts.policy_loss.terms, further=(replace(term, kind=kind, weight=1.0),), grad_divisor=1.0)
         policy_loss = PolicyLoss(terms, fields)
         near = replace(parts, hidden=logits.to(dtype), weight=eye, teacher_weight=eye, policy_loss=policy_loss)
         out, of_hidden, _ = run(moved(near, DEVICE), Head(impl=impl), temperature=1.0)
-        assert (out.stream_losses.cpu() - value).abs().max() <= 1e-4
+        assert (out.term_losses.cpu() - value).abs().max() <= 1e-4
         wanted = 3 * sign * torch.tensor([[-1.0, 1.0, 0.0], [-2.0, 2.0, 0.0]], dtype=dtype)
         rounding = 1e-6 if sign else 1e-6 * value  # of the reverse, 400 - 400
         assert (of_hidden.cpu() - wanted).abs().max() <= rounding
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-def test_a_micro_batch_without_a_token_of_the_stream_is_one_of_the_rest(impl, dtype):
+def test_a_micro_batch_without_a_token_of_the_term_is_one_of_the_rest(impl, dtype):
     parts = Parts.draw("full_jsd", dtype)
     fields = parts.policy_loss.fields
-    nobody = replace(fields.streams["t"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
+    nobody = replace(fields.terms["t"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
     empty = TeacherStates(slots=torch.zeros_like(fields.teacher_hidden.slots), states=torch.zeros(0, 1, dtype=dtype))
-    fields = replace(fields, streams={"t": nobody}, teacher_hidden=empty)
-    without = replace(parts.policy_loss.terms, streams=parts.policy_loss.terms.streams[1:])
+    fields = replace(fields, terms={"t": nobody}, teacher_hidden=empty)
+    without = replace(parts.policy_loss.terms, further=parts.policy_loss.terms.further[1:])
     found, wanted = (
         run(moved(replace(parts, policy_loss=PolicyLoss(terms, fields)), DEVICE), Head(impl=impl))
         for terms in (parts.policy_loss.terms, without)
     )
     assert torch.equal(found[0].loss, wanted[0].loss)
     assert all(torch.equal(*pair) for pair in zip(found[1:], wanted[1:], strict=True))
-    assert not found[0].stream_losses[0].any()
+    assert not found[0].term_losses[0].any()
 
 
 def test_without_gradient_the_loss_is_the_same():
@@ -235,7 +235,7 @@ def test_the_teachers_logits_take_half_of_the_memory(monkeypatch):
     monkeypatch.setattr(products, "chunk_rows", lambda *given: asked.append(chunk_rows(*given)) or asked[-1])
     parts = Parts.draw("full_jsd", torch.float32)
     run(parts, Head(impl="torch"))
-    plain = replace(parts.policy_loss, terms=replace(parts.policy_loss.terms, streams=()))
+    plain = replace(parts.policy_loss, terms=replace(parts.policy_loss.terms, further=()))
     run(replace(parts, policy_loss=plain), Head(impl="torch"))
     assert asked == [1024, 2048]
 
@@ -258,8 +258,8 @@ def test_another_head_is_refused(change, message):
 def test_what_cannot_be_is_refused():
     parts = Parts.draw("full_jsd", torch.float64)
     terms = parts.policy_loss.terms
-    other = Stream(name="h", kind="full_jsd", weight=1.0, mixture=SHARE / 2, on="rl")
-    two = PolicyLoss(replace(terms, streams=(terms.streams[0], other)), parts.policy_loss.fields)
+    other = LossTerm(name="h", kind="full_jsd", weight=1.0, mixture=SHARE / 2, on="rl")
+    two = PolicyLoss(replace(terms, further=(terms.further[0], other)), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="two divergences from a teacher's hidden states"):
         run(replace(parts, policy_loss=two), Head(impl="torch"))
     flat = replace(parts.policy_loss.fields.teacher_hidden, states=torch.zeros(15, dtype=torch.float64))
@@ -268,7 +268,7 @@ def test_what_cannot_be_is_refused():
         run(replace(parts, policy_loss=one), Head(impl="torch"))
     with pytest.raises(ValueError, match="only the fused head makes"):
         policy_gradient_loss(torch.zeros(15, 48), parts.policy_loss, Vocabulary.of(48), impl="torch")
-    plain = PolicyLoss(replace(terms, streams=terms.streams[:1]), parts.policy_loss.fields)
+    plain = PolicyLoss(replace(terms, further=terms.further[:1]), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="the distribution of a teacher"):
         run(replace(parts, policy_loss=plain), Head(mode="odds", impl="torch"))
     states = parts.policy_loss.fields.teacher_hidden
@@ -286,10 +286,10 @@ def test_what_cannot_be_is_refused():
 def test_a_mixture_that_the_kind_does_not_have_is_refused(kind, mixture):
     """What says that there is a mixture and what says which divergence it is would not agree."""
     parts = Parts.draw("full_jsd", torch.float64)
-    first, *rest = parts.policy_loss.terms.streams
-    terms = replace(parts.policy_loss.terms, streams=(replace(first, kind=kind, mixture=mixture), *rest))
+    first, *rest = parts.policy_loss.terms.further
+    terms = replace(parts.policy_loss.terms, further=(replace(first, kind=kind, mixture=mixture), *rest))
     other = replace(parts, policy_loss=PolicyLoss(terms, parts.policy_loss.fields))
-    with pytest.raises(ValueError, match=f"mixture={mixture} of a stream {kind} cannot be"):
+    with pytest.raises(ValueError, match=f"mixture={mixture} of a loss term {kind} cannot be"):
         run(other, Head(impl="torch"))
 
 
@@ -297,9 +297,9 @@ def test_a_mixture_that_the_kind_does_not_have_is_refused(kind, mixture):
 def test_a_number_that_is_none_stays_visible_at_a_weight_of_zero(impl, dtype):
     parts = Parts.draw("full_reverse_kl", dtype, has_own_tokens=False)
     fields = parts.policy_loss.fields
-    own = replace(fields.streams["t"], weights=fields.streams["t"].weights.clone())
+    own = replace(fields.terms["t"], weights=fields.terms["t"].weights.clone())
     own.weights[2], fields.teacher_hidden.states[2, 3] = 0.0, torch.nan
-    fields = replace(fields, streams={"t": own})
+    fields = replace(fields, terms={"t": own})
     moved_parts = moved(replace(parts, policy_loss=replace(parts.policy_loss, fields=fields)), DEVICE)
     out, of_hidden, _ = run(moved_parts, Head(impl=impl))
     assert out.loss.isnan()

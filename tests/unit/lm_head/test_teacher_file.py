@@ -119,14 +119,14 @@ def test_what_changes_after_the_start_or_is_not_finite_is_named(tmp_path):
 @pytest.mark.usefixtures("rank_zero")
 def test_the_settings_look_at_the_file_before_there_is_a_model(tmp_path):
     write_head(tmp_path / "h", WEIGHT)
-    given = {"pg_stream": ["t:full_jsd,on=rl"], "pg_teacher_head": str(tmp_path / "h"), "pg_fused_head": "forward"}
+    given = {"pg_term": ["t:full_jsd,on=rl"], "pg_teacher_head": str(tmp_path / "h"), "pg_fused_head": "forward"}
 
     def settings(**rest: object) -> LossSettings:
         return LossSettings.from_args(validate_args(arguments(pg_kernel="torch", **given | rest)))
 
     assert settings(pg_vocab_size=5, padded_vocab_size=8).teacher_head == TeacherHead.of(str(tmp_path / "h"))
     assert settings(padded_vocab_size=None).teacher_head.rows == 5
-    assert settings(pg_stream=["t:full_jsd,weight=0"], pg_teacher_head="nothing").teacher_head is None
+    assert settings(pg_term=["t:full_jsd,weight=0"], pg_teacher_head="nothing").teacher_head is None
     for wrong in ({"pg_vocab_size": 4, "padded_vocab_size": 8}, {"padded_vocab_size": 8}):
         with pytest.raises(ValueError, match="has 5 rows and the student"):
             settings(**wrong)

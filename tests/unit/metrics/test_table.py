@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stream_terms import kl_and_entropy
+from loss_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.choices import METRIC_LEVELS as LEVELS
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyGradientLoss
 from megatron_pg.metrics import METRICS, Reduction, TokenValues
 from megatron_pg.metrics.table import LIMITS, Limit, red_flags
@@ -36,7 +36,7 @@ def tokens(mask, *, terms: LossTerms = TERMS, **changes) -> TokenValues:
     known = {name: torch.full((size,), 0.5, dtype=torch.float64) for name in names}
     known["sample_weights"] = trained / max(int(trained.sum()), 1)
     known |= {name: torch.tensor(values, dtype=torch.float64) for name, values in changes.items()}
-    of_result = ("token_losses", "logprobs", "log_ratios", "entropy", "stream_losses", "sequence_log_ratios")
+    of_result = ("token_losses", "logprobs", "log_ratios", "entropy", "term_losses", "sequence_log_ratios")
     result = {name: known.pop(name) for name in of_result if name in known}
     fields = TokenFields.of({"targets": torch.zeros(size, dtype=torch.int64), "mask": trained, **known})
     return TokenValues(fields, PolicyGradientLoss(torch.zeros(()), **result), terms)
@@ -94,8 +94,8 @@ def test_hand_worked_values(name, batch, expected):
 
 
 ALL = ("clip", "kl", "entropy", "further", "sequence", "correction")
-KL_AND_ENTROPY = dataclasses.replace(TERMS, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01))
-OF_STREAMS = {"stream_losses": [[2.0, 4.0, 0.0], [-2.0, -4.0, 0.0]]}
+KL_AND_ENTROPY = dataclasses.replace(TERMS, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01))
+OF_TERMS = {"term_losses": [[2.0, 4.0, 0.0], [-2.0, -4.0, 0.0]]}
 U = [0.5, 0.25, 0.0]
 
 
@@ -109,8 +109,8 @@ def with_zeros(known: object, *names: str) -> object:
 @pytest.mark.parametrize(
     ("name", "batch", "expected"),
     [
-        ("kl_loss", tokens([1, 1, 0], **OF_STREAMS, **{"kl.weights": U}), 2.0),
-        ("entropy_loss", tokens([1, 1, 0], **OF_STREAMS, **{"entropy.weights": U}), 2.0),
+        ("kl_loss", tokens([1, 1, 0], **OF_TERMS, **{"kl.weights": U}), 2.0),
+        ("entropy_loss", tokens([1, 1, 0], **OF_TERMS, **{"entropy.weights": U}), 2.0),
         ("segment_ratio_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 3.0),
         ("segment_ratio_squared_sum", tokens([1, 1, 0], sequence_log_ratios=[math.log(3)] * 2 + [9.0]), 9.0),
         ("num_segments", tokens([1, 1, 0]), 1.0),
@@ -126,15 +126,15 @@ def test_hand_worked_values_of_further_terms(name, batch, expected):
         result=with_zeros(batch.result, "sequence_log_ratios"),
         terms=KL_AND_ENTROPY,
     )
-    if batch.result.stream_losses is None:
+    if batch.result.term_losses is None:
         losses = torch.zeros(2, len(batch.fields.mask), dtype=torch.float64)
-        batch = dataclasses.replace(batch, result=dataclasses.replace(batch.result, stream_losses=losses))
+        batch = dataclasses.replace(batch, result=dataclasses.replace(batch.result, term_losses=losses))
     assert value(name, batch, features=ALL) == pytest.approx(expected, rel=1e-14)
     assert value(name, batch) is None  # without the term
 
 
 def test_the_loss_is_the_sum_of_its_terms():
-    fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "stream_losses": [[1.0, 2.0], [-5.0, -6.0]]}
+    fields = {"weights": [1.0, 2.0], "token_losses": [3.0, 4.0], "term_losses": [[1.0, 2.0], [-5.0, -6.0]]}
     weights = {"kl.weights": [0.5, 0.25], "entropy.weights": [0.5, 0.25]}
     batch = tokens([1, 1], terms=KL_AND_ENTROPY, **fields, **weights)
     expected = 11.0 + 0.1 * (0.5 + 0.5) - 0.01 * (2.5 + 1.5)
@@ -191,9 +191,9 @@ def sample_of_the_objective() -> Sample:
 
 
 @pytest.mark.parametrize("name", ["mtp", "clip", "further"])
-def test_a_stream_may_be_called_like_a_feature(name):
-    stream = Stream(name=name, kind="ce", aggregation="token_mean")
-    names = [metric.name for metric in Reduction("basic", ("clip", "mtp", "further"), (), (stream,)).metrics]
+def test_a_term_may_be_called_like_a_feature(name):
+    term = LossTerm(name=name, kind="ce", aggregation="token_mean")
+    names = [metric.name for metric in Reduction("basic", ("clip", "mtp", "further"), (), (term,)).metrics]
     assert {f"{name}/loss", f"{name}/num_tokens"} <= {*names}
 
 

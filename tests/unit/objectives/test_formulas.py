@@ -320,7 +320,7 @@ def test_masked_tokens_may_hold_anything(name):
         at, h = change(logprobs).requires_grad_(), change(entropy).requires_grad_()
         out = poisoned(at, h)
         gradients = torch.autograd.grad(out.loss, (at, h))
-        found.append(torch.cat([out.loss.detach()[None], *gradients, out.stream_losses.flatten(), out.token_losses]))
+        found.append(torch.cat([out.loss.detach()[None], *gradients, out.term_losses.flatten(), out.token_losses]))
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
@@ -354,7 +354,7 @@ def test_triton_equals_torch_in_float32(name):
     (a, ga), (b, gb) = found
     assert float(a.loss.detach()) == pytest.approx(float(b.loss.detach()), rel=1e-5)
     assert torch.allclose(ga, gb, atol=2e-6 * float(ga.abs().max()))
-    assert torch.allclose(a.stream_losses[0], b.stream_losses[0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(a.term_losses[0], b.term_losses[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():

@@ -13,7 +13,7 @@ from samples import divisor_of
 
 from megatron_pg import StepPlanError, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.plan import collectives
 from megatron_pg.plan.exchange import KINDS, WholeStep, _owners, exchange
 from megatron_pg.plan.facts import SampleFacts, fact_sums, largest_facts, ordered_bits, unit_facts
@@ -23,11 +23,11 @@ HAS_REWARD = 1 << 40
 
 
 def random_rule(rng: random.Random) -> PlanRule:
-    streams = tuple(
-        Stream(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))
+    terms = tuple(
+        LossTerm(name=name, kind="ce", aggregation="token_mean") for name in rng.sample("abc", rng.randint(0, 3))
     )
     undivided = tuple(rng.sample(sorted(KINDS), rng.randint(0, 2)))
-    return PlanRule(aggregation="prompt_mean", streams=streams, depths=rng.randint(0, 2), undivided=undivided)
+    return PlanRule(aggregation="prompt_mean", terms=terms, depths=rng.randint(0, 2), undivided=undivided)
 
 
 def random_rows(rng: random.Random, rule: PlanRule) -> list[list[int]]:

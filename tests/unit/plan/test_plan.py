@@ -19,7 +19,7 @@ from samples import (
 
 from megatron_pg import ContextRanks, Sample, StepPlanError, pack, plan_step
 from megatron_pg.declarations.aggregations import AGGREGATIONS
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.plan.plan import check_count, plan_from_table
 from megatron_pg.plan.table import PlanRule, local_table_of, table_of_counts
 
@@ -95,12 +95,12 @@ def mixture() -> list[Sample]:
     rng = random.Random(0)
     of = [("a", "p", [1, 1, 0], None), ("b", "p", [0], None), ("c", "q", [1, 1, 1], "sft"), ("d", "q", [1], "sft")]
     samples = []
-    for rollout, prompt, mask, stream in of:
+    for rollout, prompt, mask, term in of:
         sample = make_sample(
             prompt_length=2, mask=mask, rng=rng, rollout_id=rollout, prompt_id=prompt, sample_id=rollout
         )
-        if stream:
-            sample = dataclasses.replace(sample, stream=stream, old_logprobs=None, advantages=None, reward=None)
+        if term:
+            sample = dataclasses.replace(sample, term=term, old_logprobs=None, advantages=None, reward=None)
         samples.append(sample)
     samples[0] = dataclasses.replace(samples[0], masks={"echo": torch.tensor([True, True, True])})
     return samples
@@ -110,12 +110,12 @@ def mixture() -> list[Sample]:
     ("aggregation", "sft", "echo"),
     [("sample_mean", [6, 2], 3), ("prompt_mean", [4, 4], 3), ("token_mean", [4, 4], 3), ("constant", [20, 20], 10)],
 )
-def test_a_stream_counts_its_own_tokens_alone(aggregation, sft, echo):
+def test_a_term_counts_its_own_tokens_alone(aggregation, sft, echo):
     divisor = 10.0 if aggregation == "constant" else None
     rule = PlanRule(
         aggregation="sample_mean",
-        streams=tuple(
-            Stream(name=name, kind="ce", aggregation=aggregation, divisor=divisor) for name in ("sft", "echo")
+        terms=tuple(
+            LossTerm(name=name, kind="ce", aggregation=aggregation, divisor=divisor) for name in ("sft", "echo")
         ),
     )
     samples = mixture()
@@ -125,15 +125,15 @@ def test_a_stream_counts_its_own_tokens_alone(aggregation, sft, echo):
     assert found.denominators[:2].tolist() == alone.denominators.tolist() == [4, 2]
     assert (found.num_rollouts, found.num_prompts, found.num_tokens) == (2, 1, 2)
     assert (found.num_trained, found.num_samples) == (7, 4)  # of echo one token that the objective leaves out
-    assert found.streams["sft"].denominators[2:].tolist() == sft
-    assert found.streams["echo"].denominators[:1].tolist() == [echo]
-    counted = {name: (each.num_rollouts, each.num_tokens) for name, each in found.streams.items()}
+    assert found.terms["sft"].denominators[2:].tolist() == sft
+    assert found.terms["echo"].denominators[:1].tolist() == [echo]
+    counted = {name: (each.num_rollouts, each.num_tokens) for name, each in found.terms.items()}
     assert counted == {"sft": (2, 4), "echo": (1, 3)}
     assert found.facts.num_rewards == 2  # of the objective's samples
 
 
-def test_a_step_without_a_token_of_the_objective_trains_the_streams():
-    rule = PlanRule(aggregation="sample_mean", streams=(Stream(name="sft", kind="ce", aggregation="token_mean"),))
+def test_a_step_without_a_token_of_the_objective_trains_the_terms():
+    rule = PlanRule(aggregation="sample_mean", terms=(LossTerm(name="sft", kind="ce", aggregation="token_mean"),))
     table = local_table_of([pack(mixture()[2:], qkv_format="thd")], rule, None)
     found = plan_from_table(table, rule, error=None, group=None)
     assert (found.num_tokens, found.num_trained) == (0, 4)

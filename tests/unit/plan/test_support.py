@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import simulation
 import threads
+from loss_terms import kl_and_entropy
 from namespaces import arguments
 from samples import make_sample
-from stream_terms import kl_and_entropy
 
 from megatron_pg import Sample, StepPlanError, pack, validate_args
 from megatron_pg.batch import slice_batch
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms
 from megatron_pg.plan.errors import ContractError
 from megatron_pg.plan.microbatches import count, slice_step
@@ -39,7 +39,7 @@ def sample(sets, *, mask=(1, 1, 0, 1), **rest) -> Sample:
         "rollout_id": "r",
     }
     fields |= {"support": sets, **rest}
-    if fields.get("stream"):
+    if fields.get("term"):
         del fields["old_logprobs"], fields["advantage"]
     return Sample.build(**fields)
 
@@ -52,9 +52,9 @@ def counted(samples, settings=SETTINGS):
     return batch, *count([batch], settings, None)
 
 
-def with_streams(*streams: Stream) -> LossSettings:
-    terms = LossTerms(objective=SETTINGS.terms.objective, streams=streams)
-    return dataclasses.replace(SETTINGS, terms=terms, streams_of_samples=frozenset({"rl", "sft", "echo"}))
+def with_terms(*loss_terms: LossTerm) -> LossSettings:
+    terms = LossTerms(objective=SETTINGS.terms.objective, further=loss_terms)
+    return dataclasses.replace(SETTINGS, terms=terms, terms_of_samples=frozenset({"rl", "sft", "echo"}))
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():
     counted([sample(GOOD)])
     counted([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
     counted(
-        [sample([[9], [9], [9], [9]], stream="sft")],
-        with_streams(Stream(name="sft", kind="ce", aggregation="token_mean")),
+        [sample([[9], [9], [9], [9]], term="sft")],
+        with_terms(LossTerm(name="sft", kind="ce", aggregation="token_mean")),
     )
 
 
 def test_without_the_objective_nothing_reads_it():
     settings = dataclasses.replace(
-        with_streams(Stream(name="t", kind="ce", on="rl", aggregation="token_mean")), has_policy=False
+        with_terms(LossTerm(name="t", kind="ce", on="rl", aggregation="token_mean")), has_policy=False
     )
     batch, table, factors = counted([sample([[9], [9], [9], [9]])], settings)
     plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
@@ -138,8 +138,8 @@ def test_masked_tokens_of_all_ranks_are_counted():
 def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
     with pytest.raises(ValueError, match="sample t has no support while others of the step have one"):
         counted([sample(GOOD), sample(None, sample_id="t")])
-    supervised = with_streams(Stream(name="sft", kind="ce", aggregation="token_mean"))
-    counted([sample(GOOD), sample(None, stream="sft", sample_id="t")], supervised)
+    supervised = with_terms(LossTerm(name="sft", kind="ce", aggregation="token_mean"))
+    counted([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
 
     def work(rank: int):
         group = threads.subgroup(lambda _: 0, 3, rank)
@@ -152,29 +152,29 @@ def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
 
 
 @pytest.mark.parametrize(
-    ("stream", "is_refused"),
+    ("term", "is_refused"),
     [
-        (Stream(name="echo", kind="ce", on="rl"), True),
-        (Stream(name="t", kind="opd", on="rl", estimator="k3_weighted"), True),
-        (Stream(name="t", kind="topk_forward_kl", on="rl", tail_floor=1e-6), True),
-        (Stream(name="sft", kind="topk_forward_kl", tail_floor=1e-6), True),
-        (Stream(name="echo", kind="ce"), True),  # of a token that is the objective's too
-        (Stream(name="sft", kind="ce"), False),
-        (Stream(name="h", kind="entropy", on="rl"), False),
-        (Stream(name="k", kind="kl", on="rl", estimator="k2"), False),
+        (LossTerm(name="echo", kind="ce", on="rl"), True),
+        (LossTerm(name="t", kind="opd", on="rl", estimator="k3_weighted"), True),
+        (LossTerm(name="t", kind="topk_forward_kl", on="rl", tail_floor=1e-6), True),
+        (LossTerm(name="sft", kind="topk_forward_kl", tail_floor=1e-6), True),
+        (LossTerm(name="echo", kind="ce"), True),  # of a token that is the objective's too
+        (LossTerm(name="sft", kind="ce"), False),
+        (LossTerm(name="h", kind="entropy", on="rl"), False),
+        (LossTerm(name="k", kind="kl", on="rl", estimator="k2"), False),
     ],
     ids=str,
 )
-def test_a_stream_over_the_whole_vocabulary_has_tokens_of_its_own(stream, is_refused):
-    echo = {"echo": [0, 0, 1, int(stream.name == "echo" and stream.on is None)]}
+def test_a_term_over_the_whole_vocabulary_has_tokens_of_its_own(term, is_refused):
+    echo = {"echo": [0, 0, 1, int(term.name == "echo" and term.on is None)]}
     values = {name: [-0.5] * 4 for name in ("ref_logprobs", "teacher_logprobs")}
     values["teacher_topk"] = {"ids": [[1]] * 4, "logprobs": [[-0.5]] * 4}
-    given = [sample(GOOD, masks=echo, **values), sample(None, stream="sft", sample_id="t", **values)]
-    settings = with_streams(dataclasses.replace(stream, aggregation="token_mean"))
+    given = [sample(GOOD, masks=echo, **values), sample(None, term="sft", sample_id="t", **values)]
+    settings = with_terms(dataclasses.replace(term, aggregation="token_mean"))
     if not is_refused:
         counted(given, settings)
         return
-    flag = f"--pg-stream {stream.name}:{stream.kind}"
+    flag = f"--pg-term {term.name}:{term.kind}"
     message = f"^{flag} reads log-probabilities over the whole vocabulary .* of sample s, where another term"
     with pytest.raises(ValueError, match=message):
         counted(given, settings)
@@ -182,19 +182,19 @@ def test_a_stream_over_the_whole_vocabulary_has_tokens_of_its_own(stream, is_ref
 
 def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_support():
     """Over the whole vocabulary at those tokens, whatever set they have."""
-    settings = with_streams(Stream(name="echo", kind="ce", aggregation="token_mean"))
+    settings = with_terms(LossTerm(name="echo", kind="ce", aggregation="token_mean"))
     (local,) = sliced([sample([[5, 9], [], [1, 7], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
     assert rows_with_sets(local) == [[5, 9], [8, 2]]
 
 
-REF = Stream(name="ref", kind="kl", aggregation="token_mean", estimator="k2")
+REF = LossTerm(name="ref", kind="kl", aggregation="token_mean", estimator="k2")
 OF_TOOL = {"masks": {"ref": [0, 0, 1, 0]}, "ref_logprobs": [-0.5] * 4}
 
 
 def with_reference(*, on: str | None = None, has_policy: bool = True, **more) -> LossSettings:
-    settings = with_streams(dataclasses.replace(REF, on=on))
-    names = settings.streams_of_samples | {"ref"}
-    return dataclasses.replace(settings, has_policy=has_policy, streams_of_samples=names, **more)
+    settings = with_terms(dataclasses.replace(REF, on=on))
+    names = settings.terms_of_samples | {"ref"}
+    return dataclasses.replace(settings, has_policy=has_policy, terms_of_samples=names, **more)
 
 
 def sliced(samples, settings):
@@ -212,21 +212,21 @@ def rows_with_sets(local) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        (with_reference(), [[5, 9], [7, 3], [8, 2]]),  # the objective's tokens and the stream's own
+        (with_reference(), [[5, 9], [7, 3], [8, 2]]),  # the objective's tokens and the loss term's own
         (with_reference(has_policy=False), [[7, 3]]),
         (with_reference(on="rl", has_policy=False), [[5, 9], [8, 2]]),
     ],
     ids=["own tokens", "own tokens alone", "on=rl without the objective"],
 )
 def test_a_divergence_from_the_reference_reads_the_support_at_its_tokens(settings, wanted):
-    masks = OF_TOOL if settings.terms.streams[0].on is None else {"ref_logprobs": [-0.5] * 4}
+    masks = OF_TOOL if settings.terms.further[0].on is None else {"ref_logprobs": [-0.5] * 4}
     (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], **masks)], settings)
     assert rows_with_sets(local) == wanted
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_an_entropy_reads_the_support_at_its_own_tokens_where_it_is_kept(kept):
-    settings = with_streams(Stream(name="echo", kind="entropy", aggregation="token_mean"))
+    settings = with_terms(LossTerm(name="echo", kind="entropy", aggregation="token_mean"))
     terms = dataclasses.replace(settings.terms, entropy_support="kept" if kept else "full")
     settings = dataclasses.replace(settings, terms=terms, has_policy=False)
     (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
@@ -249,10 +249,10 @@ def test_without_the_objective_the_tokens_of_the_reference_are_checked(sets, cha
 
 
 def test_two_terms_that_read_different_distributions_of_a_token_are_refused_without_the_objective_too():
-    echo = Stream(name="echo", kind="ce", on="rl", aggregation="token_mean")
-    terms = LossTerms(objective=SETTINGS.terms.objective, streams=(dataclasses.replace(REF, on="rl"), echo))
+    echo = LossTerm(name="echo", kind="ce", on="rl", aggregation="token_mean")
+    terms = LossTerms(objective=SETTINGS.terms.objective, further=(dataclasses.replace(REF, on="rl"), echo))
     settings = dataclasses.replace(SETTINGS, terms=terms, has_policy=False)
-    with pytest.raises(ValueError, match=r"^--pg-stream echo:ce reads log-probabilities over the whole vocabulary"):
+    with pytest.raises(ValueError, match=r"^--pg-term echo:ce reads log-probabilities over the whole vocabulary"):
         counted([sample(GOOD, ref_logprobs=[-0.5] * 4)], settings)
 
 
@@ -264,7 +264,7 @@ def test_tokens_of_the_reference_outside_their_sets_are_masked_there_alone():
     assert found.loss_mask.int().tolist() == [0, 1, 0, 1]
     assert found.masks["ref"].int().tolist() == [0, 1, 0, 0]
     plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
-    assert (plan.num_tokens, plan.num_missing, plan.streams["ref"].num_tokens) == (2, 2, 1)
+    assert (plan.num_tokens, plan.num_missing, plan.terms["ref"].num_tokens) == (2, 2, 1)
 
 
 def test_rollouts_with_and_without_a_support_are_refused_where_the_reference_alone_reads_it():
@@ -349,7 +349,7 @@ def test_the_flags_reach_the_settings():
 
 
 @pytest.mark.parametrize(
-    ("streams", "entropy", "support", "is_whole"),
+    ("loss_terms", "entropy", "support", "is_whole"),
     [
         ((), False, "full", False),
         ((), True, "full", True),
@@ -359,12 +359,12 @@ def test_the_flags_reach_the_settings():
     ],
     ids=range(5),
 )
-def test_whole_rows_are_read_where_their_entropy_is_wanted_alone(streams, entropy, support, is_whole):
+def test_whole_rows_are_read_where_their_entropy_is_wanted_alone(loss_terms, entropy, support, is_whole):
     from megatron_pg.kernels import PolicyLoss
 
     batch = pack([sample(GOOD)], qkv_format="thd")
     weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
     local = slice_batch(batch, weights, cp_rank=0, cp_size=1)
-    terms = LossTerms(objective=SETTINGS.terms.objective, streams=streams, entropy_support=support)
+    terms = LossTerms(objective=SETTINGS.terms.objective, further=loss_terms, entropy_support=support)
     assert PolicyLoss(terms, local.fields).restriction(entropy).whole_entropy == is_whole
     assert PolicyLoss(terms, dataclasses.replace(local.fields, support=None)).restriction(entropy) is None

@@ -8,7 +8,7 @@ import threads
 
 from megatron_pg import StepPlanError, cut_microbatches, pack, plan_step
 from megatron_pg.batch import ContextRanks
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.plan.plan import plan_from_table
 from megatron_pg.plan.table import PlanRule, content_of, local_table_of
 from megatron_pg.rollouts.sample import Sample
@@ -127,23 +127,23 @@ def test_ids_that_overlap_by_chance_pass():
     assert warning_of([samples[:10], samples[10:]]) is None
 
 
-STREAM = {"policy": (), "streams": (Stream(name="sft", kind="ce", aggregation="prompt_mean"),)}
+TERM = {"policy": (), "terms": (LossTerm(name="sft", kind="ce", aggregation="prompt_mean"),)}
 
 
 def supervised(rng: random.Random, rollout_id, prompt_id) -> Sample:
     return dataclasses.replace(
-        sample(prompt_of(rng), 1.0, rollout_id, prompt_id), stream="sft", old_logprobs=None, advantages=None
+        sample(prompt_of(rng), 1.0, rollout_id, prompt_id), term="sft", old_logprobs=None, advantages=None
     )
 
 
-def test_ids_of_a_stream_without_the_objective_are_compared_by_contexts():
+def test_ids_of_a_term_without_the_objective_are_compared_by_contexts():
     rng = random.Random(9)
     few, many = ([[supervised(rng, n, n) for n in range(count)] for _ in range(2)] for count in (2, 4))
-    assert "(2 came again on a further rank)" in warning_of(few, **STREAM)
+    assert "(2 came again on a further rank)" in warning_of(few, **TERM)
     with pytest.raises(StepPlanError, match="no common advantage connects them, so they are different rollouts"):
-        warning_of(many, **STREAM)
+        warning_of(many, **TERM)
     prompts = [[supervised(rng, f"{rank} {n}", n) for n in range(4)] for rank in range(2)]
-    assert "every data-parallel rank brings the same prompt_ids" in warning_of(prompts, **STREAM)
+    assert "every data-parallel rank brings the same prompt_ids" in warning_of(prompts, **TERM)
 
 
 def dealt(rng: random.Random, *, ids: bool, size: int = 4) -> list[Sample]:

@@ -381,7 +381,7 @@ def logged(session, monkeypatch, tmp_path):
             )
         )
         session.log.objective = {"clip": "0.2"}
-        plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9, streams={})
+        plan = SimpleNamespace(num_samples=2, num_rollouts=2, num_prompts=None, num_tokens=9, terms={})
         session.log.report = SimpleNamespace(
             metrics={"pg_loss": -0.5, "theirs": 2.0} | metrics, nonfinite={}, plan=plan
         )

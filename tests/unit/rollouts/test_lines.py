@@ -59,7 +59,7 @@ def test_a_line_that_is_not_one_object_is_refused_with_its_place(line, message):
     assert caught.match(message)
 
 
-@pytest.mark.parametrize("change", [{"version": 3}, {"version": "2"}, {"format": "other"}, {"note": 1}])
+@pytest.mark.parametrize("change", [{"version": 4}, {"version": "2"}, {"format": "other"}, {"note": 1}])
 def test_a_header_of_something_else_is_refused(change):
     check_header(HEADER | {"x_note": 1}, "r.jsonl")
     with pytest.raises(RolloutFileError, match=r"^r.jsonl:1: .*header"):

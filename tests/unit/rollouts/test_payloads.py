@@ -279,7 +279,7 @@ def test_untrained_tokens_may_have_arbitrary_values():
     with pytest.raises(ValueError, match=r"names a token twice|holds a negative"):
         built("support", odd, loss_mask=[1, 1, 1])
     supervised = {name: v for name, v in FIELDS.items() if name not in ("old_logprobs", "advantage", "reward")}
-    Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, stream="sft", support=odd)
+    Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, term="sft", support=odd)
     topk = {"ids": [[1, 2], [3, 4], [7, 7]], "logprobs": [[-1.0, -1.0], [-1.0, -1.0], [5.0, float("nan")]]}
     sample = Sample.build(**FIELDS, teacher_topk=topk)
     with pytest.raises(ValueError, match="name a token twice"):

@@ -79,7 +79,7 @@ def test_values_of_masked_tokens_need_not_be_finite(tmp_path):
     ("lines", "where", "message"),
     [
         ([RECORD], ":1:", "header has format None"),
-        ([HEADER | {"version": 3}, RECORD], ":1:", "version 3"),
+        ([HEADER | {"version": 4}, RECORD], ":1:", "version 4"),
         ([HEADER | {"colour": 1}, RECORD], ":1:", "unknown header field 'colour'"),
         ([HEADER], "", "holds no sample"),
         ([], "", "holds no sample"),
@@ -433,17 +433,17 @@ def test_a_full_disk_leaves_whole_batches_and_the_next_one_goes_behind_them(tmp_
 
 
 SUPERVISED = {name: value for name, value in RECORD.items() if name not in ("old_logprobs", "advantage", "reward")} | {
-    "stream": "sft"
+    "term": "sft"
 }
 
 
-def test_a_sample_of_another_stream_needs_only_what_that_reads(file, tmp_path):
-    header = HEADER | {"version": 2}
+def test_a_sample_of_another_term_needs_only_what_that_reads(file, tmp_path):
+    header = HEADER | {"version": 3}
     masks = {"echo": [0, 1], "tool": [1.0, 0.0]}
     teacher = {"teacher_logprobs": [-0.5, -0.25]}
     mixed = [SUPERVISED, RECORD | {"rollout_id": 1, "masks": masks} | teacher]
     found = read_rollouts(file(header, *mixed))
-    assert [sample.stream for sample in found] == ["sft", "rl"]
+    assert [sample.term for sample in found] == ["sft", "rl"]
     assert (found[0].old_logprobs, found[0].advantages, found[0].reward) == (None, None, None)
     assert {name: mask.tolist() for name, mask in found[1].masks.items()} == {
         "echo": [False, True],
@@ -451,39 +451,51 @@ def test_a_sample_of_another_stream_needs_only_what_that_reads(file, tmp_path):
     }
     assert found[1].mask_of("echo").tolist() == [False, True]
     assert found[1].mask_of("sft") is None
-    with RolloutWriter(tmp_path / "again.jsonl", version=2) as writer:
+    with RolloutWriter(tmp_path / "again.jsonl", version=3) as writer:
         writer.write(found)
     again = read_rollouts(tmp_path / "again.jsonl")
-    assert [sample.stream for sample in again] == ["sft", "rl"]
+    assert [sample.term for sample in again] == ["sft", "rl"]
     assert again[1].teacher_logprobs.tolist() == [-0.5, -0.25]
     assert torch.equal(again[1].masks["tool"], found[1].masks["tool"])
 
 
 @pytest.mark.parametrize(
-    "fields", [{"stream": "sft"}, {"masks": {}}, {"teacher_logprobs": [-1, -2]}, {"old_entropies": [1, 2]}], ids=str
+    ("fields", "version"),
+    [({"term": "sft"}, 3), ({"masks": {}}, 2), ({"teacher_logprobs": [-1, -2]}, 2), ({"old_entropies": [1, 2]}, 2)],
+    ids=str,
 )
-def test_version_1_has_no_streams(file, tmp_path, fields):
-    with pytest.raises(RolloutFileError, match=r":2: field '\w+' is of version 2 and the header says 1"):
+def test_an_older_version_lacks_a_field(file, tmp_path, fields, version):
+    with pytest.raises(RolloutFileError, match=rf":2: field '\w+' is of version {version} and the header says 1"):
         read_rollouts(file(HEADER, RECORD | fields))
-    (sample,) = read_rollouts(file(HEADER | {"version": 2}, RECORD | fields))
+    (sample,) = read_rollouts(file(HEADER | {"version": version}, RECORD | fields))
     if fields != {"masks": {}}:
         with (
             RolloutWriter(tmp_path / "r.jsonl") as writer,
-            pytest.raises(ValueError, match=r"RolloutWriter\(…, version=2\)"),
+            pytest.raises(ValueError, match=rf"RolloutWriter\(…, version={version}\)"),
         ):
             writer.write([sample])
-    with pytest.raises(ValueError, match="version=3 is none of 1, 2"):
-        RolloutWriter(tmp_path / "other.jsonl", version=3)
+    with pytest.raises(ValueError, match="version=4 is none of 1, 2, 3"):
+        RolloutWriter(tmp_path / "other.jsonl", version=4)
+
+
+def test_version_2_has_the_names_of_its_time(file):
+    record = {"stream" if name == "term" else name: value for name, value in SUPERVISED.items()}
+    (sample,) = read_rollouts(file(HEADER | {"version": 2}, record))
+    assert sample.term == "sft"
+    with pytest.raises(RolloutFileError, match="unknown field 'stream'"):
+        read_rollouts(file(HEADER | {"version": 3}, RECORD | {"stream": "sft"}))
+    with pytest.raises(RolloutFileError, match="field 'term' is of version 3 and the header says 2"):
+        read_rollouts(file(HEADER | {"version": 2}, SUPERVISED))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stream": "Sft"}, "stream='Sft' of sample"),
-        ({"stream": 3}, "stream=3 of sample"),
+        ({"term": "Sft"}, "term='Sft' of sample"),
+        ({"term": 3}, "term=3 of sample"),
         ({"masks": [1]}, r"masks=\[1\] of sample"),
-        ({"masks": {"rl": [1, 0]}}, "masks of sample .* contain 'rl', which is not a further stream"),
-        ({"masks": {"a b": [1, 0]}}, "contain 'a b', which is not a further stream"),
+        ({"masks": {"rl": [1, 0]}}, "masks of sample .* contain 'rl', which is not a further loss term"),
+        ({"masks": {"a b": [1, 0]}}, "contain 'a b', which is not a further loss term"),
         ({"masks": {"echo": [1, 0, 1]}}, r"masks\['echo'\] of sample .* has 3 entries for 2 response tokens"),
         ({"masks": {"echo": [0.5, 0]}}, r"masks\['echo'\] of sample .* must be 0 or 1, got 0.5"),
         ({"old_logprobs": None}, "has no old_logprobs, which the objective needs"),
@@ -500,7 +512,7 @@ def test_version_1_has_no_streams(file, tmp_path, fields):
     ],
     ids=str,
 )
-def test_streams_are_checked_at_the_door(change, message):
+def test_terms_are_checked_at_the_door(change, message):
     fields = {
         "tokens": [5, 6, 7, 8],
         "response_length": 2,

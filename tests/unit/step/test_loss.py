@@ -7,8 +7,8 @@ import random
 import pytest
 import simulation
 import torch
+from loss_terms import kl_and_entropy
 from samples import make_sample
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.step.loss import microbatch_loss
@@ -25,7 +25,7 @@ def test_a_trained_token_with_a_term_that_is_not_finite_is_counted_and_found(nam
         getattr(sample, name)[1:3] = bad  # response tokens 1, which is masked, and 2
     batch = pack([sample], qkv_format="thd")
     local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
-    terms = dataclasses.replace(simulation.GRPO, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k1"))
+    terms = dataclasses.replace(simulation.GRPO, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k1"))
     logits = torch.randn(local.num_positions, 12, dtype=torch.float64)
     _, found = microbatch_loss(logits, local, simulation.settings("sample_mean", per_token=False, terms=terms), None)
     assert found.nonfinite.tolist() == (

@@ -89,16 +89,16 @@ def test_an_unbiased_kl_is_the_weighted_estimator():
         ({"loss_aggregation": "prompt_mean", "global_batch_size": 6}, "a step would hold part of a prompt's samples"),
         ({"pg_fused_head": "forward", "enable_mtp_training": True}, "--enable-mtp-training calls the output layer"),
         (
-            {"pg_stream": ["teacher:opd,on=rl"], "use_opd": True, "opd_kl_coef": 1.0},
+            {"pg_term": ["teacher:opd,on=rl"], "use_opd": True, "opd_kl_coef": 1.0},
             "--opd-kl-coef 1 puts the teacher into the advantages",
         ),
         (
-            {"pg_stream": ["teacher:topk_jsd,on=rl"]},
-            "--pg-stream teacher:topk_jsd reads teacher_topk, which the batches of slime do not carry",
+            {"pg_term": ["teacher:topk_jsd,on=rl"]},
+            "--pg-term teacher:topk_jsd reads teacher_topk, which the batches of slime do not carry",
         ),
         (
-            {"pg_stream": ["teacher:full_jsd,on=rl"], "pg_teacher_head": "h", "pg_fused_head": "forward"},
-            "--pg-stream teacher:full_jsd reads teacher_hidden, which the batches of slime do not carry",
+            {"pg_term": ["teacher:full_jsd,on=rl"], "pg_teacher_head": "h", "pg_fused_head": "forward"},
+            "--pg-term teacher:full_jsd reads teacher_hidden, which the batches of slime do not carry",
         ),
         ({"rollout_temperature": 0.7, "pg_temperature": 0.9}, "--rollout-temperature of slime, 0.7"),
         ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is no argument .* loss_aggregation_divisor"),
@@ -109,16 +109,16 @@ def test_contradictions_are_refused(more, message):
         slime.HOST.checked(arguments(**more))
 
 
-def test_streams_of_ones_own_need_a_host_that_names_them():
+def test_terms_of_ones_own_need_a_host_that_names_them():
     sft, teacher = "sft:ce,weight=0.1", "teacher:opd,on=rl"
-    assert slime.HOST.checked(arguments(pg_stream=[sft, teacher])).args.pg_stream == [sft, teacher]
-    assert miles.HOST.checked(arguments(pg_stream=[teacher])).args.pg_stream == [teacher]
-    with pytest.raises(ArgumentError, match="--pg-stream sft:ce: the batches of miles name no streams"):
-        miles.HOST.checked(arguments(pg_stream=[sft]))
+    assert slime.HOST.checked(arguments(pg_term=[sft, teacher])).args.pg_term == [sft, teacher]
+    assert miles.HOST.checked(arguments(pg_term=[teacher])).args.pg_term == [teacher]
+    with pytest.raises(ArgumentError, match="--pg-term sft:ce: the batches of miles name no loss terms"):
+        miles.HOST.checked(arguments(pg_term=[sft]))
 
 
 def test_a_teacher_in_the_advantages_alone_stays_theirs():
-    assert slime.HOST.checked(arguments(use_opd=True, opd_kl_coef=1.0)).args.pg_stream is None
+    assert slime.HOST.checked(arguments(use_opd=True, opd_kl_coef=1.0)).args.pg_term is None
 
 
 @pytest.mark.parametrize("host", [slime.HOST, miles.HOST])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_pg.declarations.streams import KINDS
+from megatron_pg.declarations.loss_terms import KINDS
 from megatron_pg.kernels.triton import divergences
 from megatron_pg.objectives.interface.row import in_torch
 from megatron_pg.objectives.terms import topk

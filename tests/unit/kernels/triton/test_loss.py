@@ -12,12 +12,12 @@ import pytest
 import simulation
 import single_pass
 import torch
+from loss_terms import kl_and_entropy
 from objective_parts import build
 from samples import make_sample
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields, pack, slice_batch
-from megatron_pg.batch.fields import StreamFields
+from megatron_pg.batch.fields import TermFields
 from megatron_pg.declarations.objectives import OBJECTIVES
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, api, grpo_loss, policy_gradient_loss
 from megatron_pg.kernels.losses import reader_of
@@ -492,14 +492,14 @@ def test_what_launches_the_single_pass_kernel(dtype, upstream, inplace, monkeypa
 def test_every_token_loss_with_a_row_goes_through_the_single_pass_kernel(name, monkeypatch):
     """Its own work done in torch from the row: everything around it, with KL and bonus, against the eager reference."""
     for terms in ({}, KL, {"entropy_coef": 0.2}, {**KL, "entropy_coef": 0.2}):
-        streams = kl_and_entropy(**terms)[:: (-1) ** len(terms)]  # in either order
+        loss_terms = kl_and_entropy(**terms)[:: (-1) ** len(terms)]  # in either order
         case = base(rows=20, columns=64, padding=16, temperature=0.7)
         fields = make(case)
         logits, mask = fields.pop("logits"), fields["mask"]
-        own = {s.name: StreamFields(weights=torch.where(mask, torch.rand(case.rows), math.nan)) for s in streams}
+        own = {s.name: TermFields(weights=torch.where(mask, torch.rand(case.rows), math.nan)) for s in loss_terms}
         refs = fields["old_logprobs"] - 0.5 * fields["advantages"]
-        known = TokenFields(**fields, ref_logprobs=refs, streams=own, corrections=2 * fields["weights"])
-        loss = PolicyLoss(LossTerms(objective=build(name), grad_divisor=8.0, streams=streams), known)
+        known = TokenFields(**fields, ref_logprobs=refs, terms=own, corrections=2 * fields["weights"])
+        loss = PolicyLoss(LossTerms(objective=build(name), grad_divisor=8.0, further=loss_terms), known)
         vocabulary, found = Vocabulary.of(case.columns, temperature=0.7, vocab_size=48), []
         with monkeypatch.context() as context:
             launches = single_pass.in_torch(context)
@@ -507,7 +507,7 @@ def test_every_token_loss_with_a_row_goes_through_the_single_pass_kernel(name, m
                 leaf = logits.clone().requires_grad_()
                 out = policy_gradient_loss(leaf, loss, vocabulary, grad_scale=3.0, impl=impl)
                 (3 * out.loss).backward()
-                found.append([out.loss, out.token_losses, out.logprobs, out.entropy, out.stream_losses, leaf.grad])
+                found.append([out.loss, out.token_losses, out.logprobs, out.entropy, out.term_losses, leaf.grad])
         (launch,) = launches
         assert (launch["BONUS"], launch["KL"] is not None) == ("entropy_coef" in terms, "kl_coef" in terms)
         for ours, theirs in zip(*found, strict=True):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import single_pass as in_torch
 import torch
+from loss_terms import kl_and_entropy
 from objective_parts import build
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.single_pass import path_of
@@ -52,7 +52,7 @@ def test_the_path_says_why(capability, triton, takes, is_tried, text):
 
 def loss_of(name: str, **terms) -> PolicyLoss:
     fields = TokenFields(**dict.fromkeys(("targets", "old_logprobs", "advantages", "weights", "mask"), torch.ones(2)))
-    return PolicyLoss(LossTerms(objective=build(name), grad_divisor=2.0, streams=kl_and_entropy(**terms)), fields)
+    return PolicyLoss(LossTerms(objective=build(name), grad_divisor=2.0, further=kl_and_entropy(**terms)), fields)
 
 
 BOTH = {"kl_coef": 0.1, "kl_estimator": "k3_weighted", "entropy_coef": 0.2}

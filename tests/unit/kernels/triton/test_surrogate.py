@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from launch_count import counted
+from loss_terms import kl_and_entropy
 from objective_parts import ESTIMATORS, build
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import Sequences, TokenFields
-from megatron_pg.batch.fields import StreamFields
+from megatron_pg.batch.fields import TermFields
 from megatron_pg.declarations.corrections import PENALTY
+from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.declarations.streams import AS_POLICY, Stream
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, policy_gradient_loss
 from megatron_pg.kernels.triton import segments
 from megatron_pg.kernels.triton.surrogate import BLOCK, surrogate_and_slopes, surrogate_loss
@@ -64,11 +64,11 @@ def drawn(name: str, seed: int, **terms) -> tuple[PolicyLoss, torch.Tensor, torc
         advantages=advantages,
         weights=uniform(),
         corrections=2 * uniform(),
-        streams={each: StreamFields(weights=uniform()) for each in ("kl", "entropy")},
+        terms={each: TermFields(weights=uniform()) for each in ("kl", "entropy")},
         ref_logprobs=(logprobs - normal()).float().double(),
     )
     rest = {key: terms.pop(key) for key in ("grad_divisor", "opsm_anchor", "opsm_threshold") if key in terms}
-    how = LossTerms(objective=build(name), streams=kl_and_entropy(**terms), **rest)
+    how = LossTerms(objective=build(name), further=kl_and_entropy(**terms), **rest)
     fields = replace(fields, mask=mask & (fields.sequences.slots < 6))  # what is trained has a sequence
     loss, entropy = PolicyLoss(how, fields), 3 * uniform()
     near = [evaluated(loss, logprobs + step, entropy)[1] for step in (-1e-5, 1e-5)]
@@ -129,8 +129,8 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, mo
             pairs = [(gradients[0], by_logprob), (gradients[1], by_entropy), (found.log_ratios, expected.log_ratios)]
             pairs.append((found.token_losses, expected.token_losses))
             pairs += of_sequences(found, expected)
-            assert (found.stream_losses is None) == (expected.stream_losses is None)
-            further = [] if expected.stream_losses is None else [(found.stream_losses, expected.stream_losses)]
+            assert (found.term_losses is None) == (expected.term_losses is None)
+            further = [] if expected.term_losses is None else [(found.term_losses, expected.term_losses)]
             pairs += further
             errors += [worst(*pair) for pair in pairs]
             terms = [expected.token_losses, *(values for _, values in further)]
@@ -168,23 +168,23 @@ def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
 def test_the_penalty_of_chosen_tokens_is_a_divergence_from_the_anchor(name, bonus):
     """It has weights that are 0 off the chosen tokens, and no tokens of its own: the kernels take it."""
     loss, logprobs, entropy = drawn(name, 5, entropy_coef=bonus)
-    penalty = Stream(name=PENALTY, kind=PENALTY, weight=0.7, on="rl", aggregation=AS_POLICY, estimator="abs")
+    penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.7, on="rl", aggregation=AS_POLICY, estimator="abs")
     chosen = torch.arange(COUNT) % 3 == 0
-    own = {PENALTY: StreamFields(weights=loss.fields.weights * chosen)}
-    fields = replace(loss.fields, streams={**loss.fields.streams, **own})
-    loss = PolicyLoss(replace(loss.terms, streams=(penalty, *loss.terms.streams)), fields)
+    own = {PENALTY: TermFields(weights=loss.fields.weights * chosen)}
+    fields = replace(loss.fields, terms={**loss.fields.terms, **own})
+    loss = PolicyLoss(replace(loss.terms, further=(penalty, *loss.terms.further)), fields)
     assert loss.row is not None
     expected, by_logprob, _ = evaluated(loss, logprobs, entropy)
     as_kernels, *leaves = poisoned(loss, logprobs, entropy)
     found, (slope, _) = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
-    assert max(worst(slope, by_logprob), worst(found.stream_losses, expected.stream_losses)) <= LIMIT
+    assert max(worst(slope, by_logprob), worst(found.term_losses, expected.term_losses)) <= LIMIT
     _, without, _ = evaluated(
-        PolicyLoss(replace(loss.terms, streams=loss.terms.streams[1:]), fields), logprobs, entropy
+        PolicyLoss(replace(loss.terms, further=loss.terms.further[1:]), fields), logprobs, entropy
     )
     apart, trained = logprobs - fields.old_logprobs, chosen & fields.mask
     by_penalty = torch.where(trained, 0.7 * fields.weights * apart.sign(), 0)
     torch.testing.assert_close(by_logprob - without, by_penalty, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(expected.stream_losses[0], torch.where(fields.mask, apart.abs(), 0))
+    torch.testing.assert_close(expected.term_losses[0], torch.where(fields.mask, apart.abs(), 0))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -240,4 +240,4 @@ def test_no_token_at_all_is_a_loss_of_0():
     as_kernels, *leaves = poisoned(nothing, logprobs, entropy)
     found, slopes = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))
     assert float(found.loss) == 0.0
-    assert not torch.stack([found.token_losses, *found.stream_losses, *slopes]).any()
+    assert not torch.stack([found.token_losses, *found.term_losses, *slopes]).any()

@@ -130,7 +130,7 @@ def test_the_loss_and_its_slopes_are_those_of_torch(kind, size, width):
     ours = [each.clone().requires_grad_() for each in (*(each.float() for each in outputs[:2]), *outputs[2:])]
     found = topk_loss(loss, ours, ids, vocabulary)
     assert error(found.loss, expected.loss) <= 8 * SINGLE
-    assert error(found.stream_losses, expected.stream_losses) <= SINGLE
+    assert error(found.term_losses, expected.term_losses) <= SINGLE
     assert error(found.student_mass, expected.student_mass) <= SINGLE
     gradients = [torch.autograd.grad(each.loss, by) for each, by in ((found, ours), (expected, theirs))]
     for mine, wanted in zip(*gradients, strict=True):

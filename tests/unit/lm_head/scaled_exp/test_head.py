@@ -12,7 +12,7 @@ import torch
 
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import TokenFields
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary, device
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
 from megatron_pg.lm_head.scaled_exp.head import logprobs_of
@@ -257,7 +257,7 @@ def test_formulas_of_the_log_probability_meet():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"streams": (Stream(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)}, "an entropy"),
+        ({"terms": (LossTerm(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)}, "an entropy"),
         ({"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}, "reads whole sequences"),
     ],
 )

@@ -7,10 +7,10 @@ import random
 import pytest
 import simulation
 import torch
+from loss_terms import kl_and_entropy
 from objective_parts import build
 from samples import make_sample
 from simulation import Layout
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields, pack
 from megatron_pg.batch.sequences import Sequences
@@ -166,7 +166,7 @@ def test_an_anchor_that_is_the_rollout_engine_is_refused():
             "sample s has no rollout_logprobs, which --pg-correction opsm needs",
         ),
         (
-            {"terms": dataclasses.replace(simulation.GRPO, streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))},
+            {"terms": dataclasses.replace(simulation.GRPO, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))},
             "sample s has no ref_logprobs, which --pg-kl-coef 0.1 needs",
         ),
     ],
@@ -247,7 +247,7 @@ INF = math.inf
 def test_hand_worked_denominators(aggregation, denominator, expected, auxiliary):
     plan = planned(TRAINED, KEPT, aggregation, denominator)
     assert plan.denominators.tolist() == expected
-    assert plan.streams["kl"].denominators.tolist() == auxiliary
+    assert plan.terms["kl"].denominators.tolist() == auxiliary
     assert (plan.num_tokens, plan.num_rollouts, plan.num_prompts) == (14, 4, 3)
 
 
@@ -260,7 +260,7 @@ def planned(trained, kept, aggregation, denominator):
         aggregation=aggregation,
         divisor=10.0 if aggregation == "constant" else None,
         denominator=denominator,
-        streams=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", aggregation="sample_mean"),
+        terms=kl_and_entropy(kl_coef=0.1, kl_estimator="k3", aggregation="sample_mean"),
     )
     table = local_table_of([pack(samples, qkv_format="thd")], rule, None, kept)
     return plan_from_table(table, rule, error=None, group=None)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from loss_terms import kl_and_entropy
 from objective_parts import ESTIMATORS, build
-from stream_terms import kl_and_entropy
 
 from megatron_pg.batch import TokenFields
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
@@ -59,7 +59,7 @@ def test_the_penalty_acts_where_the_policy_is_far_below_the_reference():
 def test_the_entropy_bonus_moves_towards_uniform_along_the_exact_gradient():
     logits = torch.tensor([[2.0, 0.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
     token = torch.ones(1, dtype=torch.float64)
-    terms = LossTerms(objective=build("reinforce"), streams=kl_and_entropy(entropy_coef=0.25))
+    terms = LossTerms(objective=build("reinforce"), further=kl_and_entropy(entropy_coef=0.25))
     fields = TokenFields(
         targets=torch.tensor([1]), mask=token.bool(), old_logprobs=-token, advantages=0 * token, weights=token
     )

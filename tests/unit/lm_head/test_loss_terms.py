@@ -1,12 +1,12 @@
-"""The fused head with streams, against all their losses written out in float64."""
+"""The fused head with loss terms, against all their losses written out in float64."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from compare import tensor_error
-from stream_parts import Parts
-from topk_parts import NAMES, one_stream
+from term_parts import Parts
+from topk_parts import NAMES, one_term
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.lm_head import Head, policy_gradient_head_loss, products
@@ -26,8 +26,8 @@ pytestmark = [  # of Triton's interpreter, which computes in NumPy
 @pytest.mark.parametrize(
     ("dtype", "impl"), [(torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, "triton")]
 )
-def test_the_gradients_of_streams_are_those_of_their_losses(dtype, impl, mode, monkeypatch):
-    monkeypatch.setattr(products, "chunk_rows", lambda *_: 4)  # chunks of one stream, and without the objective's
+def test_the_gradients_of_terms_are_those_of_their_losses(dtype, impl, mode, monkeypatch):
+    monkeypatch.setattr(products, "chunk_rows", lambda *_: 4)  # chunks of one loss term, and without the objective's
     monkeypatch.setattr(products, "block_rows", lambda *_: 8)
     parts = Parts.draw(ROWS, COLUMNS - PADDING, grad_divisor=2.0).on(DEVICE)
     hidden = torch.randn(ROWS, HIDDEN, dtype=dtype)
@@ -53,7 +53,7 @@ def test_a_divergence_over_likeliest_tokens_beside_the_objective(kind, mode, mon
     monkeypatch.setattr(products, "chunk_rows", lambda *_: 4)
     with torch.device(DEVICE):
         torch.manual_seed(0)
-        policy_loss, _ = one_stream(kind, 5, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.2)
+        policy_loss, _ = one_term(kind, 5, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.2)
         fields, drawn = policy_loss.fields, [torch.randn(20, HIDDEN), torch.randn(64, HIDDEN) * HIDDEN**-0.5]
         near = torch.where(fields.mask, -4 + 0.3 * fields.advantages, torch.nan)
         policy_loss = replace(policy_loss, fields=replace(fields, old_logprobs=near, ref_logprobs=near - 0.1))
@@ -63,6 +63,6 @@ def test_a_divergence_over_likeliest_tokens_beside_the_objective(kind, mode, mon
         head = Head(mode=mode, impl=impl)
         out = policy_gradient_head_loss(*leaves, policy_loss, vocabulary, head, grad_scale=3.0, entropy=True)
         (3 * out.loss).backward()
-        found.append([out.loss.detach(), out.stream_losses, out.student_mass, out.entropy, *(v.grad for v in leaves)])
+        found.append([out.loss.detach(), out.term_losses, out.student_mass, out.entropy, *(v.grad for v in leaves)])
     for ours, theirs in zip(*found, strict=True):
         assert tensor_error(ours, theirs) <= LIMITS[torch.float32]

@@ -1,17 +1,17 @@
-"""Independent oracle of a step with streams: loops in float64 over samples and tokens, closed-form gradients, no autograd.
+"""Independent oracle of a step with loss terms: loops in float64 over samples and tokens, closed-form gradients, no autograd.
 
     L = sum_s lambda_s sum_t w^s_t loss^s_t,    w^s_t = 1 / delta^s of the token's sample, where s trains the token
 
-The objective is the stream `rl` with lambda 1; its tokens also carry the factor of the correction. A sample is a member of
-the stream that it names, whose tokens are in its mask, and of those that it has a further mask for. Every stream counts its
+The objective is the loss term `rl` with lambda 1; its tokens also carry the factor of the correction. A sample is a member of
+the loss term that it names, whose tokens are in its mask, and of those that it has a further mask for. Every loss term counts its
 members alone, by the aggregations of `objective_oracle.document_weights`: a unit (rollout, prompt group) of a member without a
 trained token counts, that of a sample which is no member does not.
 
     scheduled    every unit of its members counts
     live, kept   over the tokens of rl, only units with a trained token count; what the correction rejects is left out under
-                 kept, by the objective alone. Streams over other tokens count as under scheduled.
+                 kept, by the objective alone. Loss terms over other tokens count as under scheduled.
 
-Trap: a field is read only where a stream that reads it trains the token; everything else may be NaN.
+Trap: a field is read only where a loss term that reads it trains the token; everything else may be NaN.
 """
 
 import math
@@ -27,14 +27,14 @@ POLICY = "rl"
 
 
 @dataclass
-class StreamDocument:
+class TermDocument:
     """One sample: R response positions and the logit rows that predict them; fields may be None where nothing reads them.
 
     Args:
         logits: [R, V]; row t predicts targets[t].
         targets: [R] in [0, V).
-        stream: whose tokens `mask` [R] bool holds.
-        masks: [R] bool of further streams, by name.
+        loss term: whose tokens `mask` [R] bool holds.
+        masks: [R] bool of further loss terms, by name.
         old, advantages, rollout, ref, teacher: [R], log-probabilities in nats.
         topk: [R] the teacher's likeliest tokens of each: ids and log-probabilities.
         whole: [R, V], the teacher's logits.
@@ -45,7 +45,7 @@ class StreamDocument:
 
     logits: np.ndarray
     targets: np.ndarray
-    stream: str
+    term: str
     mask: np.ndarray
     masks: dict[str, np.ndarray] = field(default_factory=dict)
     old: np.ndarray | None = None
@@ -61,13 +61,13 @@ class StreamDocument:
     prompt_id: object = None
 
     def rows(self, tokens: str) -> list[int] | None:
-        """Positions that a stream trains, by whose tokens they are; None where the sample is no member."""
-        mask = self.mask if tokens == self.stream else self.masks.get(tokens)
+        """Positions that a loss term trains, by whose tokens they are; None where the sample is no member."""
+        mask = self.mask if tokens == self.term else self.masks.get(tokens)
         return None if mask is None else [t for t in range(len(mask)) if mask[t]]
 
 
 @dataclass
-class StreamTerm:
+class Term:
     """A further loss, as it is asked for: None is the objective's aggregation with its divisor, and the kind's estimator."""
 
     name: str
@@ -85,20 +85,20 @@ class StreamTerm:
 
 
 @dataclass
-class StreamStep:
+class TermStep:
     """One optimizer step: `settings` are the objective's and the shorthands' (KL and entropy terms)."""
 
-    documents: Sequence[StreamDocument]
+    documents: Sequence[TermDocument]
     settings: oracle.Settings
-    terms: Sequence[StreamTerm] = ()
+    terms: Sequence[Term] = ()
     has_policy: bool = True
     tail_floor: float = 1e-6
     has_root_length: bool = False  # the objective by a reducer: a sample's sum over the root of its response length
 
 
 @dataclass
-class StreamResult:
-    """What one stream adds: lists have one entry per document."""
+class TermResult:
+    """What one loss term adds: lists have one entry per document."""
 
     denominators: list[float | None]  # None: no member, or no token of it that weighs anything
     weight: float  # sum of w
@@ -114,23 +114,23 @@ class StreamResult:
 @dataclass
 class StepResult:
     loss: float
-    magnitude: float  # of the streams' magnitudes times lambda
-    streams: dict[str, StreamResult]  # by name; the objective and the shorthands too, without those of weight 0
+    magnitude: float  # of the loss terms' magnitudes times lambda
+    terms: dict[str, TermResult]  # by name; the objective and the shorthands too, without those of weight 0
     gradients: list[np.ndarray]  # [R, V], d loss / d logits / grad_divisor
 
 
 DEFAULT_SHARES = {"topk_jsd": 0.5, "full_jsd": 0.5, "topk_skew_forward": 0.1, "topk_skew_reverse": 0.1}
 
 
-def all_terms(step: StreamStep) -> list[StreamTerm]:
-    """Every further loss of weight > 0 with its aggregation and estimator; the shorthands are streams over rl's tokens."""
+def all_terms(step: TermStep) -> list[Term]:
+    """Every further loss of weight > 0 with its aggregation and estimator; the shorthands are loss terms over rl's tokens."""
     settings = step.settings
     step_mean = "token_mean" if settings.per_token else "sample_mean"
     of_shorthands = "policy" if settings.aux_aggregation == "policy" else step_mean
     of_objective = (step_mean, None) if step.has_root_length else (settings.aggregation, settings.divisor)
     terms = [
-        StreamTerm("kl", "kl", settings.kl_coef, of_shorthands, on=POLICY, estimator=settings.kl_estimator),
-        StreamTerm("entropy", "entropy", settings.entropy_coef, of_shorthands, on=POLICY),
+        Term("kl", "kl", settings.kl_coef, of_shorthands, on=POLICY, estimator=settings.kl_estimator),
+        Term("entropy", "entropy", settings.entropy_coef, of_shorthands, on=POLICY),
     ]
     for term in step.terms:
         if term.aggregation is None:
@@ -146,13 +146,13 @@ def all_terms(step: StreamStep) -> list[StreamTerm]:
 # ---- Counting ----
 
 
-def rollout_of(step: StreamStep, i: int) -> object:
+def rollout_of(step: TermStep, i: int) -> object:
     document = step.documents[i]
     return ("alone", i) if document.rollout_id is None else ("rollout", document.rollout_id)
 
 
 def denominators_of(
-    step: StreamStep, counts: Sequence[int | None], aggregation: str, divisor: float | None, live_only: bool
+    step: TermStep, counts: Sequence[int | None], aggregation: str, divisor: float | None, live_only: bool
 ) -> list[float | None]:
     """delta of every member: `counts` are the tokens that count, None for a sample that is no member."""
     totals: dict[object, int] = {}
@@ -181,7 +181,7 @@ def denominators_of(
     return found
 
 
-def policy_denominators(step: StreamStep, kept: Sequence[int | None]) -> list[float | None]:
+def policy_denominators(step: TermStep, kept: Sequence[int | None]) -> list[float | None]:
     """Those of the objective; `kept`: tokens of each member that the correction leaves."""
     settings = step.settings
     rows = [document.rows(POLICY) for document in step.documents]
@@ -196,7 +196,7 @@ def policy_denominators(step: StreamStep, kept: Sequence[int | None]) -> list[fl
     return [None if mean is None else mean * length for mean, length in zip(step_means, lengths, strict=True)]
 
 
-def term_denominators(step: StreamStep, term: StreamTerm, of_policy: Sequence[float | None]) -> list[float | None]:
+def term_denominators(step: TermStep, term: Term, of_policy: Sequence[float | None]) -> list[float | None]:
     if term.aggregation == "policy":
         return list(of_policy)
     rows = [document.rows(term.tokens) for document in step.documents]
@@ -208,14 +208,14 @@ def term_denominators(step: StreamStep, term: StreamTerm, of_policy: Sequence[fl
 # ---- Losses of tokens: value and d value / d log pi; the entropy has its own gradient ----
 
 
-def sampled_from(document: StreamDocument, row: int) -> np.ndarray:
+def sampled_from(document: TermDocument, row: int) -> np.ndarray:
     """The logits of a row, -inf at what could not be sampled in its place."""
     allowed = [] if document.sets is None else document.sets[row]
     return np.array([z if not allowed or j in allowed else -math.inf for j, z in enumerate(document.logits[row])])
 
 
 def tokens_at(
-    document: StreamDocument, rows: Sequence[int], reads: Sequence[str], temperature: float, *, is_sampled: bool
+    document: TermDocument, rows: Sequence[int], reads: Sequence[str], temperature: float, *, is_sampled: bool
 ) -> oracle.Tokens:
     """The tokens of these rows, with the fields that are read; the others are NaN, so that reading one would be seen.
 
@@ -235,7 +235,7 @@ def tokens_at(
     return oracle.Tokens(log_probabilities=log_probabilities, targets=targets, new=new, **picked)
 
 
-def divergence(document: StreamDocument, rows, term: StreamTerm, temperature: float):
+def divergence(document: TermDocument, rows, term: Term, temperature: float):
     """A KL estimator against the teacher or the reference."""
     against = document.teacher if term.kind == "opd" else document.ref
     is_weighted = term.estimator.endswith("_weighted")
@@ -247,19 +247,19 @@ def divergence(document: StreamDocument, rows, term: StreamTerm, temperature: fl
     return tokens, value, slope * tokens.moves if is_weighted else slope, 0.0
 
 
-def rounding_scale(tokens: oracle.Tokens, term: StreamTerm) -> np.ndarray | float:
+def rounding_scale(tokens: oracle.Tokens, term: Term) -> np.ndarray | float:
     """What a divergence near 0 is a difference of: log-probabilities, times the ratio where that multiplies it."""
     if term.kind not in ("opd", "kl"):
         return 0.0
     return np.abs(tokens.new) * (tokens.ratio if term.estimator.endswith("_weighted") else 1.0)
 
 
-def cross_entropy(document: StreamDocument, rows, term: StreamTerm, temperature: float):
+def cross_entropy(document: TermDocument, rows, term: Term, temperature: float):
     tokens = tokens_at(document, rows, (), temperature, is_sampled=False)
     return tokens, -tokens.new, -np.ones(len(rows)), 0.0
 
 
-def negative_entropy(document: StreamDocument, rows, term: StreamTerm, temperature: float):
+def negative_entropy(document: TermDocument, rows, term: Term, temperature: float):
     tokens = tokens_at(document, rows, (), temperature, is_sampled=document.keeps_entropy)
     return tokens, -tokens.entropy, np.zeros(len(rows)), 1.0
 
@@ -270,8 +270,8 @@ KINDS: dict[str, Callable] = {"ce": cross_entropy, "opd": divergence, "kl": dive
 # ---- The step ----
 
 
-def result_of(step: StreamStep, tokens: str, denominators, losses: Sequence[tuple | None]) -> StreamResult:
-    """Sums of one stream; `losses` of a document that trains nothing are None, else values and their sizes."""
+def result_of(step: TermStep, tokens: str, denominators, losses: Sequence[tuple | None]) -> TermResult:
+    """Sums of one loss term; `losses` of a document that trains nothing are None, else values and their sizes."""
     weights, terms, sizes, plain, plain_sizes = [], [], [], [], []
     for delta, pair in zip(denominators, losses, strict=True):
         for value, size in () if pair is None else zip(*pair, strict=True):
@@ -281,7 +281,7 @@ def result_of(step: StreamStep, tokens: str, denominators, losses: Sequence[tupl
             plain.append(value)
             plain_sizes.append(size)
     members = [i for i, document in enumerate(step.documents) if document.rows(tokens) is not None]
-    return StreamResult(
+    return TermResult(
         denominators=list(denominators),
         weight=math.fsum(weights),
         loss=math.fsum(terms),
@@ -298,7 +298,7 @@ def add_rows(gradient: np.ndarray, rows: Sequence[int], values: np.ndarray) -> N
         gradient[row] += value
 
 
-def policy_parts(step: StreamStep, gradients: Sequence[np.ndarray]) -> tuple[StreamResult, list[float | None]]:
+def policy_parts(step: TermStep, gradients: Sequence[np.ndarray]) -> tuple[TermResult, list[float | None]]:
     """The objective's sums and denominators; its gradient is added."""
     settings, temperature = step.settings, step.settings.temperature
     found, kept = [], []
@@ -327,8 +327,8 @@ def policy_parts(step: StreamStep, gradients: Sequence[np.ndarray]) -> tuple[Str
     return result_of(step, POLICY, denominators, losses), denominators
 
 
-def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequence[np.ndarray]) -> StreamResult:
-    """Sums of a further stream; lambda times its gradient is added."""
+def term_parts(step: TermStep, term: Term, of_policy, gradients: Sequence[np.ndarray]) -> TermResult:
+    """Sums of a further loss term; lambda times its gradient is added."""
     denominators = term_denominators(step, term, of_policy)
     losses: list[tuple | None] = []
     teachers: list[topk_oracle.Row] = []
@@ -351,17 +351,17 @@ def term_parts(step: StreamStep, term: StreamTerm, of_policy, gradients: Sequenc
     return replace(result_of(step, term.tokens, denominators, losses), topk=teachers)
 
 
-def topk_rows(document: StreamDocument, rows, term: StreamTerm, step: StreamStep) -> list[topk_oracle.Row]:
+def topk_rows(document: TermDocument, rows, term: Term, step: TermStep) -> list[topk_oracle.Row]:
     options = {"temperature": step.settings.temperature, "share": term.share, "floor": step.tail_floor}
     return [topk_oracle.row_of(term.kind, document.logits[t], *document.topk[t], **options) for t in rows]
 
 
-def whole_rows(document: StreamDocument, rows, term: StreamTerm, step: StreamStep) -> list[teacher_oracle.Row]:
+def whole_rows(document: TermDocument, rows, term: Term, step: TermStep) -> list[teacher_oracle.Row]:
     options = {"temperature": step.settings.temperature, "share": term.share}
     return [teacher_oracle.row_of(term.kind, document.logits[t], document.whole[t], **options) for t in rows]
 
 
-def policy_means(step: StreamStep) -> dict[str, float]:
+def policy_means(step: TermStep) -> dict[str, float]:
     """Means over the samples with a token of the objective of their means over those tokens; of the reference where there is one."""
     rows_of_name: dict[str, list[float]] = {}
     for document in step.documents:
@@ -384,26 +384,26 @@ def policy_means(step: StreamStep) -> dict[str, float]:
     return {name: math.fsum(means) / len(means) for name, means in rows_of_name.items()}
 
 
-def run(step: StreamStep) -> StepResult:
-    """Loss, gradients and what every stream reports of one optimizer step.
+def run(step: TermStep) -> StepResult:
+    """Loss, gradients and what every loss term reports of one optimizer step.
 
     Raises:
         ValueError: no loss of the step has a token.
     """
     gradients = [np.zeros(np.shape(document.logits)) for document in step.documents]
-    streams: dict[str, StreamResult] = {}
+    terms: dict[str, TermResult] = {}
     of_policy: list[float | None] = [None] * len(step.documents)
     if step.has_policy:
-        streams[POLICY], of_policy = policy_parts(step, gradients)
-    parts = [(1.0, streams[POLICY])] if step.has_policy else []
+        terms[POLICY], of_policy = policy_parts(step, gradients)
+    parts = [(1.0, terms[POLICY])] if step.has_policy else []
     for term in all_terms(step):
-        streams[term.name] = term_parts(step, term, of_policy, gradients)
-        parts.append((term.weight, streams[term.name]))
-    if not any(result.num_tokens for result in streams.values()):
+        terms[term.name] = term_parts(step, term, of_policy, gradients)
+        parts.append((term.weight, terms[term.name]))
+    if not any(result.num_tokens for result in terms.values()):
         raise ValueError("the step has no trained token, so no mean is defined. Give at least one.")
     return StepResult(
         loss=math.fsum(weight * part.loss for weight, part in parts),
         magnitude=math.fsum(weight * part.magnitude for weight, part in parts),
-        streams=streams,
+        terms=terms,
         gradients=[gradient / step.settings.grad_divisor for gradient in gradients],
     )

@@ -1,6 +1,6 @@
-"""Steps with streams: every further loss has its own tokens and denominators, in every layout.
+"""Steps with loss terms: every further loss has its own tokens and denominators, in every layout.
 
-Loss, the gradient of every logit and what every stream reports equal an independent oracle in float64; and a stream is
+Loss, the gradient of every logit and what every loss term reports equal an independent oracle in float64; and a loss term is
 nothing to the others: neither their denominators nor their weights know whether it is there.
 """
 
@@ -12,14 +12,14 @@ from collections import Counter
 import objective_oracle
 import pytest
 import simulation
-import stream_cases
+import term_cases
 import torch
 from compare import metrics_error, same_bits
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
 from objective_oracle import KL_ESTIMATORS
 from simulation import Layout
-from stream_cases import Case, Flags
-from stream_oracle import StreamTerm
+from term_cases import Case, Flags
+from term_oracle import Term
 
 from megatron_pg.batch import pack
 from megatron_pg.plan.plan import StepPlan, plan_from_table, plan_step
@@ -48,8 +48,8 @@ pytestmark = pytest.mark.usefixtures("rank_zero")
 @functools.cache
 def drawn(layout: Layout, block: int) -> list[Case]:
     """20 cases for a layout."""
-    rng = random.Random(f"streams {layout} {block}")
-    return [stream_cases.random_case(rng) for _ in range(20)]
+    rng = random.Random(f"loss terms {layout} {block}")
+    return [term_cases.random_case(rng) for _ in range(20)]
 
 
 def worst_of(found: list[Case], layout: Layout, rng: random.Random) -> float:
@@ -66,15 +66,17 @@ def worst_of(found: list[Case], layout: Layout, rng: random.Random) -> float:
     return max(max(own.values()) for own in errors)
 
 
-@pytest.mark.proof("Streams over layouts, float64: loss, gradient and every stream's sums within 1e-12 of the oracle")
+@pytest.mark.proof(
+    "Loss terms over layouts, float64: loss, gradient and every loss term's sums within 1e-12 of the oracle"
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_loss_gradients_and_sums_of_every_stream_equal_the_oracle(layout, full, evidence):
+def test_loss_gradients_and_sums_of_every_term_equal_the_oracle(layout, full, evidence):
     for block in range(FULL[layout.world_size] // 20 if full else 1):
         found = drawn(layout, block)
         evidence(cases=len(found), worst=worst_of(found, layout, random.Random(block)), tolerance=LIMIT)
 
 
-@pytest.mark.proof("Fused head: streams over layouts, float64: within 1e-12 of the oracle")
+@pytest.mark.proof("Fused head: loss terms over layouts, float64: within 1e-12 of the oracle")
 @pytest.mark.parametrize("layout", LAYOUTS[2::2], ids=str)
 @pytest.mark.usefixtures("through_the_fused_head")
 def test_the_fused_head_equals_the_oracle(layout, full, evidence):
@@ -92,32 +94,32 @@ def test_a_teachers_whole_vocabulary_equals_the_oracle(layout, full, evidence):
     """1,000 of them in the full tier."""
     for block in range(25 if full else 1):
         rng = random.Random(f"whole {layout} {block}")
-        found = [stream_cases.random_case(rng, terms=stream_cases.whole_terms(rng)) for _ in range(5)]
+        found = [term_cases.random_case(rng, terms=term_cases.whole_terms(rng)) for _ in range(5)]
         evidence(cases=len(found), worst=worst_of(found, layout, rng), tolerance=LIMIT)
 
 
 def what_occurs(case: Case) -> set[str]:
-    flags, streams = case.flags, case.wanted.streams
+    flags, terms = case.flags, case.wanted.terms
     masks = [
         {name: mask for name in flags.names_of_tokens if (mask := s.mask_of(name)) is not None} for s in case.samples
     ]
-    rollouts = Counter(rollout for rollout, _ in {(s.rollout_id, s.stream) for s in case.samples})
-    of_policy = streams.get("rl")
+    rollouts = Counter(rollout for rollout, _ in {(s.rollout_id, s.term) for s in case.samples})
+    of_policy = terms.get("rl")
     is_kept = flags.expected.denominator == "kept"
     found = {
         "no objective": not flags.has_policy,
         "no token of the objective": of_policy is not None and not of_policy.num_tokens,
-        "no token of a stream": any(not own.num_tokens for own in streams.values()),
-        "a token of two streams": any(sum(m.int() for m in own.values()).max() > 1 for own in masks if own),
-        "a stream trains what the mask of the sample masks": any(
+        "no token of a loss term": any(not own.num_tokens for own in terms.values()),
+        "a token of two loss terms": any(sum(m.int() for m in own.values()).max() > 1 for own in masks if own),
+        "a loss term trains what the mask of the sample masks": any(
             (mask & ~s.loss_mask).any() for s, own in zip(case.samples, masks, strict=True) for mask in own.values()
         ),
         "a member without a token": any(
             not mask.any() for own in masks for name, mask in own.items() if name != "rl" and len(own) == 1
         ),
-        "a rollout in two streams": any(n > 1 and rollout is not None for rollout, n in rollouts.items()),
+        "a rollout in two loss terms": any(n > 1 and rollout is not None for rollout, n in rollouts.items()),
         "a sample without advantages": any(s.advantages is None for s in case.samples),
-        "a stream of weight 0": bool(flags.dropped),
+        "a loss term of weight 0": bool(flags.dropped),
         "live": flags.expected.denominator == "live" and any(t.tokens == "rl" for t in flags.terms),
         "kept, with rejections": is_kept and any(t.tokens == "rl" for t in flags.terms),
         "kept, beside other tokens": is_kept and any(t.tokens != "rl" for t in flags.terms),
@@ -125,7 +127,7 @@ def what_occurs(case: Case) -> set[str]:
         "a custom reducer": flags.has_root_length and flags.has_policy,
         "its weights": flags.has_root_length and any(t.aggregation == "policy" for t in flags.terms),
         "one loss per sequence": flags.expected.objective == "gspo" and flags.has_policy,
-        "KL and entropy terms": {"kl", "entropy"} <= streams.keys(),
+        "KL and entropy terms": {"kl", "entropy"} <= terms.keys(),
         "per token": flags.expected.per_token,
         "not per token": not flags.expected.per_token,
     }  # fmt: skip
@@ -137,7 +139,7 @@ def test_the_cases_hold_what_breaks_such_code():
     assert len(seen) == 19, sorted(seen)
 
 
-# ---- What a stream is to the others: nothing ----
+# ---- What a loss term is to the others: nothing ----
 
 
 def planned(samples: list[Sample], loss: LossSettings) -> tuple[StepPlan, dict]:
@@ -150,7 +152,7 @@ def planned(samples: list[Sample], loss: LossSettings) -> tuple[StepPlan, dict]:
 
 
 def of_policy(case: Case) -> tuple[list[Sample], list[int]]:
-    indices = [i for i, sample in enumerate(case.samples) if sample.stream == "rl"]
+    indices = [i for i, sample in enumerate(case.samples) if sample.term == "rl"]
     return [case.samples[i] for i in indices], indices
 
 
@@ -158,7 +160,7 @@ def many(blocks: int) -> list[Case]:
     return [case for layout in LAYOUTS for block in range(blocks) for case in drawn(layout, block)]
 
 
-@pytest.mark.proof("Streams: the objective's denominators are, bit for bit, those of its samples alone")
+@pytest.mark.proof("Loss terms: the objective's denominators are, bit for bit, those of its samples alone")
 def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, evidence):
     seen = cases = 0
     for case in many(8 if full else 1):
@@ -167,7 +169,7 @@ def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, e
             continue
         seen += 1
         loss = case.flags.loss
-        alone = dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, streams=()))
+        alone = dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=()))
         plan, _ = planned(case.samples, loss)
         found, wanted = plan.denominators[indices], planned(samples, alone)[0]
         assert found.numpy().tobytes() == wanted.denominators.numpy().tobytes()
@@ -190,15 +192,15 @@ def test_the_objective_counts_its_own_samples_as_if_there_were_no_others(full, e
     assert cases > seen / 4
 
 
-@pytest.mark.proof("Streams: without one of them the others weigh the same, bit for bit")
-def test_a_stream_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, evidence):
+@pytest.mark.proof("Loss terms: without one of them the others weigh the same, bit for bit")
+def test_a_term_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, evidence):
     rng, seen = random.Random("removed"), 0
     for case in many(8) if full else many(1)[::2]:
         removed = rng.choice(case.flags.terms)
         flags = without(case.flags, removed)
-        rest = [i for i, s in enumerate(case.samples) if s.stream != removed.name or s.masks]
+        rest = [i for i, s in enumerate(case.samples) if s.term != removed.name or s.masks]
         samples = [strip(case.samples[i], removed.name) for i in rest]
-        if any(t.on == removed.name for t in flags.terms) or not any(stream_cases.live_rows(flags, s) for s in samples):
+        if any(t.on == removed.name for t in flags.terms) or not any(term_cases.live_rows(flags, s) for s in samples):
             continue
         seen += 1
         _, before = planned(case.samples, case.flags.loss)
@@ -215,31 +217,31 @@ def test_a_stream_that_is_removed_changes_no_bit_of_what_the_others_weigh(full, 
     evidence(cases=seen)
 
 
-def without(flags: Flags, removed: StreamTerm) -> Flags:
-    """The flags with the stream's weight at 0, so that samples may still name it."""
+def without(flags: Flags, removed: Term) -> Flags:
+    """The flags with the loss term's weight at 0, so that samples may still name it."""
     terms = tuple(term for term in flags.terms if term != removed)
     dropped = (dataclasses.replace(removed, weight=0.0),) if removed.on is None else ()
-    floor = flags.tail_floor if stream_cases.have_tail(terms) else None
+    floor = flags.tail_floor if term_cases.have_tail(terms) else None
     return dataclasses.replace(flags, terms=terms, dropped=(*flags.dropped, *dropped), tail_floor=floor)
 
 
-def strip(sample: Sample, stream: str) -> Sample:
-    return dataclasses.replace(sample, masks={name: mask for name, mask in sample.masks.items() if name != stream})
+def strip(sample: Sample, term: str) -> Sample:
+    return dataclasses.replace(sample, masks={name: mask for name, mask in sample.masks.items() if name != term})
 
 
-def silenced(sample: Sample, stream: str) -> Sample:
-    """The sample, of whose tokens the stream trains none."""
+def silenced(sample: Sample, term: str) -> Sample:
+    """The sample, of whose tokens the loss term trains none."""
     nothing = torch.zeros_like(sample.loss_mask)
-    masks = {name: nothing if name == stream else mask for name, mask in sample.masks.items()}
-    return dataclasses.replace(sample, masks=masks, loss_mask=nothing if sample.stream == stream else sample.loss_mask)
+    masks = {name: nothing if name == term else mask for name, mask in sample.masks.items()}
+    return dataclasses.replace(sample, masks=masks, loss_mask=nothing if sample.term == term else sample.loss_mask)
 
 
-@pytest.mark.proof("Streams: weight 0 is, bit for bit, the same micro-batches without its tokens")
+@pytest.mark.proof("Loss terms: weight 0 is, bit for bit, the same micro-batches without its tokens")
 @pytest.mark.parametrize("layout", LAYOUTS[1::3], ids=str)
 def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidence):
     rng = random.Random(f"weight 0 {layout}")
-    off = StreamTerm("off", "ce", 0.0)
-    cases = [stream_cases.random_case(rng, dropped=(off,)) for _ in range(60 if full else 6)]
+    off = Term("off", "ce", 0.0)
+    cases = [term_cases.random_case(rng, dropped=(off,)) for _ in range(60 if full else 6)]
     cases = [case for case in cases if not any(term.on == "off" for term in case.flags.terms)]
     steps = []
     for case in cases:
@@ -259,10 +261,10 @@ def test_weight_0_changes_no_bit_of_a_step_whose_mask_is_0(layout, full, evidenc
     evidence(cases=len(cases))
 
 
-# ---- One stream in the place of another ----
+# ---- One loss term in the place of another ----
 
 
-def of_terms(case: Case, *terms: StreamTerm, **fields) -> Case:
+def of_terms(case: Case, *terms: Term, **fields) -> Case:
     samples = [
         dataclasses.replace(s, **{n: values[i] for n, values in fields.items()}) for i, s in enumerate(case.samples)
     ]
@@ -272,8 +274,8 @@ def of_terms(case: Case, *terms: StreamTerm, **fields) -> Case:
 def plain_case(rng: random.Random) -> Case:
     """One whose samples are all of the objective, with all fields."""
     expected = objective_oracle.Settings(temperature=0.7)
-    reads = (StreamTerm("r", "kl", on="rl", estimator="k3"), StreamTerm("t", "opd", on="rl"))
-    return stream_cases.random_case(
+    reads = (Term("r", "kl", on="rl", estimator="k3"), Term("t", "opd", on="rl"))
+    return term_cases.random_case(
         rng, expected=expected, terms=reads, dropped=(), has_policy=True, has_root_length=False
     )
 
@@ -285,8 +287,8 @@ def test_with_the_reference_for_a_teacher_distillation_is_the_kl_term(estimator,
     case = plain_case(rng)
     teachers = [sample.ref_logprobs for sample in case.samples]
     options = {"on": "rl", "estimator": estimator, "weight": 0.3, "aggregation": "sample_mean"}
-    opd = of_terms(case, StreamTerm("t", "opd", **options), teacher_logprobs=teachers)
-    kl = of_terms(case, StreamTerm("t", "kl", **options), teacher_logprobs=[None] * len(teachers))
+    opd = of_terms(case, Term("t", "opd", **options), teacher_logprobs=teachers)
+    kl = of_terms(case, Term("t", "kl", **options), teacher_logprobs=[None] * len(teachers))
     step = opd.step(layout, rng)
     other = dataclasses.replace(step, samples=kl.samples, loss=kl.flags.loss)
     found, wanted = simulation.run_steps([step, other], layout)
@@ -301,7 +303,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(layout):
     case = plain_case(rng)
     flags = dataclasses.replace(case.flags, has_policy=False)
     own = [student_logprobs(*each, flags.expected.temperature) for each in zip(case.samples, case.logits, strict=True)]
-    term = StreamTerm("t", "opd", on="rl", aggregation="token_mean")
+    term = Term("t", "opd", on="rl", aggregation="token_mean")
     taught, other = (
         of_terms(Case(case.samples, case.logits, flags), term, teacher_logprobs=[shift + values for values in own])
         for shift in (0.0, -1.0)
@@ -326,17 +328,17 @@ def student_logprobs(sample: Sample, table: torch.Tensor, temperature: float) ->
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.nan, "is nan at response token .*, which --pg-stream t:opd reads"),
-        (-torch.inf, "is -inf at response token .*, which --pg-stream t:opd reads"),
+        (torch.nan, "is nan at response token .*, which --pg-term t:opd reads"),
+        (-torch.inf, "is -inf at response token .*, which --pg-term t:opd reads"),
         (1.5, "teacher_logprobs of sample .* reach 1.5, log-probabilities are at most 0"),
-        (None, "has no teacher_logprobs, which --pg-stream t:opd needs"),
+        (None, "has no teacher_logprobs, which --pg-term t:opd needs"),
     ],
 )
-def test_what_a_stream_reads_of_a_member_must_be_there(value, message):
+def test_what_a_term_reads_of_a_member_must_be_there(value, message):
     """At tokens that the sample's own mask leaves out, so that the sample by itself may hold anything there."""
     rng = random.Random(7)
     while True:
-        case = stream_cases.random_case(rng, terms=(StreamTerm("t", "opd", 0.5),), dropped=())
+        case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),), dropped=())
         found = [i for i, s in enumerate(case.samples) if "t" in s.masks and (s.masks["t"] & ~s.loss_mask).any()]
         if found:
             break
@@ -349,31 +351,29 @@ def test_what_a_stream_reads_of_a_member_must_be_there(value, message):
 
 
 @pytest.mark.parametrize("kind", ["ce", "entropy", "opd"])
-def test_a_loss_of_a_stream_that_is_not_finite_stops_the_step(kind):
-    """The check that looks at tokens of the objective looks at those of streams too."""
+def test_a_loss_of_a_term_that_is_not_finite_stops_the_step(kind):
+    """The check that looks at tokens of the objective looks at those of loss terms too."""
     rng = random.Random(kind)
     while True:
-        case = stream_cases.random_case(rng, terms=(StreamTerm("t", kind),), dropped=())
-        of_stream = [i for i, s in enumerate(case.samples) if s.stream == "t" and s.num_trained]
-        if of_stream:
+        case = term_cases.random_case(rng, terms=(Term("t", kind),), dropped=())
+        of_term = [i for i, s in enumerate(case.samples) if s.term == "t" and s.num_trained]
+        if of_term:
             break
-    sample, logits = case.samples[of_stream[0]], list(case.logits)
+    sample, logits = case.samples[of_term[0]], list(case.logits)
     position = len(sample.tokens) - sample.response_length - 1 + int(sample.loss_mask.nonzero()[0])
-    logits[of_stream[0]] = logits[of_stream[0]].clone()
-    logits[of_stream[0]][position] = torch.nan
+    logits[of_term[0]] = logits[of_term[0]].clone()
+    logits[of_term[0]][position] = torch.nan
     found = simulation.run_step(case.samples, logits, LAYOUTS[-1], case.flags.loss, rng)
     assert found.num_nonfinite == 1
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(microbatches=4)], ids=str)
-def test_a_micro_batch_without_a_token_of_a_stream_needs_none_of_its_fields(layout):
+def test_a_micro_batch_without_a_token_of_a_term_needs_none_of_its_fields(layout):
     """Here every sample has a micro-batch or rank of its own."""
     rng, cases = random.Random(f"fields {layout}"), []
     while len(cases) < 4:
-        case = stream_cases.random_case(rng, terms=(StreamTerm("t", "opd", 0.5),), dropped=())
-        lacks = {
-            sample.teacher_logprobs is None for sample in case.samples if stream_cases.live_rows(case.flags, sample)
-        }
+        case = term_cases.random_case(rng, terms=(Term("t", "opd", 0.5),), dropped=())
+        lacks = {sample.teacher_logprobs is None for sample in case.samples if term_cases.live_rows(case.flags, sample)}
         if lacks == {True, False}:
             cases.append(case)
     steps = []
@@ -387,11 +387,11 @@ def test_a_micro_batch_without_a_token_of_a_stream_needs_none_of_its_fields(layo
         assert max(case.errors(found).values()) <= LIMIT
 
 
-def test_a_micro_batch_of_another_stream_needs_nothing_of_the_correction():
+def test_a_micro_batch_of_another_term_needs_nothing_of_the_correction():
     """opsm reads the engine's log-probabilities inside the loss; the samples of cross-entropy have none."""
     rng, layout = random.Random("opsm"), Layout(microbatches=2)
     while True:
-        case = stream_cases.random_case(rng, terms=(StreamTerm("sft", "ce", 0.5),), dropped=(), has_policy=True)
+        case = term_cases.random_case(rng, terms=(Term("sft", "ce", 0.5),), dropped=(), has_policy=True)
         lacks = [sample.rollout_logprobs is None for sample in case.samples]
         if case.flags.expected.correction == "opsm" and {*lacks} == {True, False}:
             break

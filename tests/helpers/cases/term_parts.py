@@ -1,4 +1,4 @@
-"""A micro-batch's token fields with every kind of stream, and its loss written out in float64."""
+"""A micro-batch's token fields with every kind of loss term, and its loss written out in float64."""
 
 import dataclasses
 import math
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.fields import StreamFields
-from megatron_pg.declarations.streams import Stream
+from megatron_pg.batch.fields import TermFields
+from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
 LOW, HIGH = 0.2, 0.28
-STREAMS = (
-    Stream(name="sft", kind="ce", weight=0.7),
-    Stream(name="teacher", kind="opd", weight=0.3, estimator="k3_weighted"),
-    Stream(name="ref", kind="kl", weight=0.4, estimator="k2", on="rl", aggregation="policy"),
-    Stream(name="h", kind="entropy", weight=0.05, on="sft"),
+TERMS = (
+    LossTerm(name="sft", kind="ce", weight=0.7),
+    LossTerm(name="teacher", kind="opd", weight=0.3, estimator="k3_weighted"),
+    LossTerm(name="ref", kind="kl", weight=0.4, estimator="k2", on="rl", aggregation="policy"),
+    LossTerm(name="h", kind="entropy", weight=0.05, on="sft"),
 )
 READ = {
     "old_logprobs": ("rl", "teacher"),
@@ -30,16 +30,16 @@ READ = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Masks by stream overlap in every way; fields are NaN wherever no loss reads them."""
+    """Masks by loss term overlap in every way; fields are NaN wherever no loss reads them."""
 
     fields: TokenFields
     masks: dict[str, Tensor]  # [T] bool
-    weights: dict[str, Tensor]  # [T] float64, by stream
+    weights: dict[str, Tensor]  # [T] float64, by loss term
     grad_divisor: float
 
     @classmethod
     def draw(cls, rows: int, columns: int, grad_divisor: float = 1.0) -> "Parts":
-        """From torch's generator; the first rows are of one stream each, of all, and of none."""
+        """From torch's generator; the first rows are of one loss term each, of all, and of none."""
         masks = {name: torch.rand(rows) < 0.5 for name in ("rl", "sft", "teacher")}
         for i, mask in enumerate(masks.values()):
             mask[:5] = torch.tensor([i == 0, i == 1, i == 2, True, False])
@@ -49,7 +49,7 @@ class Parts:
         weights["ref"] = weights["rl"]
         values = {name: -torch.rand(rows, dtype=torch.float64) - 3 for name in READ}
         values["advantages"] = torch.randn(rows, dtype=torch.float64)
-        read = {name: torch.stack([masks[s] for s in streams]).any(dim=0) for name, streams in READ.items()}
+        read = {name: torch.stack([masks[s] for s in terms]).any(dim=0) for name, terms in READ.items()}
         fields = TokenFields(
             targets=torch.where(union, torch.randint(0, columns, (rows,)), -100),
             mask=union,
@@ -57,9 +57,7 @@ class Parts:
             weights=weights["rl"],
             corrections=torch.linspace(0, 2, rows, dtype=torch.float64),
             **{name: torch.where(read[name], each, math.nan) for name, each in values.items()},
-            streams={
-                s.name: StreamFields(weights=weights[s.name], mask=masks[s.name]) for s in STREAMS if s.on != "rl"
-            },
+            terms={s.name: TermFields(weights=weights[s.name], mask=masks[s.name]) for s in TERMS if s.on != "rl"},
         )
         return cls(fields, masks, weights, grad_divisor)
 
@@ -67,7 +65,7 @@ class Parts:
     def policy_loss(self) -> PolicyLoss:
         """The package's."""
         objective = objective_of("grpo", clip_eps_low=LOW, clip_eps_high=HIGH)
-        return PolicyLoss(LossTerms(objective=objective, streams=STREAMS, grad_divisor=self.grad_divisor), self.fields)
+        return PolicyLoss(LossTerms(objective=objective, further=TERMS, grad_divisor=self.grad_divisor), self.fields)
 
     def on(self, device: str) -> "Parts":
         """The same there."""
@@ -86,10 +84,10 @@ class Parts:
         return total
 
     def _losses(self, log_p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """λ·ℓ of the tokens of every stream, in their order."""
+        """λ·ℓ of the tokens of every loss term, in their order."""
 
-        def of(field: str, stream: str) -> Tensor:
-            return getattr(self.fields, field)[self.masks[stream]]
+        def of(field: str, term: str) -> Tensor:
+            return getattr(self.fields, field)[self.masks[term]]
 
         new = {name: table.gather(1, of("targets", name)[:, None])[:, 0] for name, table in log_p.items()}
         ratio = (new["rl"] - of("old_logprobs", "rl")).exp()

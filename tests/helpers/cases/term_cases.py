@@ -1,7 +1,7 @@
-"""Random steps with streams, from flags to samples, and what the oracle expects of them.
+"""Random steps with loss terms, from flags to samples, and what the oracle expects of them.
 
-A step may lack the tokens of any stream, its samples may be of several, and its rollouts have samples of different ones. Whatever no live stream reads is NaN or absent: fields at other tokens, logits of other rows, fields of samples whose
-tokens no stream asks them of.
+A step may lack the tokens of any loss term, its samples may be of several, and its rollouts have samples of different ones. Whatever no live loss term reads is NaN or absent: fields at other tokens, logits of other rows, fields of samples whose
+tokens no loss term asks them of.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 import objective_cases
 import objective_oracle
 import simulation
-import stream_oracle as oracle
+import term_oracle as oracle
 import torch
 from compare import gradient_error, scalar_error
 from namespaces import arguments
@@ -48,16 +48,16 @@ TOPK = (
 )
 WHOLE = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 WEIGHTS = (1.0, 1e-9, 1e6)
-PER_STREAM = ("loss", "weight", "num_tokens", "num_rollouts", "mean")
+PER_TERM = ("loss", "weight", "num_tokens", "num_rollouts", "mean")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What a launch script asks for: `expected` holds the objective and the shorthands, `dropped` streams of weight 0."""
+    """What a launch script asks for: `expected` holds the objective and the shorthands, `dropped` loss terms of weight 0."""
 
     expected: objective_oracle.Settings
-    terms: tuple[oracle.StreamTerm, ...]
-    dropped: tuple[oracle.StreamTerm, ...] = ()
+    terms: tuple[oracle.Term, ...]
+    dropped: tuple[oracle.Term, ...] = ()
     has_policy: bool = True
     has_root_length: bool = False
     tail_floor: float | None = None
@@ -65,11 +65,11 @@ class Flags:
 
     @property
     def names_of_tokens(self) -> list[str]:
-        """Streams that samples may be of."""
+        """Loss terms that samples may be of."""
         return ["rl", *(term.name for term in (*self.terms, *self.dropped) if term.on is None)]
 
-    def step(self, samples: Sequence[Sample], logits: Sequence[Tensor]) -> oracle.StreamStep:
-        return oracle.StreamStep(
+    def step(self, samples: Sequence[Sample], logits: Sequence[Tensor]) -> oracle.TermStep:
+        return oracle.TermStep(
             documents(samples, logits, keeps_entropy=self.keeps_entropy),
             self.expected,
             self.terms,
@@ -110,7 +110,7 @@ class Flags:
             pg_aux_aggregation=e.aux_aggregation,
             pg_grad_divisor=e.grad_divisor,
             pg_temperature=e.temperature,
-            pg_stream=texts or None,
+            pg_term=texts or None,
             pg_teacher_tail_floor=self.tail_floor,
             pg_teacher_head=teacher_head() if have_whole(self.terms) else None,
             pg_fused_head="recompute" if have_whole(self.terms) else None,
@@ -124,11 +124,11 @@ class Flags:
             return LossSettings.from_args(validate_args(args))
 
 
-def have_tail(terms: Sequence[oracle.StreamTerm]) -> bool:
+def have_tail(terms: Sequence[oracle.Term]) -> bool:
     return any(term.kind in TOPK[:-1] for term in terms)
 
 
-def have_whole(terms: Sequence[oracle.StreamTerm]) -> bool:
+def have_whole(terms: Sequence[oracle.Term]) -> bool:
     return any(term.kind in WHOLE for term in terms)
 
 
@@ -140,7 +140,7 @@ def teacher_head() -> str:
     return f"{path}:weight"
 
 
-def flag_text(term: oracle.StreamTerm, temperature: float) -> str:
+def flag_text(term: oracle.Term, temperature: float) -> str:
     options = {name: getattr(term, name) for name in ("weight", "aggregation", "divisor", "on", "estimator")}
     if term.kind.startswith("topk_"):
         options |= {"temperature": temperature, "beta" if term.kind == "topk_jsd" else "alpha": term.share}
@@ -163,30 +163,30 @@ class Case:
         return Step(self.samples, self.logits, self.flags.loss, simulation.scatter_samples(self.samples, layout, rng))
 
     def errors(self, found: Outcome) -> dict[str, float]:
-        """By subject: loss over Σ|λ·w·ℓ|, gradient over its largest entry, what a stream reports over its magnitudes."""
+        """By subject: loss over Σ|λ·w·ℓ|, gradient over its largest entry, what a loss term reports over its magnitudes."""
         wanted = self.wanted
         assert found.num_nonfinite == 0
         gradients = [_spread(*each) for each in zip(self.samples, self.logits, wanted.gradients, strict=True)]
         errors = {"gradient": gradient_error(found.gradients, gradients)}
-        if any(name != "rl" for name in wanted.streams):
+        if any(name != "rl" for name in wanted.terms):
             errors["loss"] = scalar_error(found.metrics["loss"], wanted.loss, wanted.magnitude)
         errors |= self._policy_errors(found)
         for term in self.flags.terms:
-            errors |= _stream_errors(found.metrics, term.name, wanted.streams[term.name])
+            errors |= _term_errors(found.metrics, term.name, wanted.terms[term.name])
         for term in self.flags.dropped:
             assert not any(name.startswith(f"{term.name}/") for name in found.metrics), term
         return errors
 
     @property
     def _mean_reward(self) -> float | None:
-        """Of the rollouts of the objective, whatever a sample of another stream carries; sums of these are exact."""
-        known = [(i, s) for i, s in enumerate(self.samples) if s.stream == "rl" and s.reward is not None]
+        """Of the rollouts of the objective, whatever a sample of another loss term carries; sums of these are exact."""
+        known = [(i, s) for i, s in enumerate(self.samples) if s.term == "rl" and s.reward is not None]
         rewards = {i if s.rollout_id is None else s.rollout_id: s.reward for i, s in known}
         return sum(rewards.values()) / len(rewards) if rewards else None
 
     def _policy_errors(self, found: Outcome) -> dict[str, float]:
         """pg_loss and the shorthands, which are absent without a token of the objective."""
-        policy = self.wanted.streams.get("rl")
+        policy = self.wanted.terms.get("rl")
         is_there = policy is not None and policy.num_tokens > 0
         assert ("pg_loss" in found.metrics) == ("advantage" in found.metrics) == is_there
         if not is_there:
@@ -201,15 +201,15 @@ class Case:
             errors[name] = scalar_error(found.metrics[name], mean, max(abs(mean), 1.0))
         assert means.keys() & {"kl_new_ref"} == found.metrics.keys() & {"kl_new_ref"}
         for name, sign in (("kl", 1), ("entropy", -1)):
-            assert (f"{name}_loss" in found.metrics) == (name in self.wanted.streams)
-            if name in self.wanted.streams:
-                own = self.wanted.streams[name]
+            assert (f"{name}_loss" in found.metrics) == (name in self.wanted.terms)
+            if name in self.wanted.terms:
+                own = self.wanted.terms[name]
                 errors[f"{name}_loss"] = scalar_error(sign * found.metrics[f"{name}_loss"], own.loss, own.magnitude)
         return errors
 
 
-def _stream_errors(metrics: dict[str, float], name: str, wanted: oracle.StreamResult) -> dict[str, float]:
-    found = {each: metrics[f"{name}/{each}"] for each in PER_STREAM if f"{name}/{each}" in metrics}
+def _term_errors(metrics: dict[str, float], name: str, wanted: oracle.TermResult) -> dict[str, float]:
+    found = {each: metrics[f"{name}/{each}"] for each in PER_TERM if f"{name}/{each}" in metrics}
     if not wanted.num_tokens:
         assert found == {}, name
         return {}
@@ -238,12 +238,12 @@ def _topk_errors(metrics: dict[str, float], name: str, rows: Sequence) -> dict[s
 
 def documents(
     samples: Sequence[Sample], logits: Sequence[Tensor], *, keeps_entropy: bool = False
-) -> list[oracle.StreamDocument]:
+) -> list[oracle.TermDocument]:
     return [
-        oracle.StreamDocument(
+        oracle.TermDocument(
             logits=table[_first(s) : _first(s) + s.response_length].numpy(),
             targets=s.tokens[_first(s) + 1 :].numpy(),
-            stream=s.stream,
+            term=s.term,
             mask=s.loss_mask.numpy(),
             masks={name: mask.numpy() for name, mask in s.masks.items()},
             **{short: _array(getattr(s, name)) for name, short in FIELDS.items()},
@@ -297,7 +297,7 @@ def random_case(rng: random.Random, **given) -> Case:
         case = Case(samples, poisoned_logits(rng, flags, samples), flags)
         if not any(len(live_rows(flags, sample)) for sample in samples):
             continue
-        if flags.expected.denominator == "kept" and not case.wanted.streams["rl"].magnitude:
+        if flags.expected.denominator == "kept" and not case.wanted.terms["rl"].magnitude:
             continue  # the correction rejects every token
         return case
 
@@ -329,7 +329,7 @@ def random_flags(rng: random.Random, objective: str | None = None, denominator: 
         terms = random_terms(rng, has_policy)
         dropped = ()
         if rng.random() < 0.25:  # of weight 0, with tokens of its own
-            dropped = (oracle.StreamTerm("off", rng.choice(["ce", "opd"]), 0.0),)
+            dropped = (oracle.Term("off", rng.choice(["ce", "opd"]), 0.0),)
             terms = tuple(dataclasses.replace(t, on="off") if rng.random() < 0.1 and t.on else t for t in terms)
             terms = tuple(
                 dataclasses.replace(t, aggregation=None) if t.on == "off" and t.aggregation == "policy" else t
@@ -345,7 +345,7 @@ def random_flags(rng: random.Random, objective: str | None = None, denominator: 
         return found
 
 
-def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.StreamTerm, ...]:
+def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.Term, ...]:
     names = rng.sample(NAMES, rng.randint(1, 3))
     own = [name for name in names if rng.random() < 0.6]
     terms = []
@@ -355,7 +355,7 @@ def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.StreamTer
         has_estimator = kind == "kl" or (kind == "opd" and rng.random() < 0.6)
         aggregation = rng.choice([None, *sorted(AGGREGATIONS), *(["policy"] if on == "rl" and has_policy else [])])
         terms.append(
-            oracle.StreamTerm(
+            oracle.Term(
                 name=name,
                 kind=kind,
                 weight=rng.choice([*WEIGHTS, rng.uniform(0.01, 2.0), rng.uniform(0.01, 2.0)]),
@@ -369,7 +369,7 @@ def random_terms(rng: random.Random, has_policy: bool) -> tuple[oracle.StreamTer
     return tuple(terms)
 
 
-def whole_terms(rng: random.Random) -> tuple[oracle.StreamTerm, ...]:
+def whole_terms(rng: random.Random) -> tuple[oracle.Term, ...]:
     """Some of which read a teacher's hidden states, one divergence of them; the likeliest tokens nobody reads then."""
     kind, share = rng.choice(WHOLE), rng.choice([None, 0.2, 0.9])
     terms = random_terms(rng, has_policy=True)
@@ -383,7 +383,7 @@ def whole_terms(rng: random.Random) -> tuple[oracle.StreamTerm, ...]:
 
 
 def random_samples(rng: random.Random, flags: Flags) -> list[Sample]:
-    """Prompts with rollouts, rollouts of several samples, and samples of one rollout in several streams."""
+    """Prompts with rollouts, rollouts of several samples, and samples of one rollout in several terms."""
     weights = [rng.choice([0, 1, 2]) if rng.random() < 0.4 else 2 for _ in flags.names_of_tokens]
     if not any(weights):
         weights[0] = 1
@@ -394,13 +394,13 @@ def random_samples(rng: random.Random, flags: Flags) -> list[Sample]:
         for rollout in range(rng.randint(1, 3)):
             begin = len(samples)
             for _ in range(rng.choice([1, 1, 1, 2]) if has_id else 1):
-                stream = rng.choices(flags.names_of_tokens, weights)[0]
+                term = rng.choices(flags.names_of_tokens, weights)[0]
                 rest = {
                     "rollout_id": f"{prompt}/{rollout}" if has_id else None,
                     "prompt_id": prompt if has_prompt else None,
                 }
-                samples.append(random_sample(rng, flags, stream, sample_id=str(len(samples)), **rest))
-            share_an_advantage([sample for sample in samples[begin:] if sample.stream == "rl"])
+                samples.append(random_sample(rng, flags, term, sample_id=str(len(samples)), **rest))
+            share_an_advantage([sample for sample in samples[begin:] if sample.term == "rl"])
     return samples
 
 
@@ -415,14 +415,14 @@ def random_mask(rng: random.Random, length: int) -> list[int]:
     return [0] * length if kind < 0.2 else [int(kind < 0.45 or rng.random() < 0.6) for _ in range(length)]
 
 
-def random_sample(rng: random.Random, flags: Flags, stream: str, **ids) -> Sample:
+def random_sample(rng: random.Random, flags: Flags, term: str, **ids) -> Sample:
     length = rng.choice([1, 1, 2, rng.randint(1, 14)])
-    others = [name for name in flags.names_of_tokens if name not in ("rl", stream)]
+    others = [name for name in flags.names_of_tokens if name not in ("rl", term)]
     sample = Sample.build(
         tokens=[rng.randrange(cases.VOCABULARY) for _ in range(rng.choice([1, 2, rng.randint(1, 6)]) + length)],
         response_length=length,
         loss_mask=random_mask(rng, length),
-        stream=stream,
+        term=term,
         masks={name: random_mask(rng, length) for name in others if rng.random() < 0.4},
         old_logprobs=[0.0] * length,
         advantage=0.0,
@@ -487,9 +487,9 @@ def random_teacher(rng: random.Random, count: int) -> tuple[list[int], list[floa
 
 
 def random_field(rng: random.Random, flags: Flags, sample: Sample, name: str) -> Tensor | None:
-    """Values where a live stream reads them; elsewhere NaN, as far as a sample may hold it, or no field at all."""
+    """Values where a live loss term reads them; elsewhere NaN, as far as a sample may hold it, or no field at all."""
     rows = [rows for rows in rows_that_read(flags, sample, name) if rows is not None]
-    is_required = bool(rows) or (sample.stream == "rl" and name in ("old_logprobs", "advantages"))
+    is_required = bool(rows) or (sample.term == "rl" and name in ("old_logprobs", "advantages"))
     if not is_required and rng.random() < 0.6:
         return None
     read = {row for own in rows for row in own}
@@ -529,7 +529,7 @@ def live_rows(flags: Flags, sample: Sample) -> set[int]:
 
 
 def poisoned_logits(rng: random.Random, flags: Flags, samples: Sequence[Sample]) -> list[Tensor]:
-    """[n, V] per sample; NaN, infinite or huge wherever no live stream trains the token that is predicted."""
+    """[n, V] per sample; NaN, infinite or huge wherever no live loss term trains the token that is predicted."""
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     tables = []
     for sample in samples:

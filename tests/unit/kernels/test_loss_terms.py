@@ -1,11 +1,11 @@
-"""Streams from stored logits, by every implementation, against all their losses written out in float64."""
+"""Loss terms from stored logits, by every implementation, against all their losses written out in float64."""
 
 import math
 
 import pytest
 import torch
 from compare import tensor_error
-from stream_parts import Parts
+from term_parts import Parts
 
 from megatron_pg.kernels import Vocabulary, policy_gradient_loss
 
@@ -21,7 +21,7 @@ pytestmark = [  # of Triton's interpreter, which computes in NumPy
 
 @pytest.mark.parametrize("columns", [33, 1024])  # 1024: the single-pass kernel's, if the objective were alone
 @pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
-def test_the_gradient_of_streams_is_that_of_their_losses(impl, inplace, columns):
+def test_the_gradient_of_terms_is_that_of_their_losses(impl, inplace, columns):
     parts = Parts.draw(17, columns - 1, grad_divisor=4.0).on(DEVICE)
     dtype = torch.float64 if impl == "torch" else torch.float32
     logits = 2 * torch.randn(17, columns, dtype=dtype, device=DEVICE)
@@ -38,7 +38,7 @@ def test_the_gradient_of_streams_is_that_of_their_losses(impl, inplace, columns)
     assert tensor_error(leaf.grad, wanted.grad) <= LIMITS[impl]
 
 
-def test_a_token_of_a_stream_alone_reads_nothing_of_the_objective():
+def test_a_token_of_a_term_alone_reads_nothing_of_the_objective():
     """Rows 1 and 2 are of cross-entropy and of distillation alone; what the objective would read there is NaN."""
     parts = Parts.draw(5, 9)
     assert parts.fields.advantages[1:3].isnan().all()
@@ -53,5 +53,5 @@ def test_a_token_of_a_stream_alone_reads_nothing_of_the_objective():
     of_ce, of_entropy = 0.7 * w["sft"][1] * (p - one)[1], 0.05 * w["h"][1] * (p * (log_p + entropy))[1]
     assert tensor_error(leaf.grad[1], of_ce + of_entropy) <= 1e-12
     assert not leaf.grad[4].any()
-    assert out.stream_losses.shape == (4, 5)
+    assert out.term_losses.shape == (4, 5)
     assert out.token_losses[1] == 0

@@ -1,4 +1,4 @@
-"""The text of one stream, `NAME:kind[,option=value]…`. Needs no torch."""
+"""The text of one loss term, `NAME:kind[,option=value]…`. Needs no torch."""
 
 import functools
 import math
@@ -9,8 +9,8 @@ from typing import Any
 from megatron_pg.declarations.aggregations import AGGREGATIONS
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.declaration import did_you_mean
-from megatron_pg.declarations.streams import AS_POLICY, KINDS, SHORTHANDS, Stream
-from megatron_pg.rollouts.fields import POLICY, is_stream
+from megatron_pg.declarations.loss_terms import AS_POLICY, KINDS, SHORTHANDS, LossTerm
+from megatron_pg.rollouts.fields import POLICY, is_term
 
 KINDS_OF_FLAG = tuple(name for name, kind in KINDS.items() if not kind.is_of_a_correction)
 _NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf|nan)", re.ASCII | re.IGNORECASE)
@@ -20,15 +20,15 @@ _OPTIONS = ("weight", "aggregation", "divisor", "on", "estimator", "temperature"
 
 
 @functools.cache
-def parse(text: str) -> Stream:
-    """A stream from its flag's value; every text is parsed once in a process.
+def parse(text: str) -> LossTerm:
+    """A loss term from its flag's value; every text is parsed once in a process.
 
     Raises:
         ValueError: what is wrong with it by itself.
     """
     head, *parts = text.split(",")
     name, _, kind = head.partition(":")
-    if not is_stream(name) or not kind:
+    if not is_term(name) or not kind:
         raise ValueError("does not begin with NAME:kind, a name of a-z, 0-9 and _ and what its loss is")
     known = (POLICY,) if name == POLICY else KINDS_OF_FLAG
     if kind not in known:
@@ -43,18 +43,18 @@ def parse(text: str) -> Stream:
             raise ValueError(f"has {option} twice, so one of them would be ignored")
         given[option] = _number(option, value) if option in _NUMBERS else value
     mixtures = {option: given.pop(option) for option in _MIXTURES if option in given}
-    stream = Stream(name=name, kind=kind, **given, mixture=next(iter(mixtures.values()), None))
-    if not (math.isfinite(stream.weight) and stream.weight >= 0):
-        raise ValueError(f"has weight={stream.weight:g}, which is not finite and >= 0")
+    term = LossTerm(name=name, kind=kind, **given, mixture=next(iter(mixtures.values()), None))
+    if not (math.isfinite(term.weight) and term.weight >= 0):
+        raise ValueError(f"has weight={term.weight:g}, which is not finite and >= 0")
     if name in SHORTHANDS:
         raise ValueError(f"has a name that belongs to {SHORTHANDS[name]}; choose another")
     if name == POLICY:
-        _check_policy(stream)
+        _check_policy(term)
     else:
-        _check_aggregation(stream)
-        _check_estimator(stream)
-        _check_topk(stream, mixtures)
-    return stream
+        _check_aggregation(term)
+        _check_estimator(term)
+        _check_topk(term, mixtures)
+    return term
 
 
 def _number(option: str, text: str) -> float:
@@ -67,53 +67,53 @@ def _number(option: str, text: str) -> float:
     return value
 
 
-def _check_policy(stream: Stream) -> None:
-    if stream != Stream(name=POLICY, kind=POLICY, weight=0.0):
+def _check_policy(term: LossTerm) -> None:
+    if term != LossTerm(name=POLICY, kind=POLICY, weight=0.0):
         raise ValueError(
             "takes weight=0, no objective, and nothing else: other weights are relative to it, and its aggregation is --loss-aggregation"
         )
 
 
-def _check_aggregation(stream: Stream) -> None:
+def _check_aggregation(term: LossTerm) -> None:
     choices = (*AGGREGATIONS, AS_POLICY)
-    if stream.aggregation not in (None, *choices):
-        hint = did_you_mean(stream.aggregation, choices, {})
-        raise ValueError(f"has aggregation={stream.aggregation}, which is none of {', '.join(choices)}{hint}")
-    if stream.aggregation == AS_POLICY and stream.on != POLICY:
+    if term.aggregation not in (None, *choices):
+        hint = did_you_mean(term.aggregation, choices, {})
+        raise ValueError(f"has aggregation={term.aggregation}, which is none of {', '.join(choices)}{hint}")
+    if term.aggregation == AS_POLICY and term.on != POLICY:
         raise ValueError(f"has aggregation={AS_POLICY}, the weights of the objective's tokens; add on={POLICY}")
-    takes_divisor = stream.aggregation in AGGREGATIONS and AGGREGATIONS[stream.aggregation].takes_divisor
-    if stream.divisor is not None and not takes_divisor:
-        raise ValueError(f"has divisor={stream.divisor:g}, which has no effect without aggregation=constant")
-    if takes_divisor and not (stream.divisor is not None and 0 < stream.divisor < math.inf):
+    takes_divisor = term.aggregation in AGGREGATIONS and AGGREGATIONS[term.aggregation].takes_divisor
+    if term.divisor is not None and not takes_divisor:
+        raise ValueError(f"has divisor={term.divisor:g}, which has no effect without aggregation=constant")
+    if takes_divisor and not (term.divisor is not None and 0 < term.divisor < math.inf):
         raise ValueError("has aggregation=constant, which needs divisor=L in tokens, finite and > 0")
 
 
-def _check_estimator(stream: Stream) -> None:
-    kind = KINDS[stream.kind]
-    if stream.estimator is None:
+def _check_estimator(term: LossTerm) -> None:
+    kind = KINDS[term.kind]
+    if term.estimator is None:
         if kind.against is not None and kind.estimator is None:
             raise ValueError("needs estimator=…; there is no default (k3_weighted has the right value and gradient)")
     elif kind.against is None:
         why = "is no KL divergence"
         if kind.reads_topk or kind.whole_form:
             why = f"needs none: it is exact over {'its categories' if kind.reads_topk else 'the vocabulary'}"
-        raise ValueError(f"has estimator={stream.estimator}, and {stream.kind} {why}; remove it")
-    elif stream.estimator not in KL_ESTIMATORS:
-        hint = did_you_mean(stream.estimator, KL_ESTIMATORS, {})
-        raise ValueError(f"has estimator={stream.estimator}, which is none of {', '.join(KL_ESTIMATORS)}{hint}")
+        raise ValueError(f"has estimator={term.estimator}, and {term.kind} {why}; remove it")
+    elif term.estimator not in KL_ESTIMATORS:
+        hint = did_you_mean(term.estimator, KL_ESTIMATORS, {})
+        raise ValueError(f"has estimator={term.estimator}, which is none of {', '.join(KL_ESTIMATORS)}{hint}")
 
 
-def _check_topk(stream: Stream, mixtures: Mapping[str, float]) -> None:
-    kind = KINDS[stream.kind]
+def _check_topk(term: LossTerm, mixtures: Mapping[str, float]) -> None:
+    kind = KINDS[term.kind]
     own = kind.mixture.option if kind.mixture else None
     if strays := [option for option in mixtures if option != own]:
         instead = f"; it has {own}" if own else ""
-        raise ValueError(f"has {strays[0]}={mixtures[strays[0]]:g}, which {stream.kind} does not read{instead}")
-    if stream.mixture is not None and not 0 < stream.mixture < 1:
+        raise ValueError(f"has {strays[0]}={mixtures[strays[0]]:g}, which {term.kind} does not read{instead}")
+    if term.mixture is not None and not 0 < term.mixture < 1:
         raise ValueError(
-            f"has {own}={stream.mixture:g}, which is not between 0 and 1, where one of the two would be alone"
+            f"has {own}={term.mixture:g}, which is not between 0 and 1, where one of the two would be alone"
         )
-    if stream.temperature is not None and not kind.reads_topk:
+    if term.temperature is not None and not kind.reads_topk:
         raise ValueError(
-            f"has temperature={stream.temperature:g}, and {stream.kind} has no teacher of whose likeliest tokens it would be; remove it"
+            f"has temperature={term.temperature:g}, and {term.kind} has no teacher of whose likeliest tokens it would be; remove it"
         )

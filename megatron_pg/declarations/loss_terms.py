@@ -1,4 +1,4 @@
-"""Every further loss of a step, once: a stream is a loss, its tokens, its weight and its own denominators."""
+"""Every further loss of a step, once: a loss term is a loss, its tokens, its weight and its own denominators."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,19 +13,19 @@ SHORTHANDS = {
     "kl": "--pg-kl-coef",
     "entropy": "--pg-entropy-coef",
     PENALTY: f"--pg-correction {PENALTY}",
-}  # the streams that have flags of their own
+}  # the loss terms that have flags of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """A stream's option: how much of the mixture m a distribution is."""
+    """A loss term's option: how much of the mixture m a distribution is."""
 
     option: str
     default: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamKind:
+class TermKind:
     """What the loss of a token is."""
 
     formula: str  # of ℓ
@@ -39,31 +39,31 @@ class StreamKind:
         None  # field of log-probabilities that a KL estimator compares with; every sample must have it
     )
     estimator: str | None = None  # its default; None: there is none
-    is_of_a_correction: bool = False  # which chooses its tokens; no flag of streams asks for it
-    function: str  # of `megatron_pg.objectives.terms.streams`
+    is_of_a_correction: bool = False  # which chooses its tokens; no flag of loss terms asks for it
+    function: str  # of `megatron_pg.objectives.terms.losses`
 
     def load(self) -> Callable:
-        """From `StreamTokens` to [T]."""
-        return load(f"megatron_pg.objectives.terms.{'topk' if self.reads_topk else 'streams'}:{self.function}")
+        """From `TermTokens` to [T]."""
+        return load(f"megatron_pg.objectives.terms.{'topk' if self.reads_topk else 'losses'}:{self.function}")
 
 
-def _topk(formula: str, function: str, **rest: Any) -> StreamKind:
-    return StreamKind(formula=formula, reads_topk=True, function=function, **rest)
+def _topk(formula: str, function: str, **rest: Any) -> TermKind:
+    return TermKind(formula=formula, reads_topk=True, function=function, **rest)
 
 
-def _full(formula: str, form: str, **rest: Any) -> StreamKind:
-    return StreamKind(formula=formula, whole_form=form, function="whole_divergence", **rest)
+def _full(formula: str, form: str, **rest: Any) -> TermKind:
+    return TermKind(formula=formula, whole_form=form, function="whole_divergence", **rest)
 
 
 _JSD = "β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q"
-KINDS: Mapping[str, StreamKind] = {
-    "ce": StreamKind(formula="-log π", function="cross_entropy"),
-    "opd": StreamKind(
+KINDS: Mapping[str, TermKind] = {
+    "ce": TermKind(formula="-log π", function="cross_entropy"),
+    "opd": TermKind(
         formula="KL(π‖π_teacher)", against="teacher_logprobs", estimator="k3_weighted", function="divergence"
     ),
-    "kl": StreamKind(formula="KL(π‖π_ref)", against="ref_logprobs", function="divergence"),
-    "entropy": StreamKind(formula="-H", function="negative_entropy"),
-    PENALTY: StreamKind(
+    "kl": TermKind(formula="KL(π‖π_ref)", against="ref_logprobs", function="divergence"),
+    "entropy": TermKind(formula="-H", function="negative_entropy"),
+    PENALTY: TermKind(
         formula="|log π - log π_old|",
         against="old_logprobs",
         estimator="abs",
@@ -84,7 +84,7 @@ TAIL_FLOOR = 1e-6  # default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class LossTerm:
     """A loss of the step beside the objective. The same on every rank."""
 
     name: str
@@ -92,7 +92,7 @@ class Stream:
     weight: float = 1.0  # λ
     aggregation: str | None = None  # or AS_POLICY; None: that of the objective, with its divisor
     divisor: float | None = None  # L of `constant`
-    on: str | None = None  # the stream whose tokens it takes; None: it has its own
+    on: str | None = None  # the loss term whose tokens it takes; None: it has its own
     estimator: str | None = None  # of a KL divergence
     mixture: float | None = None  # β or α of a teacher's divergence
     temperature: float | None = None  # of the teacher, of a top-k divergence; None: 1
@@ -120,13 +120,13 @@ class Stream:
 
     @property
     def tokens(self) -> str:
-        """The stream whose tokens it is over."""
+        """The loss term whose tokens it is over."""
         return self.on or self.name
 
     @property
     def flag(self) -> str:
         """What asks for it."""
-        return SHORTHANDS.get(self.name) or f"--pg-stream {self.name}:{self.kind}"
+        return SHORTHANDS.get(self.name) or f"--pg-term {self.name}:{self.kind}"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class Stream:
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())
 
-    def resolved(self, aggregation: str, divisor: float | None, tail_floor: float = TAIL_FLOOR) -> "Stream":
+    def resolved(self, aggregation: str, divisor: float | None, tail_floor: float = TAIL_FLOOR) -> "LossTerm":
         """With the objective's aggregation and divisor, and the kind's estimator and mixture, where none were given."""
         kind = KINDS[self.kind]
         mixture = kind.mixture.default if self.mixture is None and kind.mixture else self.mixture

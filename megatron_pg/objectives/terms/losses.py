@@ -1,4 +1,4 @@
-"""The losses of streams: each maps what is known of its tokens to one loss per token, [T], before weights."""
+"""The losses of loss terms: each maps what is known of its tokens to one loss per token, [T], before weights."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ class Categories:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StreamTokens:
-    """[T] of one dtype each. Tokens that are not of the stream hold 0, and have the loss 0."""
+class TermTokens:
+    """[T] of one dtype each. Tokens that are not of the loss term hold 0, and have the loss 0."""
 
     logprobs: Tensor  # log π, nats, differentiable
     log_ratios: Tensor | None  # log π - log π_old, differentiable; None where nothing reads it
@@ -30,21 +30,21 @@ class StreamTokens:
     whole_divergence: Tensor | None = None  # from the teacher over the whole vocabulary, nats, differentiable
 
 
-def cross_entropy(tokens: StreamTokens) -> Tensor:
+def cross_entropy(tokens: TermTokens) -> Tensor:
     """-log π."""
     return -tokens.logprobs
 
 
-def divergence(tokens: StreamTokens) -> Tensor:
+def divergence(tokens: TermTokens) -> Tensor:
     """The estimator's value of KL(π‖·), from x = log π - log of the other policy."""
     return KL_ESTIMATORS[tokens.estimator].load()(tokens.logprobs - tokens.against, tokens.log_ratios)
 
 
-def negative_entropy(tokens: StreamTokens) -> Tensor:
+def negative_entropy(tokens: TermTokens) -> Tensor:
     """-H."""
     return -tokens.entropy
 
 
-def whole_divergence(tokens: StreamTokens) -> Tensor:
+def whole_divergence(tokens: TermTokens) -> Tensor:
     """The divergence from the teacher over the whole vocabulary, which the head has made with the logits of both."""
     return tokens.whole_divergence

@@ -1,12 +1,12 @@
-"""The losses of stream kinds on one token, worked by hand."""
+"""The losses of loss term kinds on one token, worked by hand."""
 
 import math
 
 import pytest
 import torch
 
-from megatron_pg.declarations.streams import KINDS
-from megatron_pg.objectives.terms.streams import Categories, StreamTokens
+from megatron_pg.declarations.loss_terms import KINDS
+from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
 LN = math.log
 # π = 1/4 and the other policy's 1/2, so that x = log π - log of the other = -ln 2; an entropy of ln 2;
@@ -38,7 +38,7 @@ def test_hand_worked_losses(kind):
         log_p=of(1 / 2, 1 / 2)[None].log(),
         exist=torch.tensor([[True, declared.has_tail]]),
     )
-    tokens = StreamTokens(
+    tokens = TermTokens(
         logprobs=of(1 / 4).log(),
         log_ratios=of(0.0),
         against=of(1 / 2).log(),
