@@ -81,7 +81,7 @@ def main() -> None:
 
     def step(level: str) -> None:
         logits.grad = None
-        microbatch_loss(logits, local, chosen[level], None)[0].backward()
+        microbatch_loss(logits, local.fields, chosen[level], None)[0].backward()
 
     for level in LEVELS:
         step(level)  # warm-up

@@ -114,7 +114,7 @@ ONLY_WITH = {
     "selection": "with a correction of the whole step only (m2po, clip_cov, kl_cov, top_entropy)",
     "kl_cov": "with `--pg-correction kl_cov` only",
     "clip": "not with objectives that have no bounds",
-    "support_missing": "with `--pg-support-missing mask` only",
+    "sampling_mask_missing": "with `--pg-sampling-mask-missing mask` only",
 }
 DIVIDED_BY = {
     "mean": "documents",

@@ -15,7 +15,7 @@ With --docs-per-step 256 a step is 256 documents, packed into rows of up to --mi
 and every rank samples when it has used up its own rollouts (rollout_documents.py).
 
 With --top-p P the rollouts are drawn as engines draw them for that flag, and the samples say of which tokens
-(docs/support.md).
+(docs/sampling_masks.md).
 
 With --teacher DIR the samples carry the log-probabilities of an earlier run's policy, for --pg-term teacher:opd,on=rl
 (teacher.py).
@@ -42,7 +42,7 @@ if not torch.cuda.is_available():
 
 from cpu import local_layers
 from cpu.hybrid_layers import HybridModel, hybrid_model
-from evidence.other_trainers import microbatch_means, without_support
+from evidence.other_trainers import microbatch_means, without_sampling_mask
 from loop.rollout_documents import SampledDocuments, behind, groups_of
 from loop.run_folder import RunFolder, say
 from megatron.core import parallel_state as mpu
@@ -97,10 +97,10 @@ def add_example_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample rollouts with top-p P")
     group.add_argument(
         "--top-p-logprobs",
-        choices=("support", "engine", "recomputed"),
-        default="support",
+        choices=("sampling_mask", "engine", "recomputed"),
+        default="sampling_mask",
         help=(
-            "with --top-p, what training knows of it: `support` replays it; the others are other trainers' ways "
+            "with --top-p, what training knows of it: `sampling_mask` replays it; the others are other trainers' ways "
             "(other_trainers.py)"
         ),
     )
@@ -332,8 +332,8 @@ class Example:
         samples = rollout(policy, step, args, generator)
         self.sampling_seconds += time.perf_counter() - started
         self.sampled_tokens += sum(sample.response_length for sample in samples)
-        if args.top_p < 1 and args.top_p_logprobs != "support":
-            samples = without_support(samples, policy, args.top_p_logprobs)
+        if args.top_p < 1 and args.top_p_logprobs != "sampling_mask":
+            samples = without_sampling_mask(samples, policy, args.top_p_logprobs)
         samples = self._taught(samples, policy)
         size = mpu.get_data_parallel_world_size()
         steps = cut_steps(samples, samples_per_step=_rollouts_per_step(args) // size)
@@ -544,7 +544,8 @@ def _without_effect(args) -> str | None:
     """A flag that nothing would read."""
     is_sampled = not (args.rollouts or args.docs_per_step)
     ignored = {
-        f"--top-p-logprobs {args.top_p_logprobs} without --top-p": args.top_p == 1 and args.top_p_logprobs != "support",
+        f"--top-p-logprobs {args.top_p_logprobs} without --top-p": args.top_p == 1
+        and args.top_p_logprobs != "sampling_mask",
         "--teacher-num-layers without --teacher": args.teacher_num_layers and not args.teacher,
         "--teacher-hidden-size without --teacher": args.teacher_hidden_size and not args.teacher,
         "--microbatch-means with --rollouts or --docs-per-step": args.microbatch_means and not is_sampled,

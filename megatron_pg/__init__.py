@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_pg.step.experts import RoutingReplay as RoutingReplay
     from megatron_pg.step.forward_step import PolicyGradientStep as PolicyGradientStep
     from megatron_pg.step.log import StepLog as StepLog
-    from megatron_pg.step.loss_scaling import Contract as Contract
+    from megatron_pg.step.loss_scaling import LossScaling as LossScaling
 
 __version__ = "0.3.0"
 
@@ -50,7 +50,7 @@ _NAMES = {
     "rollouts.file": "RolloutWriter read_rollouts",
     "rollouts.lines": "RolloutFileError",
     "rollouts.sample": "Sample",
-    "step.loss_scaling": "Contract",
+    "step.loss_scaling": "LossScaling",
     "plan.documents": "DocumentAccumulator Documents EndOfDocuments Packing Position StepRule",
     "plan.errors": "StepPlanError",
     "step.experts": "RoutingReplay",

@@ -27,7 +27,7 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import add_head_arguments, head_violations, head_warnings
 from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.flags.objective import add_objective_arguments, objective_violations, objective_warnings
-from megatron_pg.flags.support import add_support_arguments, support_violations
+from megatron_pg.flags.sampling_masks import add_sampling_mask_arguments, sampling_mask_violations
 from megatron_pg.flags.terms import add_term_arguments, term_violations
 from megatron_pg.flags.values import choice, number
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add_objective_arguments(group)
     add_term_arguments(group)
-    add_support_arguments(group)
+    add_sampling_mask_arguments(group)
     add_head_arguments(group)
     add_documents_arguments(parser.add_argument_group("documents per step (megatron_pg)"))
     return parser
@@ -147,7 +147,7 @@ def _violations(facts: Facts) -> list[tuple[str, str]]:
         _common_rules,
         objective_violations,
         term_violations,
-        support_violations,
+        sampling_mask_violations,
         head_violations,
         documents_violations,
         compatibility_violations,

@@ -1,4 +1,7 @@
-"""miles: `python3 -m megatron_pg.miles train.py …`, or `--custom-megatron-init-path megatron_pg.miles.init` (docs/hosts/miles.md)."""
+"""miles: `python3 -m megatron_pg.miles train.py …` or `--custom-megatron-init-path megatron_pg.miles.init`.
+
+See docs/hosts/miles.md.
+"""
 
 from megatron_pg.hosts.rollout.miles import HOST, before_train_step, init
 from megatron_pg.hosts.startup import run

@@ -1,4 +1,7 @@
-"""slime: `python3 -m megatron_pg.slime train.py …`, or `--custom-megatron-init-path megatron_pg.slime.init` (docs/hosts/slime.md)."""
+"""slime: `python3 -m megatron_pg.slime train.py …` or `--custom-megatron-init-path megatron_pg.slime.init`.
+
+See docs/hosts/slime.md.
+"""
 
 from megatron_pg.hosts.rollout.slime import HOST, init, plan
 from megatron_pg.hosts.startup import run

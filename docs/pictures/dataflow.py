@@ -8,7 +8,7 @@ from pathlib import Path
 import show
 import torch
 
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 D, C, K = 2, 2, 4
 Q = K * D * C
@@ -16,8 +16,8 @@ Q = K * D * C
 
 def stations(*, per_token: bool) -> list[tuple[str, float]]:
     """Where S passes, and the factor that it carries from there on."""
-    contract = Contract(per_token=per_token, num_microbatches=K, data_parallel_size=D, context_parallel_size=C)
-    returned = float(contract.outputs(torch.ones((), dtype=torch.float64))[0])
+    scaling = LossScaling(per_token=per_token, num_microbatches=K, data_parallel_size=D, context_parallel_size=C)
+    returned = float(scaling.outputs(torch.ones((), dtype=torch.float64))[0])
     if per_token:
         return [
             ("S = Σ w·ℓ\nof a micro-batch\non one rank", 1.0),

@@ -23,11 +23,11 @@ def microbatch_means(samples: list[Sample], rows: int) -> list[Sample]:
     ]
 
 
-def without_support(samples: list[Sample], policy: Policy, logprobs: str) -> list[Sample]:
+def without_sampling_mask(samples: list[Sample], policy: Policy, logprobs: str) -> list[Sample]:
     """Truncated samples as a trainer reads them that does not know of what they were drawn.
 
-    `logprobs`: "engine" leaves the log-probabilities over the support, "recomputed" takes those over the whole
+    `logprobs`: "engine" leaves the log-probabilities over the sampling mask, "recomputed" takes those over the whole
     vocabulary.
     """
-    bare = [replace(sample, support=None) for sample in samples]
+    bare = [replace(sample, sampling_mask=None) for sample in samples]
     return bare if logprobs == "engine" else with_values(bare, "old_logprobs", policy.score)

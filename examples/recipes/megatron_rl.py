@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_pg import plan_step
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 
@@ -56,8 +56,8 @@ class ExactLoss:
                 self._plan(data_iterator)
             batch, weights = self._planned.popleft()
             output, loss_func = forward_step(iter([batch]), model, *rest, **keywords)
-            contract = self._contract(model[0] if isinstance(model, list) else model)
-            return output, partial(_weighted, loss_func, weights, contract)
+            scaling = self._scaling(model[0] if isinstance(model, list) else model)
+            return output, partial(_weighted, loss_func, weights, scaling)
 
         return exact_forward_step
 
@@ -81,8 +81,8 @@ class ExactLoss:
             weights[mask] = per_sample.to(mask.device)[owner[mask]]
             self._planned.append((batch, weights))
 
-    def _contract(self, model) -> Contract:
-        return Contract(
+    def _scaling(self, model) -> LossScaling:
+        return LossScaling(
             per_token=get_model_config(model).calculate_per_token_loss,
             num_microbatches=get_num_microbatches(),
             data_parallel_size=mpu.get_data_parallel_world_size(),
@@ -90,11 +90,11 @@ class ExactLoss:
         )
 
 
-def _weighted(loss_func: Callable, weights: Tensor, contract: Contract, losses: Tensor) -> tuple:
+def _weighted(loss_func: Callable, weights: Tensor, scaling: LossScaling, losses: Tensor) -> tuple:
     """Megatron's tuple: the script's own metrics, and the loss by the step's weights."""
     *_, report = loss_func(losses)
     total = (torch.where(weights != 0, losses.float(), 0) * weights.float()).sum()  # select, then weigh: no 0 * inf
-    *loss_and_count, ours = contract.outputs(total)
+    *loss_and_count, ours = scaling.outputs(total)
     return *loss_and_count, report | ours
 
 

@@ -25,7 +25,7 @@ class Completions:
 
     responses: list[list[int]]
     logprobs: list[list[float]]
-    supports: list[list[list[int]]]  # the ids that each token was drawn from, under a top-p
+    sampling_masks: list[list[list[int]]]  # the ids that each token was drawn from, under a top-p
 
 
 class Policy:
@@ -81,7 +81,7 @@ class Policy:
                 kept = _likeliest(last, top_p)
                 last = last.where(kept, -torch.inf).log_softmax(dim=-1)
                 for i, row in zip(open_rows, kept, strict=True):
-                    done.supports[i].append(row.nonzero()[:, 0].tolist())
+                    done.sampling_masks[i].append(row.nonzero()[:, 0].tolist())
             tokens = _drawn(last, uniforms[open_rows, k])
             drawn = zip(open_rows, tokens[:, 0].tolist(), last.gather(1, tokens)[:, 0].tolist(), strict=True)
             for i, token, logprob in drawn:

@@ -17,7 +17,7 @@ from tasks.sampling import Policy
 
 from megatron_pg import Sample, group_advantages
 from megatron_pg.plan.collectives import all_gather_rows
-from megatron_pg.rollouts.payloads.sampling_masks import Support
+from megatron_pg.rollouts.payloads.sampling_masks import RecordedMask
 
 T = TypeVar("T", list, torch.Tensor)
 TASKS = {
@@ -90,7 +90,7 @@ def rollout(policy: Policy, step: int, args, generator: torch.Generator) -> list
                 rollout_id=f"{step}-{rank * len(prompts) + i}",
                 sample_id=f"{step}-{rank * len(prompts) + i}",
                 reward=rewards[i],
-                support=done.supports[i] if args.top_p < 1 else None,
+                sampling_mask=done.sampling_masks[i] if args.top_p < 1 else None,
             )
         )
     return samples
@@ -148,18 +148,22 @@ def gather_samples(samples: list[Sample], args) -> list[Sample]:
         if sample.term != DEMONSTRATIONS:
             row[5], row[6] = sample.reward, sample.advantages[0]
         optional = (getattr(sample, name) for name in OPTIONAL)
-        for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional, _bits(sample.support))):
+        for k, values in enumerate((sample.tokens, sample.old_logprobs, *optional, _bits(sample.sampling_mask))):
             if values is not None:
                 row[7 + k * width :][: len(values)] = values
     everyone = all_gather_rows(table, mpu.get_data_parallel_group()).flatten(0, 1)
     return [_sample_of(row, samples[0].step, width) for row in everyone.tolist()]
 
 
-def _bits(support: Support | None) -> torch.Tensor | None:
+def _bits(sampling_mask: RecordedMask | None) -> torch.Tensor | None:
     """One number per token, with a bit for each id of this small vocabulary."""
-    if support is None:
+    if sampling_mask is None:
         return None
-    return torch.zeros(len(support.counts)).double().index_add_(0, support.positions, 2.0 ** support.ids.double())
+    return (
+        torch.zeros(len(sampling_mask.counts))
+        .double()
+        .index_add_(0, sampling_mask.positions, 2.0 ** sampling_mask.ids.double())
+    )
 
 
 def _ids(bits: float) -> list[int]:
@@ -178,7 +182,7 @@ def _sample_of(row: list[float], step: int, width: int) -> Sample:
         loss_mask=[1] * r,
         term=DEMONSTRATIONS if advantage is None else "rl",
         advantage=advantage,
-        support=None if math.isnan(kept[0]) else list(map(_ids, kept)),
+        sampling_mask=None if math.isnan(kept[0]) else list(map(_ids, kept)),
         **{name: values for name, values in fields.items() if not math.isnan(values[0])},
         prompt_id=f"{batch}-{prompt}",
         rollout_id=f"{batch}-{number}",

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_pg.batch.sequences import Sequences
 from megatron_pg.rollouts.payloads import PAYLOADS, Rows
 from megatron_pg.rollouts.payloads.hidden_states import TeacherStates
-from megatron_pg.rollouts.payloads.sampling_masks import TokenSupport
+from megatron_pg.rollouts.payloads.sampling_masks import SamplingMask
 from megatron_pg.rollouts.payloads.topk import TopK
 
 
@@ -46,7 +46,7 @@ class TokenFields:
     teacher_logprobs: Tensor | None = None  # nats, of the teacher; likewise
     teacher_topk: TopK | None = None
     teacher_hidden: TeacherStates | None = None
-    support: TokenSupport | None = None  # of the tokens at which a term reads the policy that was sampled from
+    sampling_mask: SamplingMask | None = None  # of the tokens at which a term reads the policy that was sampled from
     terms: Mapping[str, TermFields] = field(
         default_factory=dict
     )  # by name; one that is not there has nothing of its own

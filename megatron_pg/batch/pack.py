@@ -41,7 +41,7 @@ class PackedBatch:
     values: Mapping[str, Tensor]  # [sum of R] float64 by field; NaN where a sample has none, absent if no sample has it
     padded_lengths: tuple[int, ...]  # along a row: of every sample (thd), or the width (bshd)
     cp_ranks: ContextRanks | None = None  # over which it is cut; None: Megatron's context-parallel group
-    num_missing: int = 0  # trained tokens that were masked, because their samples' supports do not hold them
+    num_missing: int = 0  # trained tokens that were masked, because their samples' sampling masks do not hold them
 
     @property
     def digest(self) -> bytes:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SUBCOMMANDS = {
     "explain": "the objective that flags or the command line of a job put in force, as a formula with numbers",
-    "validate": "the startup checks of flags or the command line of a job, without starting; exit code 2 when one fails",
+    "validate": "the startup checks of flags or the command line of a job, without starting; exit code 2 if one fails",
     "compare": "a rollout file under every aggregation: loss, gradient mass by length and prompt, effective tokens",
     "mismatch": "why the trainer's log-probabilities are not the rollout engine's, from rollout files",
     "plot": "curves of the metrics.jsonl of one or several runs",
@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 `doctor` reports a failure, 2 bad input or a full disk."""
+    """Run the command line; exit code 0: done, 1: `doctor` reports a failure, 2: bad input or a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller, `>&-`
@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         return _complete(os.environ["COMP_LINE"])
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = next((word for word in argv if word in SUBCOMMANDS), None)
-    command = f"megatron-pg {name}" if name else "megatron-pg"
+    subcommand = next((word for word in argv if word in SUBCOMMANDS), None)
+    command = f"megatron-pg {subcommand}" if subcommand else "megatron-pg"
     try:
         try:
-            return _run(argv, name)
+            return _run(argv, subcommand)
         finally:
             with output_taken():
                 sys.stdout.flush()
@@ -105,7 +105,7 @@ def _run(argv: list[str], name: str | None) -> int:
         if error.name not in ("numpy", "torch"):
             raise
         raise InputError(
-            f"{name} needs {error.name}, which is not installed. Install it; megatron-pg doctor lists what else is missing."
+            f"{name} needs {error.name}, which is not installed. Install it; megatron-pg doctor lists missing packages."
         ) from error
 
 
@@ -137,7 +137,7 @@ def _parser(name: str | None, *more: Callable[[argparse.ArgumentParser], object]
 
 
 def _complete(line: str) -> int:
-    """Answer the shell that completes `line`; exit code 1, upon which the shell completes by itself, without argcomplete."""
+    """Print the completions of `line`; exit code 1, after which the shell completes by itself, without argcomplete."""
     name = next((word for word in line.split() if word in SUBCOMMANDS), None)
     try:
         flags = [import_module("megatron_pg.args").add_arguments] if name in LAUNCHES else []

@@ -53,7 +53,7 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
     divisor, micro, data, context = args.pg_grad_divisor, layout.microbatches, layout.data, layout.context
     gradient = "∇Σ w·ℓ, exactly" if divisor == 1 else f"∇Σ w·ℓ / {divisor:g}  (--pg-grad-divisor)"
     if vars(args).get("calculate_per_token_loss", False):
-        product = f" = {micro * data * context}" if micro and context else ""
+        product = f" = {micro * data * context}" if micro and data and context else ""
         counted = "n its positions, Q = Σ n" if vars(args).get("num_experts") else f"n = 1, Q = Σ n = K·D·C{product}"
         return [
             *rows,
@@ -61,12 +61,12 @@ def factor_rows(args: argparse.Namespace, layout: Layout) -> Rows:
             ("schedule, DDP", "× 1"),
             ("finalize", f"÷ Q, so the gradient is {gradient}"),
         ]
-    product = f" = {micro}·{data}·S = {micro * data}·S" if micro else ""
+    product = f" = {micro}·{data}·S = {micro * data}·S" if micro and data else ""
     return [
         *rows,
         ("returned", f"K·D·S{product}, S = Σ w·ℓ of the rank and micro-batch"),
         ("schedule", f"× C{_equal(context)}, ÷ K{_equal(micro)}"),
-        ("DDP", f"÷ (D·C){_equal(data and data * context)}, then the sum over ranks: {gradient}"),
+        ("DDP", f"÷ (D·C){_equal(data and context and data * context)}, then the sum over ranks: {gradient}"),
     ]
 
 

@@ -150,7 +150,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...], t
     _check_spelling(others, our_flags | {"--calculate-per-token-loss"})
     if "yaml_cfg" in given:
         raise InputError(
-            "--yaml-cfg replaces all flags with those of a YAML file, which is not read here. Give the flags themselves."
+            "--yaml-cfg replaces all flags with those of a YAML file, which is not read here. Give the flags instead."
         )
     for name in MEGATRON_FLAGS.keys() & vars(given).keys():
         _check_numbers(name, vars(given)[name])

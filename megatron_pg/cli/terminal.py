@@ -1,4 +1,4 @@
-"""What the subcommands share: errors of one line, progress after two seconds, output files that are complete or absent."""
+"""What the subcommands share: errors of one line, progress, and output files that are complete or absent."""
 
 import json
 import os
@@ -161,8 +161,8 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """Report on standard error how long `what` has taken, from the second second on.
 
-    In a log each report is a line; on a terminal one line changes. The block receives a function to call with the amount
-    of `total` that is done, which `show` formats.
+    In a log each report is a line; on a terminal one line changes. The block receives a function to call with the
+    amount of `total` that is done, which `show` formats.
     """
     done, text, start, is_over, is_terminal = 0, "", time.monotonic(), threading.Event(), sys.stderr.isatty()
 

@@ -78,11 +78,12 @@ def check(launch: Launch) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
 
 @contextmanager
 def _layout_of_rank_zero(args: argparse.Namespace) -> Iterator[None]:
-    """Megatron's parallel state of rank 0 as in training, without the other ranks: a custom reducer may read its layout."""
+    """Megatron's parallel state of rank 0, without the other ranks: a custom reducer may read its layout."""
     sizes = {name: max(vars(args).get(name) or 1, 1) for name in MODEL_SIZES}
     if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
         raise InputError(
-            f"TP·PP·CP = {ranks} is more than {_MOST_RANKS} ranks, the most for which a reducer is tried. Correct the sizes."
+            f"TP·PP·CP = {ranks} is more than {_MOST_RANKS} ranks, the most for which a reducer is tried. "
+            "Correct the sizes."
         )
     try:
         state = import_module("megatron.core.parallel_state")

@@ -109,7 +109,7 @@ class LossTerm:
         return KINDS[self.kind].whole_form is not None
 
     @property
-    def is_over_support(self) -> bool:
+    def is_over_sampling_mask(self) -> bool:
         """Whether it compares with log-probabilities of the rollout, which are over what could be sampled."""
         return KINDS[self.kind].against not in (None, "teacher_logprobs")
 

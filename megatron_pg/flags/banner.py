@@ -95,10 +95,14 @@ def _term_rows(facts: Facts) -> list[tuple[str, str]]:
     if args.pg_kl_coef or args.pg_entropy_coef:
         rows.append(("u", f"{_auxiliary_weights(args)}  (--pg-aux-aggregation {args.pg_aux_aggregation})"))
     rows += [_term_row(term) for term in facts.terms if term.name not in SHORTHANDS]
-    if args.pg_entropy_support != "full":
-        rows.append(("entropies", "over what could be sampled, where samples say it  (--pg-entropy-support kept)"))
-    if args.pg_support_missing != "error":
-        rows.append(("support", "trained tokens that it does not hold are masked  (--pg-support-missing mask)"))
+    if args.pg_sampling_mask_entropy != "full":
+        rows.append(
+            ("entropies", "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)")
+        )
+    if args.pg_sampling_mask_missing != "error":
+        rows.append(
+            ("sampling mask", "trained tokens that it does not hold are masked  (--pg-sampling-mask-missing mask)")
+        )
     if depths := vars(args).get("mtp_num_layers"):
         factor = f"{vars(args).get('mtp_loss_scaling_factor') or 0.1:g}"
         weights = (

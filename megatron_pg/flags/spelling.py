@@ -50,6 +50,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "--fp32-lm-head": ("fp32-head", "fp32-logits", "float32-logits"),
     "--pg-fused-head": ("fused-lm-head", "fuse-head", "chunked-head", "fused-logprobs"),
     "--pg-vocab-size": ("vocab", "true-vocab-size", "unpadded-vocab-size"),
+    "--pg-sampling-mask-missing": ("support-missing",),
+    "--pg-sampling-mask-entropy": ("entropy-support",),
     "--docs-per-step": ("docs", "documents-per-step"),
 }
 _OURS = re.compile(r"pg-|loss-aggregation|custom-pg-")

@@ -10,29 +10,29 @@ from torch import Tensor
 
 from megatron_pg.lm_head.output_layer import DeferredHead, HeadCall, check_layer, compute_in_float32
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.settings import LossSettings
 
 
 class HostHead:
-    """Puts the head of the settings into output layers, each once.
+    """Installs the head of the settings in output layers.
 
-    In training the fused head takes the place of the logits; in evaluation mode, in which hosts make log-probabilities, the layer
-    returns float32 logits.
+    In training the fused head replaces the logits. In evaluation mode, in which hosts compute log-probabilities, the
+    layer returns float32 logits.
     """
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
-        self._layers: WeakSet[Any] = WeakSet()  # that have the head
-        self._deferred = DeferredHead()  # of all of them: a loss takes the call of the forward before it
-        self._runs: list[Callable[[], bool]] = []  # of each layer, whether its float32 product ran
+        self._layers: WeakSet[Any] = WeakSet()  # with the head installed
+        self._deferred = DeferredHead()  # of all layers: a loss takes the call of the latest forward
+        self._runs: list[Callable[[], bool]] = []  # by layer: whether its float32 product ran
         self._has_agreed = False
 
     def install(self, chunks: Sequence[Any]) -> None:
-        """Put the head into the chunk that has an output layer, if there is one here; every rank must call.
+        """Install the head in the chunk that has an output layer, if this rank has one; every rank must call.
 
         Raises:
-            ValueError: the head cannot stand for that layer; in the first call on every rank.
+            ValueError: the head cannot replace that layer; in the first call on every rank.
         """
         if not (self._settings.float32_logits or self._settings.head_mode):
             return
@@ -58,26 +58,26 @@ class HostHead:
             self._layers.add(layer)
 
     def take(self, logits: Tensor) -> HeadCall | None:
-        """What the layer was called with in the latest forward, which returned `logits`; None where it made logits."""
+        """The arguments of the layer in the latest forward, which returned `logits`; None where it computed logits."""
         return self._deferred.take(logits)
 
     def is_bypassed(self) -> bool:
         """Whether the logits of the latest forward were made without the head."""
-        ran = [take_run() for take_run in self._runs]  # all of them, so that none reports an older forward
+        ran = [take_run() for take_run in self._runs]  # take all, so that none reports an older forward
         return bool(ran) and not any(ran)
 
 
 def output_layers(chunks: Sequence[Any]) -> list[Any]:
-    """Those of the chunks that have one."""
-    found = [getattr(_unwrapped(chunk), "output_layer", None) for chunk in chunks]
-    return [layer for layer in found if layer is not None]
+    """The output layers of the chunks that have one."""
+    layers = [getattr(_unwrapped(chunk), "output_layer", None) for chunk in chunks]
+    return [layer for layer in layers if layer is not None]
 
 
 def _agree(error: ValueError | None) -> None:
-    """Stop every rank where one has failed: stages without an output layer look at none."""
+    """Raise on every rank where one has failed: stages without an output layer check none."""
     failed = all_gather_rows(torch.tensor([float(error is not None)]), error=error)[:, 0].nonzero()[:, 0].tolist()
     if failed:
-        raise ContractError(broadcast_text(str(error or ""), failed[0])) from error
+        raise ScheduleError(broadcast_text(str(error or ""), failed[0])) from error
 
 
 def _unwrapped(chunk: Any) -> Any:

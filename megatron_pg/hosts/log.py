@@ -1,4 +1,4 @@
-"""Where the steps of a host go: lines for people, metrics.jsonl, and the host's own logger."""
+"""The log of a host's steps: console lines, metrics.jsonl, and the host's own logger."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ ROUND = "host_round"  # field of a line: the host's rollout or batch that the op
 
 
 class HostLog:
-    """What the one rank does that writes the steps.
+    """The log on the one rank that writes it.
 
     Args:
         settings: the loss settings.
         objective: the rows of the startup's banner.
-        path: metrics.jsonl of the run; None: no such file.
-        to_host: takes a step's metrics by name to the host's logger, together with the host's own number of the step.
+        path: metrics.jsonl of the run; None: no file.
+        to_host: passes a step's metrics by name and the host's own number of the step to the host's logger.
 
     Raises:
         ValueError: the file cannot be written.
@@ -52,17 +52,16 @@ class HostLog:
 
         Args:
             host_round: the host's number of the rollout or batch that the step trains; it grows.
-            number: the host's own number of the step, from 0; None: it has none.
-            report: what the step found.
+            number: the host's own number of the step, from 0; None: the host has none.
+            report: the report of the step.
             grad_norm: norm of the gradients before they are clipped.
-            learning_rate: that of the first parameter group.
-            skipped: whether the optimizer left the step out.
+            learning_rate: of the first parameter group.
+            skipped: whether the optimizer skipped the step.
         """
         if self._iteration is None:
             self._iteration = self._before(host_round, number)
-            advice = (
-                Advice(self._file.before(self._iteration + 1) if self._file else ()) if self._settings.advises else None
-            )
+            history = self._file.before(self._iteration + 1) if self._file else ()
+            advice = Advice(history) if self._settings.warns_of_mismatch else None
             self._console.begin(report, self._settings.metrics, advice)
         self._iteration += 1
         log = StepLog(
@@ -82,9 +81,10 @@ class HostLog:
     def _before(self, host_round: int, number: int | None) -> int:
         """The number of the step before the first one of this process.
 
-        The host may have resumed from a checkpoint that is older than the file's last lines: steps of this round and of later
-        ones are trained again. Lines of earlier rounds count the steps so far if the round before this one is among them. The
-        number of steps per round may vary, so the host's own number decides only where the file does not know.
+        The host may have resumed from a checkpoint that is older than the last lines of the file, so steps of this
+        round and of later rounds are trained again. Lines of earlier rounds give the number of steps if they include
+        the previous round. The number of steps per round may vary, so the host's own number is used only if the file
+        has no such line.
         """
         lines = self._file.before(sys.maxsize) if self._file else ()
         last = max(
@@ -93,6 +93,6 @@ class HostLog:
         known = int(last.get("iteration", 0))
         if number is None or last.get(ROUND) == host_round - 1:
             return known
-        if last and ROUND not in last:  # such a file counts from 0, as slime and miles do
+        if last and ROUND not in last:  # a file that counts from 0, as slime and miles do
             return number - 1
         return max(number, known)

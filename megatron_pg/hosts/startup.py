@@ -1,4 +1,4 @@
-"""From a host's options to the loss settings: defaults, rules, what of the host's own flags is ours now, and the banner."""
+"""From a host's options to the loss settings: defaults, rules, inherited flags and the banner."""
 
 import argparse
 import functools
@@ -19,30 +19,30 @@ from megatron_pg.flags.megatron import RULE_ARGUMENTS
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.fields import POLICY
 
-# What Megatron's own loop reads of its arguments; a host brings batches, steps and evaluations itself, and its model adds the
-# losses of multi-token prediction by itself.
-_OF_THE_LOOP = {
+# Arguments of Megatron's own training loop. A host has its own batches, steps and evaluations, and its model adds the
+# losses of multi-token prediction itself.
+_LOOP_ARGUMENTS = {
     *("dataloader_type", "eval_interval", "eval_iters", "iterations_to_skip", "perform_rl_step", "rampup_batch_size"),
     *("decrease_batch_size_if_needed", "sft", "train_samples", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
-_CARRIED = ("old_logprobs", "ref_logprobs")  # what the batches of every host can have
+_CARRIED = ("old_logprobs", "ref_logprobs")  # fields that the batches of every host can contain
 _PER_TOKEN = "calculate_per_token_loss"  # a host multiplies what Megatron divides, whatever the aggregation is
-_ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host's contract and layout are its own
+_ROWS_OF_MEGATRON = {"Megatron", "layout"}  # of the banner: a host has its own loss scaling and layout
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
-    """A flag of the host that says what one of ours says."""
+class Inherited:
+    """A value that one of our arguments takes from a flag of the host."""
 
     theirs: str  # as the host's user writes it
     attribute: str  # ours
     value: Any
-    is_default: bool = False  # nobody has said it
+    is_default: bool = False  # the host's user has not set it
 
     @property
     def ours(self) -> str:
         """Our flag."""
-        return "--" + self.attribute.replace("_", "-")
+        return flag_of(self.attribute)
 
     @property
     def name(self) -> str:
@@ -50,27 +50,32 @@ class TakenOver:
         return self.theirs.partition(" ")[0].rstrip(",")
 
 
+def flag_of(name: str) -> str:
+    """The flag of an argument."""
+    return "--" + name.replace("_", "-")
+
+
 def add_host_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Our flags, and where a host's run leaves its metrics."""
+    """Add our flags, and the path of a run's metrics."""
     add_arguments(parser)
     parser.add_argument(
         "--pg-metrics-file",
         metavar="PATH",
-        help="metrics.jsonl of the run, one line an optimizer step; a resumed run continues it. Default: none is written.",
+        help="metrics.jsonl of the run, one line per optimizer step; a resumed run continues it. Default: no file.",
     )
     return parser
 
 
 def defaults() -> dict[str, Any]:
-    """Our arguments, none of which is given."""
+    """The default values of our arguments."""
     return vars(add_host_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
-class Checked(NamedTuple):
-    """Arguments that may be used, and what of them is the host's."""
+class CheckedArguments(NamedTuple):
+    """Arguments that passed every rule."""
 
     args: argparse.Namespace
-    rows: list[tuple[str, str]]  # of the banner
+    rows: list[tuple[str, str]]  # of the banner, about the host
 
 
 def check(
@@ -78,31 +83,30 @@ def check(
     given: Mapping[str, Any],
     *,
     megatron: Mapping[str, Any],
-    taken_over: Iterable[TakenOver] = (),
+    inherited: Iterable[Inherited] = (),
     refused: Iterable[str] = (),
     carried: Collection[str] = _CARRIED,
     names_terms: bool = False,
-) -> Checked:
-    """Our arguments, defaults and the host's filled in, against every rule. Needs no GPU and no rank.
+) -> CheckedArguments:
+    """Fill in the defaults and the host's values, and check every rule. Needs no GPU and no process group.
 
     Args:
         host: its name.
-        given: our arguments by attribute; one that is missing has its default.
+        given: our arguments by attribute; a missing one has its default.
         megatron: Megatron's arguments or configuration, as far as the host has them.
-        taken_over: the host's flags that stand for ours where ours are not given.
-        refused: messages about flags of the host that cannot go with this loss.
-        carried: fields of the samples that its batches can have, of those that our flags read.
+        inherited: values that our arguments take from the host's flags where ours are not given.
+        refused: messages about flags of the host that this loss does not support.
+        carried: fields of the samples that its batches can contain.
         names_terms: whether a sample can be of a loss term other than the objective's.
 
     Raises:
         ArgumentError: with every violation at once.
     """
-    known = defaults()
-    taken = [*taken_over]
-    ours, rows, violations = _merged(host, given, known, taken)
+    known, flags = defaults(), [*inherited]
+    ours, rows, violations = _merged(host, given, known, flags)
     args = argparse.Namespace(**ours)
     violations += [("E70", message) for message in (*refused, *_refused_of_ours(args, carried))]
-    facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _OF_THE_LOOP}
+    facts = {name: megatron[name] for name in RULE_ARGUMENTS if name in megatron and name not in _LOOP_ARGUMENTS}
     per_token = bool(facts.pop(_PER_TOKEN, False))
     if ours["loss_aggregation"] is None:
         facts[_PER_TOKEN] = per_token
@@ -113,29 +117,29 @@ def check(
             validate_args(args)
         except ArgumentError as error:
             theirs = {
-                flag.ours: flag.name for flag in taken if given.get(flag.attribute) in (None, known[flag.attribute])
+                flag.ours: flag.name for flag in flags if given.get(flag.attribute) in (None, known[flag.attribute])
             }
-            violations += [(rule, _in_words_of_the_host(message, theirs)) for rule, message in error.violations]
+            violations += [(rule, _with_flags_of_the_host(message, theirs)) for rule, message in error.violations]
         else:
             violations += [("E70", message) for message in _refused_terms(host, args, carried, names_terms)]
     if violations:
         raise ArgumentError(violations)
     if per_token and not facts.get(_PER_TOKEN):
-        text = f"--calculate-per-token-loss says how {host} and Megatron divide, not the aggregation"
+        text = f"--calculate-per-token-loss only sets how {host} and Megatron divide, not the aggregation"
         rows = [*rows, ("per-token flag", text)]
     args.calculate_per_token_loss = per_token or vars(args).get(_PER_TOKEN, False)
-    return Checked(args, rows)
+    return CheckedArguments(args, rows)
 
 
-def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
-    """The settings in force, and the rows of the banner, which this process prints if it `says`.
+def start(host: str, checked: CheckedArguments, *, scaling: str, says: bool) -> tuple[LossSettings, dict[str, str]]:
+    """The settings in force and the rows of the banner, which this process prints if `says` is true.
 
-    `contract` is how the host treats what the loss returns.
+    `scaling` says what the host multiplies and divides the returned loss by.
     """
     args = checked.args
     settings = LossSettings.from_args(args)
     rows = [row for row in describe(in_force(args, settings.kernel)) if row[0] not in _ROWS_OF_MEGATRON]
-    rows += [(host, contract), *checked.rows]
+    rows += [(host, scaling), *checked.rows]
     if says:
         sys.stdout.write(banner_of(rows) + "\n")
         sys.stdout.flush()
@@ -143,48 +147,56 @@ def start(host: str, checked: Checked, *, contract: str, says: bool) -> tuple[Lo
 
 
 def _merged(
-    host: str, given: Mapping[str, Any], known: Mapping[str, Any], taken_over: Iterable[TakenOver]
+    host: str, given: Mapping[str, Any], known: Mapping[str, Any], inherited: Iterable[Inherited]
 ) -> tuple[dict[str, Any], list[tuple[str, str]], list[tuple[str, str]]]:
-    """Ours before the host's before defaults; the banner's row about the host's; violations."""
+    """Our arguments (given, inherited or default, in this order), the banner's row, and violations."""
     ours, rows = dict(known), []
     violations = [
-        ("E70", f"{name} is no argument of megatron_pg{did_you_mean(name, known, {})}") for name in given.keys() - known
+        ("E70", f"{name} is not an argument of megatron_pg{did_you_mean(name, known, {})}")
+        for name in given.keys() - known
     ]
     ours |= {name: value for name, value in given.items() if name in known}
-    for flag in taken_over:
+    for flag in inherited:
         value = ours[flag.attribute]
         if value != known[flag.attribute] and flag.is_default:
             continue
         if value not in (known[flag.attribute], flag.value):
-            message = f"{flag.theirs} of {host}, {flag.value}, and {flag.ours} {value} say different things of one loss; remove one"
+            message = (
+                f"{flag.theirs} of {host}, {flag.value}, and {flag.ours} {value} contradict each other; remove one"
+            )
             violations.append(("E70", message))
         ours[flag.attribute] = flag.value
         rows.append(f"{flag.theirs} is {flag.ours} {flag.value}")
-    return ours, [("taken over", "; ".join(rows))] if rows else [], violations
+    return ours, [("inherited", "; ".join(rows))] if rows else [], violations
 
 
-def _in_words_of_the_host(message: str, theirs: Mapping[str, str]) -> str:
-    """A message of our rules, with the host's flags in place of ours that nobody has set; `theirs` by our flag."""
+def _with_flags_of_the_host(message: str, theirs: Mapping[str, str]) -> str:
+    """A message of our rules with the host's flags for those of ours that are not set; `theirs` by our flag."""
     return re.sub(r"--[\w-]+", lambda flag: theirs.get(flag[0], flag[0]), message)
 
 
 def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list[str]:
-    """What of ours belongs to Megatron's own loop, or reads what the host's batches do not carry."""
+    """Messages about arguments that belong to Megatron's own loop, or read what the host's batches do not contain."""
     refused = []
     if args.docs_per_step:
-        refused.append(f"--docs-per-step {args.docs_per_step} cuts steps, which the host does here; remove it")
-    if "support" not in carried and (args.pg_support_missing != "error" or args.pg_entropy_support != "full"):
         refused.append(
-            "--pg-support-missing and --pg-entropy-support are of samples with a support, which the host's batches do not have, so they would "
-            "have no effect; remove them"
+            f"--docs-per-step {args.docs_per_step} sets the size of steps, which the host sets here; remove it"
+        )
+    if "sampling_mask" not in carried and (
+        args.pg_sampling_mask_missing != "error" or args.pg_sampling_mask_entropy != "full"
+    ):
+        refused.append(
+            "--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask, which the host's batches do "
+            "not have, so they would have no effect; remove them"
         )
     if args.pg_dry_run:
         refused.append(
-            "--pg-dry-run ends Megatron's pretrain() before the model is built, which the host builds here; remove it"
+            "--pg-dry-run ends Megatron's pretrain() before it builds the model, and the host builds it here; remove it"
         )
     if "old_entropies" not in carried and args.pg_correction == "top_entropy":
         refused.append(
-            "--pg-correction top_entropy reads old_entropies, which the host's batches do not carry; choose another correction"
+            "--pg-correction top_entropy reads old_entropies, which the host's batches do not contain; choose another "
+            "correction"
         )
     return refused
 
@@ -193,14 +205,17 @@ def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str]
     """Loss terms that would have no tokens, or none of what they read."""
     for term in Facts(args).terms:
         if term.on is None and not names_terms:
-            yield f"{term.flag}: the batches of {host} name no loss terms, so it would have no tokens; take those of the objective, on={POLICY}"
+            yield (
+                f"{term.flag}: the batches of {host} name no loss terms, so it has no tokens; take those of the "
+                f"objective with on={POLICY}"
+            )
         for name in term.reads:
             if name not in carried:
-                yield f"{term.flag} reads {name}, which the batches of {host} do not carry; remove it"
+                yield f"{term.flag} reads {name}, which the batches of {host} do not contain; remove it"
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
-    """A launcher's command: what is wrong with its arguments is a message without a traceback."""
+    """Run a launcher's command; an argument error is printed without a traceback."""
     try:
         main(sys.argv[1:])
     except ArgumentError as error:
@@ -208,37 +223,40 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def attribute(path: str) -> Any:
-    """What a host has at `module:name` (or `module:Class.name`) now: another plugin may have replaced it."""
+    """The current value of `module:name` or `module:Class.name` of a host; another plugin may have replaced it."""
     module, _, name = path.partition(":")
     return functools.reduce(getattr, name.split("."), import_module(module))
 
 
 def check_signature(version: str, path: str, parameters: Sequence[str]) -> None:
-    """Refuse a host whose function has other parameters than the adapter was written for.
+    """Refuse a host whose function has other parameters than the adapter expects.
 
     Args:
         version: the host and the version that the adapter was run with.
         path: the function, `module:name`.
-        parameters: the names that it must have first.
+        parameters: the names of its first parameters.
 
     Raises:
-        ArgumentError: they differ, or there is no such function.
+        ArgumentError: they differ, or the function does not exist.
     """
     try:
-        found = [*inspect.signature(attribute(path)).parameters]
+        names = [*inspect.signature(attribute(path)).parameters]
     except (ImportError, AttributeError) as error:
-        message = f"{path} is not there ({error}), on which the loss relies as in {version}; put its checkout on PYTHONPATH, use that version, or a megatron_pg that knows yours"
-        raise ArgumentError([("E70", message)]) from error
-    if found[: len(parameters)] != [*parameters]:
         message = (
-            f"{path} takes ({', '.join(found)}), not ({', '.join(parameters)}) as in {version}, so the loss would be called wrongly; use that "
-            "version, or a megatron_pg that knows yours"
+            f"{path} does not exist ({error}), and the loss needs it as in {version}; put its checkout on PYTHONPATH, "
+            "use that version, or a megatron_pg that supports yours"
+        )
+        raise ArgumentError([("E70", message)]) from error
+    if names[: len(parameters)] != [*parameters]:
+        message = (
+            f"{path} takes ({', '.join(names)}), not ({', '.join(parameters)}) as in {version}; use that version, or a "
+            "megatron_pg that supports yours"
         )
         raise ArgumentError([("E70", message)])
 
 
 def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> str:
-    """The first of several `module:name` that the installed release of a host has.
+    """The first of several `module:name` that exists in the installed release of a host.
 
     Args:
         version: as for `check_signature`.
@@ -246,7 +264,7 @@ def first_of(version: str, paths: Sequence[str], parameters: Sequence[str]) -> s
         parameters: as for `check_signature`.
 
     Raises:
-        ArgumentError: the release has none of them, or with other parameters.
+        ArgumentError: none of them exists, or its parameters differ.
     """
     for path in paths[:-1]:
         try:

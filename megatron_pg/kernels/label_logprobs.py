@@ -7,7 +7,7 @@ from megatron_pg.kernels.checks import check_for_triton, check_impl, check_layou
 from megatron_pg.kernels.logprobs import check_logits
 from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import read
-from megatron_pg.kernels.support import Restriction, check_restriction
+from megatron_pg.kernels.sampling_masks import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_pg.kernels.policy_loss import PolicyGradientLoss, PolicyLoss
 from megatron_pg.kernels.readers import PlainReader, Reader, Slopes, Statistics
-from megatron_pg.kernels.support import Restriction, SupportReader
+from megatron_pg.kernels.sampling_masks import Restriction, SamplingMaskReader
 from megatron_pg.kernels.teacher import TeacherLogits, TeacherReader, TeacherRowStatistics
 from megatron_pg.kernels.topk import TopKReader, topk_logprobs
 from megatron_pg.kernels.vocabulary import Vocabulary
@@ -32,16 +32,16 @@ def reader_of(
         if isinstance(detail, Tensor):
             return TopKReader(vocabulary, targets, detail)
         if isinstance(detail, Restriction):
-            return SupportReader(vocabulary, targets, detail)
+            return SamplingMaskReader(vocabulary, targets, detail)
         return TeacherReader(vocabulary, targets, detail)
-    from megatron_pg.kernels.triton import support, teacher, topk, vocab_parallel  # torch needs no Triton
+    from megatron_pg.kernels.triton import sampling_masks, teacher, topk, vocab_parallel  # torch needs no Triton
 
     if detail is None:
         return vocab_parallel.TritonPlainReader(vocabulary, targets, mask)
     if isinstance(detail, Tensor):
         return topk.TritonTopKReader(vocabulary, targets, detail, mask)
     if isinstance(detail, Restriction):
-        return support.TritonSupportReader(vocabulary, targets, detail, mask)
+        return sampling_masks.TritonSamplingMaskReader(vocabulary, targets, detail, mask)
     return teacher.TritonTeacherReader(vocabulary, targets, detail)
 
 

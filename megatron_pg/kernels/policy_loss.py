@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_pg.batch.fields import TokenFields
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
-from megatron_pg.kernels.support import Restriction
+from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
@@ -33,7 +33,9 @@ class LossTerms:
     opsm_threshold: float | None = None  # nats per token
     further: tuple[LossTerm, ...] = ()  # in addition to the objective, each with a weight > 0
     grad_divisor: float = 1.0  # of the gradient, not the loss
-    entropy_support: str = "full"  # what entropies are over: the whole vocabulary, or "kept", a token's support
+    sampling_mask_entropy: str = (
+        "full"  # what entropies are over: the whole vocabulary, or "kept", a token's sampling mask
+    )
 
     @cached_property
     def reads_sequences(self) -> bool:
@@ -120,7 +122,7 @@ class PolicyLoss:
     @cached_property
     def is_by_token(self) -> bool:
         """Whether kernels compute the whole loss of a token from its row of logits."""
-        return bool(self.row) and not self.terms.reads_sequences and self.fields.support is None
+        return bool(self.row) and not self.terms.reads_sequences and self.fields.sampling_mask is None
 
     @property
     def without_topk(self) -> "PolicyLoss":
@@ -149,10 +151,10 @@ class PolicyLoss:
 
         `entropy`: whether it is wanted, in the loss or beside it.
         """
-        if self.fields.support is None:
+        if self.fields.sampling_mask is None:
             return None
-        is_whole = (entropy or self.terms.reads_entropy) and self.terms.entropy_support == "full"
-        return Restriction(support=self.fields.support, whole_entropy=is_whole)
+        is_whole = (entropy or self.terms.reads_entropy) and self.terms.sampling_mask_entropy == "full"
+        return Restriction(sampling_mask=self.fields.sampling_mask, whole_entropy=is_whole)
 
     def at(self, rows: Tensor | slice) -> "PolicyLoss":
         """The loss of some of the rows, for a loss that reads no sequences."""

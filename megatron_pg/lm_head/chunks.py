@@ -10,7 +10,7 @@ from torch.distributed import Work
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.losses import reader_of
 from megatron_pg.kernels.readers import Statistics
-from megatron_pg.kernels.support import Restriction
+from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.products import logits_dtype, product_into
 from megatron_pg.lm_head.teacher import Teacher, TeacherLogits

@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.kernels.checks import check_for_triton
 from megatron_pg.kernels.cross_entropy import CrossEntropy
-from megatron_pg.kernels.support import Restriction, check_restriction
+from megatron_pg.kernels.sampling_masks import Restriction, check_restriction
 from megatron_pg.kernels.vocabulary import Vocabulary
 from megatron_pg.lm_head import products
 from megatron_pg.lm_head.chunks import Chunks, Detail

@@ -72,7 +72,7 @@ def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entrop
         "an entropy": entropy or policy_loss.terms.reads_entropy,
         "probabilities of the teacher's likeliest tokens": policy_loss.topk_ids is not None,
         "the distribution of a teacher": policy_loss.terms.whole_form is not None,
-        "log-probabilities over a support": policy_loss.fields.support is not None,
+        "log-probabilities over a sampling mask": policy_loss.fields.sampling_mask is not None,
     }
     for what, is_read in reads.items():
         if is_read:

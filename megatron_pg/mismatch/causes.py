@@ -51,14 +51,14 @@ CAUSES = {
     "truncation": Cause(
         "truncated sampling (top-p, top-k, min-p) that the trainer does not replay",
         (
-            "Sample without top-p, top-k and min-p, or record the kept tokens of every sample (Sample.support, "
-            "docs/support.md)."
+            "Sample without top-p, top-k and min-p, or record the kept tokens of every sample (Sample.sampling_mask, "
+            "docs/sampling_masks.md)."
         ),
     ),
     "sampling": Cause(
         "the engine samples from another distribution than it reports",
         "Have the engine report log-probabilities after temperature and truncation (vLLM: logprobs_mode "
-        "processed_logprobs), and compute old_logprobs at that temperature, over the kept tokens (docs/support.md).",
+        "processed_logprobs), and compute old_logprobs at that temperature, over the kept tokens (docs/sampling_masks.md).",
     ),
     "padding": Cause(
         "padding columns take probability",

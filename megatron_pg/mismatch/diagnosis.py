@@ -90,7 +90,9 @@ def diagnose(gap: Gap, level: float = LEVEL, settings: Settings | None = None) -
         course.give_up_rest(why)
     else:
         _test_distribution(course, _test_documents(course))
-    tests = course.tests if settings is None else against(settings, course.tests, has_support=gap.has_support)
+    tests = (
+        course.tests if settings is None else against(settings, course.tests, has_sampling_mask=gap.has_sampling_mask)
+    )
     return Diagnosis(tests, summarise(gap))
 
 

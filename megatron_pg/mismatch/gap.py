@@ -29,7 +29,7 @@ class Gap:
     rank: Integers | None = None  # [T] rank of the sampled token in the top-k, K: not in it, -1: not known
     pair: Integers | None = None  # [T] one number for the token and the one before it
     place: NDArray[np.uint64] | None = None  # [T] hash of the step, the prompt and the response including this token
-    has_support: bool = False  # the trainer's values are normalized over the sampling masks
+    has_sampling_mask: bool = False  # the trainer's values are normalized over the sampling masks
     groups: dict[str, list[Any]] = field(default_factory=dict)  # by factor: [D] labels, None if not known
 
     @property
@@ -75,7 +75,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     columns: dict[str, list] = {name: [] for name in fields}
     topk: list[tuple | None] = []
     groups: dict[str, list] = {name: [] for name in ("worker", "data_parallel_rank", "file", *by)}
-    step, version, has_support = [], [], False
+    step, version, has_sampling_mask = [], [], False
     for number, sample in enumerate(samples):
         if sample.rollout_logprobs is None:
             raise ValueError(
@@ -94,7 +94,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
         columns["pair"].append(tokens[at - 1] * 2**31 + drawn)
         columns["place"].append(_places(tokens, sample.step or 0)[at])
         topk.append(_topk(sample, kept, drawn))
-        has_support |= sample.support is not None
+        has_sampling_mask |= sample.sampling_mask is not None
         step.append(sample.step or 0)
         version.append(np.nan if sample.weight_version is None else sample.weight_version)
         groups["worker"].append(sample.worker)
@@ -110,7 +110,7 @@ def gap_of(samples: Iterable[Any], files: Iterable[str] | None = None, by: Seque
     joined |= _joined_topk(topk, [len(column) for column in columns["engine"]])
     return Gap(
         **joined,
-        has_support=has_support,
+        has_sampling_mask=has_sampling_mask,
         step=np.array(step),
         weight_version=np.array(version, dtype=float),
         groups=groups,

@@ -72,15 +72,15 @@ class Settings:
         return self.trainer_temperature / self.temperature
 
 
-def against(settings: Settings, tests: list[Answer], *, has_support: bool = False) -> list[Answer]:
+def against(settings: Settings, tests: list[Answer], *, has_sampling_mask: bool = False) -> list[Answer]:
     """Add the settings to the results: a setting that the log-probabilities do not show is found as `sampling`.
 
-    `has_support`: both sides are normalized over the sampling masks, so a truncation does not show.
+    `has_sampling_mask`: both sides are normalized over the sampling masks, so a truncation does not show.
     """
     by_cause = {test.cause: test for test in tests}
     unseen = [
         *_unseen_temperature(settings, by_cause),
-        *([] if has_support else _unseen_truncation(settings, by_cause)),
+        *([] if has_sampling_mask else _unseen_truncation(settings, by_cause)),
     ]
     changed = dict(by_cause)
     if (ratio := settings.ratio) is not None and by_cause["temperature"].outcome == "found":

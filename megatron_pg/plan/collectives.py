@@ -1,6 +1,7 @@
-"""The few collectives of the plugin, on whatever device a group needs: tables and texts, never a pickle."""
+"""The collectives of the plugin, on the device that a group needs: tables and texts, never pickled objects."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,11 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-LAST_WORDS = timedelta(minutes=1)  # that a rank which has failed waits for the others to hear of it
+LAST_WORDS = timedelta(minutes=1)  # that a failed rank waits for the others to receive its error
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
-    """Where tensors must live for a collective of `group` (None: the default group)."""
+    """The device of tensors in a collective of `group` (None: the default group)."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -21,8 +22,11 @@ def device_of(group: ProcessGroup | None) -> torch.device:
 def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error: Exception | None = None) -> Tensor:
     """[n, …] on the CPU from [same shape] on each of the n ranks, in rank order: one collective, one host read.
 
-    `error` is what has failed on this rank, of which its values tell the others. It is raised where they cannot be told: they may
-    be in a collective of the user's, which this rank never reaches.
+    Args:
+        values: this rank's.
+        group: the ranks; None: the default group.
+        error: this rank's error, which its values report to the others. It is raised here if they do not answer within
+            `LAST_WORDS`: they may be in a collective of the user's code, which this rank never reaches.
     """
     values = values.to(device_of(group))
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
@@ -30,46 +34,51 @@ def all_gather_rows(values: Tensor, group: ProcessGroup | None = None, *, error:
         dist.all_gather(gathered, values, group=group)
     else:
         options = AllgatherOptions()
-        options.timeout = LAST_WORDS  # the operation's, which would keep the process from its end
+        options.timeout = LAST_WORDS  # also of the operation, which otherwise delays the end of the process
+        target: Any = group or dist.group.WORLD
         try:
-            (group or dist.group.WORLD).allgather([gathered], [values], options).wait(LAST_WORDS)
+            target.allgather([gathered], [values], options).wait(LAST_WORDS)
         except RuntimeError as lost:
             raise error from lost
     return torch.stack(gathered).cpu()
 
 
 def all_to_all_rows(values: Tensor, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:
-    """[sum of received, ...] on the CPU, in the order of the ranks that sent them, from rows in the order of those that get them.
+    """Send rows to the ranks of `group`; returns the received rows on the CPU.
 
-    `sent`, `received`: [n] rows to and from each rank of `group`.
+    Args:
+        values: [sum of sent, ...] in the order of the receiving ranks.
+        sent: [n] rows to each rank.
+        received: [n] rows from each rank, in whose order they are returned.
+        group: the n ranks.
     """
     values = values.to(device_of(group)).contiguous()
-    found = values.new_empty(int(received.sum()), *values.shape[1:])
-    dist.all_to_all_single(found, values, received.tolist(), sent.tolist(), group=group)
-    return found.cpu()
+    rows = values.new_empty(int(received.sum()), *values.shape[1:])
+    dist.all_to_all_single(rows, values, received.tolist(), sent.tolist(), group=group)
+    return rows.cpu()
 
 
 def all_reduced(values: Tensor, operation: dist.ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:
-    """On the CPU, combined over the ranks of `group`, the same on all of them."""
-    found = values.to(device_of(group), copy=True)
-    dist.all_reduce(found, operation, group=group)
-    return found.cpu()
+    """The values combined over the ranks of `group`, on the CPU."""
+    combined = values.to(device_of(group), copy=True)
+    dist.all_reduce(combined, operation, group=group)
+    return combined.cpu()
 
 
 def broadcast_text(text: str, source: int, *, size: int = 1024) -> str:
-    """The text of rank `source` of the default group, cut to `size` bytes."""
+    """The text of rank `source` of the default group, truncated to `size` bytes."""
     data = encode(text, size).to(device_of(None))
     dist.broadcast(data, src=source)
     return decode(data.cpu())
 
 
 def encode(text: str, size: int) -> Tensor:
-    """[size] uint8: the text as UTF-8, cut or filled up."""
+    """[size] uint8: the text as UTF-8, truncated or padded."""
     return torch.frombuffer(
         bytearray(text.encode(errors="backslashreplace")[:size].ljust(size, b"\0")), dtype=torch.uint8
     )
 
 
 def decode(data: Tensor) -> str:
-    """The text in bytes that `encode` made."""
+    """The text in the bytes of `encode`."""
     return bytes(data.numpy().tobytes()).rstrip(b"\0").decode(errors="ignore")

@@ -1,12 +1,12 @@
-"""`--docs-per-step`: an optimizer step is a number of documents, and each step finds its own number of micro-batches.
+"""`--docs-per-step`: an optimizer step is a number of documents, which determines its number of micro-batches.
 
-A document is a sample. Every data-parallel rank has its own stream of them, in groups that stay together (a rollout of
-several samples, a prompt group). A step is taken in rounds: each rank packs groups into the next micro-batch, then one
-small all-gather tells every rank what all of them have. All decide from the same table, so all stop in the same round,
-with the same number of micro-batches; a rank that has fewer is filled up with empty ones. Only then is the step planned:
-its totals reach every micro-batch before the first loss.
+A document is a sample. Every data-parallel rank has its own iterator of documents, in groups that stay together (a
+rollout of several samples, a prompt group). A step is taken in rounds: each rank packs groups into the next
+micro-batch, then one small all-gather exchanges the counts of all ranks. All ranks decide from the same table, so all
+stop in the same round with the same number of micro-batches; a rank with fewer adds empty ones. The step is planned
+after that.
 
-Nothing is pulled that cannot be needed: a group that does not fit waits for the next micro-batch, or the next step.
+A group is only pulled when it may be needed. One that does not fit waits for the next micro-batch or the next step.
 """
 
 import functools
@@ -31,20 +31,21 @@ _END = object()
 
 
 class EndOfDocuments(Exception):
-    """There is no further step: raised on every rank, before anything of the step has run."""
+    """There are no documents for another step: raised on every rank, before the step has begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """What a dataset provider returns for training under `--docs-per-step`: the documents of one data-parallel rank.
+    """The training data under `--docs-per-step`: the documents of one data-parallel rank.
 
     Args:
-        begin: called once with the number of this rank's documents that the checkpoint has trained (0 in a new run); returns
-            an iterator over those behind them. It yields `Sample`s, or lists of samples that belong into one step. Every
-            tensor-, context- and pipeline-parallel peer yields the same; it must not wait for other data-parallel ranks,
-            which pull another number of documents. Under `dynamic_cp` all ranks yield the documents of the whole run.
-        qkv_format: "thd": a micro-batch is one packed row of up to `--micro-batch-size` x `--seq-length` tokens; "bshd":
-            `--micro-batch-size` padded rows of `--seq-length` tokens, one document each.
+        begin: called once with the number of this rank's documents that the checkpoint has trained (0 in a new run);
+            returns an iterator over the documents after those. It yields `Sample`s, or lists of samples that must be in
+            one step. Every tensor-, context- and pipeline-parallel peer yields the same. The iterator must not wait for
+            other data-parallel ranks, which pull different numbers of documents. Under `dynamic_cp` all ranks yield the
+            documents of the whole run.
+        qkv_format: "thd": a micro-batch is one packed row of up to `--micro-batch-size` x `--seq-length` tokens;
+            "bshd": `--micro-batch-size` padded rows of `--seq-length` tokens, one document each.
     """
 
     begin: Callable[[int], Iterator[Sample | Sequence[Sample]]]
@@ -53,16 +54,16 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRule:
-    """When a step is full, and what becomes of the last documents."""
+    """When a step is full, and what happens to the last documents."""
 
     num_documents: int  # N
     policy: str  # "exact": N documents; "at_least": whole micro-batches until there are N
-    end: str  # "partial": documents that are too few for a step are trained in a last one; "stop": they are not
+    end: str  # of documents too few for a step: "partial" trains them in a last step, "stop" does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How a rank's documents become micro-batches.
+    """How a rank's documents are packed into micro-batches.
 
     Raises:
         ValueError: the sizes do not tile a row.
@@ -78,10 +79,13 @@ class Packing:
     def __post_init__(self):
         if self.qkv_format == "thd" and self.is_static and self.micro_batch_size != 1:
             raise ValueError(
-                f"--micro-batch-size {self.micro_batch_size} with packed rows under pipeline parallelism: a micro-batch is one row, "
-                "which the stages exchange. Use --micro-batch-size 1 and put the token budget into --seq-length."
+                f"--micro-batch-size {self.micro_batch_size} with packed rows under pipeline parallelism: a "
+                "micro-batch is one row, which the stages exchange. Use --micro-batch-size 1 and put the token budget "
+                "into --seq-length."
             )
-        self._pack((), self.capacity if self.qkv_format == "thd" else self.seq_length)  # raises where sizes do not tile
+        self._pack(
+            (), self.capacity if self.qkv_format == "thd" else self.seq_length
+        )  # raises if the sizes do not tile a row
 
     @property
     def capacity(self) -> int:
@@ -89,10 +93,10 @@ class Packing:
         return self.micro_batch_size * (self.seq_length if self.qkv_format == "thd" else 1)
 
     def size_of(self, document: Sample) -> int:
-        """What a document takes of the capacity.
+        """The part of the capacity that a document needs.
 
         Raises:
-            ValueError: it fits into no micro-batch.
+            ValueError: it does not fit into a micro-batch.
         """
         tokens = len(document.tokens)
         if self.qkv_format == "bshd":
@@ -102,13 +106,13 @@ class Packing:
         if size > limit:
             padded = "" if size == tokens else f", padded to {size},"
             raise ValueError(
-                f"document {document.sample_id} has {tokens} tokens{padded} and a micro-batch holds {limit} ({flags}), so it fits "
-                "into none. Raise the budget, or drop the document."
+                f"document {document.sample_id} has {tokens} tokens{padded} and a micro-batch holds {limit} ({flags}). "
+                "Raise the budget, or drop the document."
             )
         return size if self.qkv_format == "thd" else 1
 
     def pack(self, documents: Sequence[Sample]) -> PackedBatch:
-        """One micro-batch; without documents an empty one, which still takes part in every collective."""
+        """One micro-batch; without documents an empty one, which still participates in every collective."""
         return self._pack(documents, self.seq_length if self.qkv_format == "bshd" or self.is_static else None)
 
     def _pack(self, documents: Sequence[Sample], width: int | None) -> PackedBatch:
@@ -119,30 +123,30 @@ class Packing:
 
 
 class Sized(Protocol):
-    """What a draft asks of a packing."""
+    """The part of a packing that a draft uses."""
 
     @property
     def capacity(self) -> int:
-        """Room of a micro-batch."""
+        """The capacity of a micro-batch."""
 
     def size_of(self, document: Sample) -> int:
-        """What a document takes of it."""
+        """The part of the capacity that a document needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the documents have been trained: what a checkpoint holds, equal on every rank."""
+    """The position in the documents, stored in checkpoints and equal on every rank."""
 
     documents_seen: int  # of all data-parallel ranks
-    per_rank: tuple[int, ...]  # by data-parallel rank: where its own documents go on
+    per_rank: tuple[int, ...]  # by data-parallel rank: documents of its iterator that were trained
 
     def to_text(self) -> str:
-        """One line, for the checkpoint."""
+        """The position as one line, for the checkpoint."""
         return json.dumps({"documents_seen": self.documents_seen, "per_rank": self.per_rank})
 
     @classmethod
     def from_text(cls, text: str | None, num_ranks: int) -> "Position":
-        """The position in a checkpoint; None stands for a run without documents before it.
+        """The position in a checkpoint; None: a run without earlier documents.
 
         Raises:
             ValueError: it was saved by another number of data-parallel ranks.
@@ -153,15 +157,15 @@ class Position:
         position = cls(saved["documents_seen"], tuple(saved["per_rank"]))
         if len(position.per_rank) != num_ranks:
             raise ValueError(
-                f"the checkpoint holds the document positions of {len(position.per_rank)} data-parallel ranks and this run has "
-                f"{num_ranks}, so documents would be lost or trained twice. Resume with {len(position.per_rank)}."
+                f"the checkpoint has the document positions of {len(position.per_rank)} data-parallel ranks and this "
+                f"run has {num_ranks}. Resume with {len(position.per_rank)}."
             )
         return position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDocuments:
-    """What one step took, on all ranks."""
+    """The documents of one step, over all ranks."""
 
     num_documents: int
     documents_seen: int  # with this step
@@ -171,12 +175,12 @@ class StepDocuments:
 
 
 class _Counts(NamedTuple):
-    """One rank's part of the step so far, as the others hear of it: one row of a round's all-gather."""
+    """One rank's part of the step so far: one row of a round's all-gather."""
 
     documents: int = 0
     microbatches: int = 0
-    next_group: int = 0  # documents of the group that was looked at and waits; 0: none
-    has_ended: bool = False  # it was looked for, and there is none
+    next_group: int = 0  # documents of the pulled group that waits; 0: none
+    has_ended: bool = False  # the iterator has no further group
     has_failed: bool = False
 
 
@@ -186,14 +190,14 @@ class DocumentAccumulator:
     Args:
         rule: the same on every rank.
         packing: how documents become micro-batches; the same on every rank.
-        position: where the run begins.
+        position: the position at which the run begins.
     """
 
     def __init__(self, *, rule: StepRule, packing: Packing, position: Position):
         self._rule, self._packing = rule, packing
-        self.position = position  # behind the last step that was taken
+        self.position = position  # after the last step
         self._waiting: list[Group] = []  # pulled from the source, not taken by a step
-        self._before = position, self._waiting  # the last step began there, and pulled no more than these
+        self._before = position, self._waiting  # position and pulled groups of the last step
 
     def take(
         self,
@@ -207,15 +211,16 @@ class DocumentAccumulator:
         """The next step's micro-batches of this rank: one small all-gather per round over `group`.
 
         Args:
-            source: this rank's documents. Where Megatron's rerun machinery has rewound it, the last step is taken again.
+            source: this rank's documents. Where Megatron's rerun machinery has rewound it, the last step is taken
+                again.
             group: the pure data-parallel group, every rank of which must call; None: this process alone.
-            error: what has failed on this rank before; the others hear of it in the first round.
-            undivided: the kinds of units that no step may cut.
-            schedulable: the smallest number of micro-batches from the given one on that the schedule can run.
+            error: an earlier error of this rank; the first round reports it to the others.
+            undivided: the kinds of groups that a step must not split.
+            schedulable: the smallest number of micro-batches, at least the given one, that the schedule can run.
 
         Returns:
-            Micro-batches, the same number on every rank; the step's documents; and this rank's error, which the step's
-            plan brings to the others. After an error on any rank the first two mean nothing.
+            Micro-batches, the same number on every rank; the step's documents; and this rank's error, which the
+            metadata exchange reports to the others. After an error on any rank the first two are not valid.
 
         Raises:
             EndOfDocuments: on every rank of `group`.
@@ -267,12 +272,12 @@ class DocumentAccumulator:
     def _searched(
         self, draft: "Draft", group: ProcessGroup | None, table: list[_Counts]
     ) -> tuple[list[_Counts], Exception | None]:
-        """Any whole groups that are N documents together, where taking them in turn has not come to N; all ranks' counts."""
+        """Search for whole groups with N documents in total, after taking them in turn has missed N; all ranks' counts."""
         wanted, rank = self._rule.num_documents, 0 if group is None else torch.distributed.get_rank(group)
         row, error = torch.zeros(1 + wanted, dtype=torch.int64), None
         try:
             row[draft.reachable(wanted)] = 1
-        except Exception as failure:  # travels to the other ranks: every other row begins with 1
+        except Exception as failure:  # reported by a first element of 0
             error = failure
         rows = row[None] if group is None else all_gather_rows(row, group, error=error)
         try:
@@ -283,8 +288,9 @@ class DocumentAccumulator:
                         f"{counts.next_group} on rank {r}" for r, counts in enumerate(table) if not counts.has_ended
                     )
                     raise ValueError(
-                        f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - _total(table)} documents are missing, and the "
-                        f"next groups, which are never cut, have {next_groups}. Choose a multiple of the group size, or at_least."
+                        f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - _total(table)} "
+                        f"documents are missing, and the next groups, which are never split, have {next_groups}. "
+                        "Choose a multiple of the group size, or at_least."
                     )
                 draft.take_exactly(shares[rank], wanted)
         except Exception as failure:
@@ -292,11 +298,11 @@ class DocumentAccumulator:
         return _gather_counts(draft, group, error), error
 
     def _limits(self, table: Sequence[_Counts], *, has_progressed: bool) -> list[float] | None:
-        """How many documents each rank may take in the next round; None: no next group fits into a step of exactly N."""
+        """The most documents of each rank in the next round; None: no next group fits into a step of exactly N."""
         if self._rule.policy == "at_least":
             return [math.inf] * len(table)
         size, missing = len(table), self._rule.num_documents - _total(table)
-        first = self.position.documents_seen % size  # who takes what a division leaves changes from step to step
+        first = self.position.documents_seen % size  # the ranks that take the remainder rotate
         active = [r for i in range(size) if not table[r := (first + i) % size].has_ended]
         limits: list[float] = [0] * size
         if has_progressed:
@@ -312,7 +318,7 @@ class DocumentAccumulator:
 
 
 class Draft:
-    """This rank's part of the step that is being taken."""
+    """This rank's part of the current step."""
 
     def __init__(self, packing: Sized, waiting: Iterable[Group], source: Iterator, kinds: Sequence[str]):
         self.microbatches: list[list[Sample]] = []
@@ -320,12 +326,12 @@ class Draft:
         self.waiting = deque(waiting)
         self._packing, self._source = packing, source
         self._room = 0  # of the last micro-batch
-        self._next_group, self._has_ended = 0, False  # as this step has seen: a resumed run has seen no more
+        self._next_group, self._has_ended = 0, False  # of this step only, as in a resumed run
         self._kinds = kinds
         self._units: set[tuple[str, Id]] = set()
 
     def take(self, limit: float) -> None:
-        """One round: at least the next group, and what still fits beside it, of at most `limit` documents."""
+        """One round: the next group, and further groups that fit into its micro-batch, up to `limit` documents."""
         taken = 0
         while taken < limit and (group := self._next()) is not None and taken + len(group) <= limit:
             sizes = [self._packing.size_of(document) for document in group]
@@ -353,7 +359,7 @@ class Draft:
         )
 
     def reachable(self, limit: int) -> list[int]:
-        """Gives back what was taken, and looks at the groups from the begin of the step on: the sums of the first ones up to `limit`."""
+        """Return all groups to the queue; the numbers of documents of its first groups, up to `limit`."""
         self.waiting.extendleft(reversed(self.taken))
         self.microbatches, self.taken, self._room, self._units = [], [], 0, set()
         sums = [0]
@@ -362,27 +368,27 @@ class Draft:
         return [total for total in sums if total <= limit]
 
     def take_exactly(self, count: int, limit: int) -> None:
-        """That many documents, one of the sums that are `reachable` up to `limit`."""
+        """Take `count` documents, one of the numbers of `reachable(limit)`."""
         while (taken := self.counts(has_failed=False).documents) < count:
             self.take(count - taken)
-        # of the groups that were looked at
+        # of the groups that were pulled
         self._next_group = len(self.waiting[0]) if count < limit and self.waiting else 0
 
     def _pull(self) -> bool:
-        """Add the source's next group to those that wait; False at the end."""
+        """Add the source's next group to the queue; False at the end."""
         if (item := next(self._source, _END)) is _END:
             return False
         group = tuple(item) if isinstance(item, (list, tuple)) else (item,)
         if not group or not all(isinstance(document, Sample) for document in group):
             raise ValueError(
-                f"the documents gave {'an empty list' if item in ([], ()) else f'a {type(item).__name__}'}, not a Sample or a list of "
-                "Samples, so nothing can be counted. Use Sample.build."
+                f"the documents gave {'an empty list' if item in ([], ()) else f'a {type(item).__name__}'}, not a "
+                "Sample or a list of Samples. Use Sample.build."
             )
         self.waiting.append(group)
         return True
 
     def _next(self) -> Group | None:
-        """The next group, which is then waiting; None at the end."""
+        """The next group, which stays in the queue; None at the end."""
         if not self.waiting:
             self._pull()
         self._has_ended = not self.waiting
@@ -396,20 +402,20 @@ class Draft:
         if again := sorted(units & self._units, key=repr):
             kind, unit = again[0]
             raise ValueError(
-                f"{kind} {unit!r} of document {group[0].sample_id} came in another group of this step already, so it could be split between steps. "
-                "Yield all its samples as one list."
+                f"{kind} {unit!r} of document {group[0].sample_id} is already in another group of this step, so steps "
+                "could split it. Yield all its samples as one list."
             )
         self._units |= units
 
 
 def check_end(rule: StepRule, total: int, seen: int) -> ValueError | None:
-    """What is wrong with a run that has no document at all.
+    """The error of a run without any document; None: the step can be trained.
 
     Raises:
-        EndOfDocuments: the `total` documents that are left are no step, behind the `seen` that were trained.
+        EndOfDocuments: the `total` remaining documents, after `seen` trained ones, are too few for a step.
     """
     if total == 0 and seen == 0:
-        return ValueError("there is no document, so nothing can be trained. Check the source.")
+        return ValueError("there are no documents to train. Check the source.")
     if total == 0 or (total < rule.num_documents and rule.end == "stop"):
         few = f", {total} are too few for a step of {rule.num_documents} and were left (--docs-per-step-end stop)"
         raise EndOfDocuments(f"the documents have ended: {seen} were trained{few if total else ''}")
@@ -424,9 +430,9 @@ def _gather_counts(draft: Draft, group: ProcessGroup | None, error: Exception | 
 
 
 def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] | None:
-    """A number of documents for each rank, out of those that it can take, `wanted` together and near to equal shares; None: there is none.
+    """The number of documents of each rank, out of its reachable ones: `wanted` in total, near equal shares; or None.
 
-    Bit k of `rests[r]`: the ranks from r on can take k documents together.
+    Bit k of `rests[r]`: the ranks from r on can take k documents in total.
     """
     rests = [1]
     for sums in reversed(reachable):
@@ -434,13 +440,13 @@ def whole_groups(reachable: Sequence[Sequence[int]], wanted: int) -> list[int] |
     rests.reverse()
     if not rests[0] >> wanted & 1:
         return None
-    found: list[int] = []
+    shares: list[int] = []
     for rank, sums in enumerate(reachable):
-        left = wanted - sum(found)
+        left = wanted - sum(shares)
         share = left / (len(reachable) - rank)
         possible = [total for total in sums if total <= left and rests[rank + 1] >> (left - total) & 1]
-        found.append(min(possible, key=lambda total: abs(total - share)))
-    return found
+        shares.append(min(possible, key=lambda total: abs(total - share)))
+    return shares
 
 
 def _total(table: Iterable[_Counts]) -> int:
@@ -448,7 +454,7 @@ def _total(table: Iterable[_Counts]) -> int:
 
 
 def schedulable_count(count: int, *, num_stages: int, group_size: int | None) -> int:
-    """The smallest number of micro-batches from `count` on that Megatron's schedule can run.
+    """The smallest number of micro-batches, at least `count`, that Megatron's schedule can run.
 
     Args:
         count: at least 1.
@@ -458,5 +464,5 @@ def schedulable_count(count: int, *, num_stages: int, group_size: int | None) ->
     if group_size is None:
         return count
     count = max(count, group_size)
-    rest = count % group_size  # 0, or no fewer than there are stages
+    rest = count % group_size  # must be 0 or at least num_stages
     return count if rest == 0 or rest >= num_stages else count + num_stages - rest

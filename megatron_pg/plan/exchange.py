@@ -1,12 +1,13 @@
-"""A step's units counted over all ranks, without any rank that sees them all.
+"""Counts rollouts and prompt groups over all ranks, without gathering all samples on any rank.
 
-Every rollout and every prompt has an owner: the rank that a hash of its key gives. Each rank sends the owner one row per unit
-that its samples belong to; the owner adds up, looks for what may not be, and answers. What is left is sums and largest values.
-So a rank receives about as many rows as it has units, and 36 bytes of every other rank, whatever the aggregation.
+A hash of its key assigns every rollout and prompt group (a unit) to an owner rank. Each rank sends the owner one row
+per unit of its samples; the owner sums, validates and replies. Totals and maxima are all-reduced. So a rank receives
+about as many rows as it has units, and 36 bytes from every other rank, with any aggregation.
 
     all-gather heads -> all-to-all sizes, rows -> count -> all-to-all answers -> all-reduce sums, largest values
 
-Every rank reaches every collective; those behind a mistake are reached by all that have heard of it.
+Every rank executes the same collectives. An error travels in the heads or the results, and is then raised on every
+rank.
 """
 
 import json
@@ -34,52 +35,52 @@ from megatron_pg.plan.facts import (
 )
 from megatron_pg.plan.table import FACTS, MODULUS, PROMPT, ROLLOUT, LocalTable, PlanRule
 
-MESSAGE = 512  # bytes of a rank's error, or of an id, that travel to the others
-KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units, and their column in the table
-_KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # of a unit's row; after the tokens, its facts
-_NOWHERE = 2**52  # behind every place, and exact in float64: of a unit whose samples another rank brings
+MESSAGE = 512  # bytes of a rank's error, or of an id, that are sent to the others
+KINDS = {"rollout_id": ROLLOUT, "prompt_id": PROMPT}  # of units: their column in the table
+_KIND, _KEY, _PART, _PLACE, _TOKENS = range(5)  # columns of a unit's row; its facts come after the tokens
+_NOWHERE = 2**52  # above every place and exact in float64: of a unit whose samples another rank counts
 
 
 class Head(NamedTuple):
-    """What every rank hears of every other."""
+    """The data of a rank that every other rank receives first."""
 
     num_samples: int
     failed: int
     has_rollout_ids: int  # 1 or 0; -1 without samples
     has_prompt_ids: int
     num_microbatches: int
-    has_support: int  # 1 or 0; -1 without rollouts at which it is read
+    has_sampling_mask: int  # 1 or 0; -1 without rollouts that read it
     environments: int  # bytes of their names
-    content: int  # digest of its samples, below 2^62; 0: not to be compared
+    content: int  # digest of its samples, below 2^62; 0: not compared
 
     @classmethod
     def of(cls, local: LocalTable, error: Exception | None) -> "Head":
-        """This rank's."""
+        """The head of this rank."""
         has_ids = (int(local.has_rollout_ids), int(local.has_prompt_ids)) if len(local.rows) else (-1, -1)
-        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_support
+        sizes = len(local.rows), int(error is not None), *has_ids, local.num_microbatches, local.has_sampling_mask
         return cls(*sizes, len(json.dumps(local.environments)) if local.environments else 0, local.content)
 
     @property
     def row(self) -> Tensor:
-        """As it travels, [9] int32."""
+        """The head as it is sent, [9] int32."""
         return torch.tensor([*self[:-1], self.content >> 31, self.content & (2**31 - 1)], dtype=torch.int32)
 
 
 def gather_heads(head: Head, error: Exception | None, group: ProcessGroup | None) -> list[Head]:
-    """All ranks' heads, in rank order; raises on every rank where one rank reports an error."""
+    """All ranks' heads, in rank order; raises on every rank if one rank reports an error."""
     rows = gathered(head.row, group, error).tolist()
     heads = [Head._make([*values, (high << 31) + low]) for *values, high, low in rows]
     if failed := [rank for rank, other in enumerate(heads) if other.failed]:
         messages = gathered(encode("" if error is None else message_of(error), MESSAGE), group, error)
         texts = [decode(messages[rank]) for rank in failed]
-        if len(failed) == len(heads) and len(set(texts)) == 1:  # every rank's own
+        if len(failed) == len(heads) and len(set(texts)) == 1:  # the same on every rank
             raise StepPlanError(texts[0])
         raise StepPlanError(f"data-parallel rank {failed[0]}: {texts[0]}")
     return heads
 
 
 def gather_environments(names: Sequence[str], heads: Sequence[Head], group: ProcessGroup | None) -> list[str]:
-    """The names of all ranks' environments, in one order; a collective only where a head announces some."""
+    """The sorted names of all ranks' environments; a collective only if a head announces some."""
     if not (size := max(head.environments for head in heads)):
         return []
     rows = gathered(encode(json.dumps(names), size), group)
@@ -87,19 +88,19 @@ def gather_environments(names: Sequence[str], heads: Sequence[Head], group: Proc
 
 
 def gathered(values: Tensor, group: ProcessGroup | None, error: Exception | None = None) -> Tensor:
-    """[ranks, ...] in rank order; of this process alone without a group."""
+    """[ranks, ...] in rank order; without a group of this process alone."""
     return values[None] if group is None else all_gather_rows(values, group, error=error)
 
 
 class Stray(NamedTuple):
-    """Samples of one unit that may not lie apart, by their places: rank * 2^32 + index on that rank."""
+    """Two samples of one unit that must not differ, by their places: rank * 2^32 + index on that rank."""
 
-    sample: int  # the first that lies apart from the unit's first
+    sample: int  # the first that differs from the unit's first
     first: int
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """That of the unit's first sample, and that of the stray."""
+        """The ranks of the unit's first sample and of the stray."""
         return self.first >> 32, self.sample >> 32
 
 
@@ -113,10 +114,10 @@ class Units:
     tokens: Tensor  # [n, C] int64, of the unit of each held sample; 0 where the column has no such unit
     counted: list[int]  # [C] units with a sample of the column
     live: list[int]  # [C] units with a token of the column
-    distinct: int  # whatever their samples are of
-    brought: int  # distinct ones of each rank, added up
+    distinct: int  # of all columns
+    brought: int  # distinct ones of each rank, summed
     most: int  # distinct ones of one rank
-    fewest: int  # of a rank that has any
+    fewest: int  # of a rank with any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,9 +130,9 @@ class WholeStep:
     num_positions: int
     num_response_tokens: int
     num_missing: int
-    is_balanced: bool  # ranks that share a micro-batch have the same one
+    is_balanced: bool  # whether ranks that share a micro-batch have the same one
     facts: SampleFacts
-    divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` that lies on two ranks
+    divided: Mapping[str, Stray]  # by kind: a unit of `PlanRule.undivided` on two ranks
     mixed: Stray | None  # a rollout of two prompts
     conflicting: Mapping[str, Stray]  # by field: a rollout with two rewards, or of two environments
 
@@ -139,7 +140,10 @@ class WholeStep:
 def exchange(
     local: LocalTable, rule: PlanRule, group: ProcessGroup | None, environments: Sequence[str] = ()
 ) -> WholeStep:
-    """Count the step; every rank of `group` must call, with the same rule and environments. None counts this process alone."""
+    """Count the step over `group`, every rank of which must call with the same rule and environments.
+
+    Without a group this process alone is counted.
+    """
     rank = 0 if group is None else torch.distributed.get_rank(group)
     own = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
     deal = _Deal(torch.cat([units.rows for units in own]), group)
@@ -185,7 +189,7 @@ class _OwnUnits(NamedTuple):
 
 
 def _own_units(local: LocalTable, rule: PlanRule, kind: int, rank: int) -> _OwnUnits:
-    """A rollout has a row for each of its prompts, which are one unless there is a mistake."""
+    """A rollout has one row per prompt; valid data have one prompt per rollout."""
     keys = torch.cat([local.held[:, kind - ROLLOUT], local.rows[:, kind]])
     prompts = torch.cat([local.held[:, PROMPT - ROLLOUT], local.rows[:, PROMPT]])
     parts = prompts if kind == ROLLOUT else torch.zeros_like(prompts)
@@ -208,14 +212,14 @@ def _numbered(keys: Tensor) -> Tensor:
 
 
 def _added(tokens: Tensor, units: Tensor, number: int) -> Tensor:
-    """[number, C] int64 from [n, C]: those of each unit, -1 where all are, because no sample of the unit is counted."""
+    """[number, C] int64 from [n, C]: the sum of each unit; -1 if no sample of the unit is counted."""
     none = torch.zeros(number, tokens.shape[1], dtype=torch.int64)
     members = none.index_add(0, units, (tokens >= 0).long())
     return none.index_add(0, units, tokens.clamp(min=0)).where(members > 0, -1)
 
 
 class _Deal:
-    """Rows for the ranks that own their units, and the way back."""
+    """Sends rows to the ranks that own their units, and returns the answers."""
 
     def __init__(self, rows: Tensor, group: ProcessGroup | None):
         self._group, self.rows = group, rows
@@ -229,7 +233,7 @@ class _Deal:
         self.rows = all_to_all_rows(rows[self._order], self._sent, self._received, group)
 
     def answered(self, answers: Tensor) -> Tensor:
-        """What the owners say to this rank's rows, from what this rank says to those that it was sent."""
+        """The owners' answers to this rank's rows, given this rank's answers to the rows that it received."""
         if self._group is None:
             return answers
         back = all_to_all_rows(answers, self._received, self._sent, self._group)
@@ -237,7 +241,7 @@ class _Deal:
 
 
 def _owners(keys: Tensor, size: int) -> Tensor:
-    """[n] ranks: keys that count up, and keys that differ in their high bits alone, fall on all of them."""
+    """[n] ranks; consecutive keys, and keys that differ in their high bits only, are spread over all ranks."""
     mixed = (keys ^ (keys >> 32)) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return ((mixed >> 33) & (2**31 - 1)) % size
@@ -246,8 +250,8 @@ def _owners(keys: Tensor, size: int) -> Tensor:
 class _OwnedUnits(NamedTuple):
     """The units of one kind that this rank owns."""
 
-    rows: Tensor  # [n, width] of all ranks that hold them
-    places: Tensor  # [n] of the rows among all that came
+    rows: Tensor  # [n, width] from all ranks
+    places: Tensor  # [n] indices of the rows among all received ones
     inverse: Tensor  # [n] the unit of each
     totals: Tensor  # [U, C]
     facts: Tensor  # [U, 6] of `merged_facts`
@@ -263,7 +267,7 @@ def _owned_units(rows: Tensor, kind: int) -> _OwnedUnits:
 
 
 def _answers(rows: Tensor, owned: Sequence[_OwnedUnits]) -> Tensor:
-    """[n, C] of all rows that came: the tokens of their units."""
+    """[n, C] for all received rows: the tokens of their units."""
     found = torch.zeros(len(rows), rows.shape[1] - _TOKENS - UNIT_COLUMNS, dtype=torch.int64)
     for units in owned:
         found[units.places] = units.totals[units.inverse].clamp(min=0)
@@ -278,7 +282,7 @@ def _sums(
     owned: Sequence[_OwnedUnits],
     of_rollouts: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Integers that add up over the ranks; `of_rollouts`: facts of all owned rollouts, and of those of each environment."""
+    """Integers to sum over the ranks; `of_rollouts`: facts of all owned rollouts, then by environment."""
     balance = sum(share.balance(rank) for share in local.shares) % MODULUS
     num_trained = int(local.rows[:, rule.union].clamp(min=0).sum())
     found = [
@@ -298,7 +302,7 @@ def _count_brought(units: _OwnUnits) -> int:
 
 
 def _largest(own: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
-    """Numbers of which the largest of all ranks counts."""
+    """Numbers to take the maximum of over the ranks."""
     counts = [float(_count_brought(units)) for units in own]
     sets = [torch.tensor([n, -n if n else -torch.inf], dtype=torch.float64) for n in counts]
     first = torch.tensor([-stray.sample for stray in strays], dtype=torch.float64)
@@ -319,7 +323,7 @@ def _units(tokens: Tensor, sums: Tensor, largest: Tensor) -> Units:
 
 
 def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
-    """The first on this rank: of a rollout of two prompts, of two values of a field, of units that may not be divided, by kind."""
+    """The first strays on this rank: rollouts of two prompts, two values of a field, units that must not be divided."""
     rows = {kind: units.rows[units.rows[:, _PLACE] != _NOWHERE] for kind, units in zip(KINDS, owned, strict=True)}
     rollouts = rows["rollout_id"]
     found = [_stray(rollouts, rollouts[:, _PART])]
@@ -328,13 +332,13 @@ def _strays(owned: Sequence[_OwnedUnits], rule: PlanRule) -> list[Stray]:
 
 
 def _conflict(rows: Tensor, column: int) -> Stray:
-    """Of a rollout whose largest and smallest value of a field, in this column and the next, differ."""
+    """The stray of a rollout whose largest and smallest value of a field, in this column and the next, differ."""
     rows = rows[rows[:, column] != NOTHING]
     return _stray(rows.repeat(2, 1), torch.cat([rows[:, column], rows[:, column + 1]]))
 
 
 def _stray(rows: Tensor, parts: Tensor) -> Stray:
-    """The first sample that lies in another part than its unit's first."""
+    """The first sample in another part than its unit's first."""
     order = rows[:, _PLACE].argsort(stable=True)
     rows, parts = rows[order], parts[order]
     inverse, indices = _numbered(rows[:, _KEY]), torch.arange(len(rows))
@@ -346,7 +350,7 @@ def _stray(rows: Tensor, parts: Tensor) -> Stray:
 
 
 def _first_strays(own: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
-    """The first of each sort over all ranks; one more collective, which every rank reaches, where there is one."""
+    """The first stray of each kind over all ranks; a further collective on every rank if there is any."""
     if (largest == -_NOWHERE).all():
         return [None] * len(own)
     rows = gathered(torch.tensor(own, dtype=torch.int64), group)  # [ranks, sorts, 2]

@@ -1,8 +1,8 @@
 """Reward, response length, truncation and environment of a step's rollouts.
 
-The plan's table has three integers per sample. The rank that owns a rollout merges those of its samples, so a rollout counts
-once wherever its samples lie. Sums of integers and largest values go over the ranks, so the results are the same to the last
-bit on every rank and in every layout.
+The plan's table has three integers per sample. The rank that owns a rollout merges the integers of its samples, so a
+rollout counts once on any ranks. Only integer sums and maxima are reduced over the ranks, so the results are
+bit-identical on every rank and in every layout.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ LARGEST, SMALLEST, LAST, FIRST, LENGTH, TRUNCATION = range(6)  # columns of `uni
 UNIT_COLUMNS = 6
 ONE_PER_ROLLOUT = {"reward": LARGEST, "environment": LAST}  # fields of which a rollout has one value, and their column
 _HAS_REWARD, _SAYS_TRUNCATED, _IS_TRUNCATED = 1 << 40, 1 << 41, 1 << 42  # above any length
-_UNIT = 1074  # the smallest float64 is 2^-1074, so a reward is a whole number of them, and its square one of theirs
-_LIMB, _SUM, _SQUARES = 32, 68, 135  # bits of an integer that travels; integers of Σ R and of Σ R², for 2^47 rollouts
+_UNIT = 1074  # the smallest float64 is 2^-1074: rewards and their squares are multiples of it and its square
+_LIMB, _SUM, _SQUARES = 32, 68, 135  # bits of an integer that is sent; integers of Σ R and of Σ R², for 2^47 rollouts
 _SUMS = 8 + _SUM + _SQUARES  # integers of `fact_sums`
 NOTHING = torch.iinfo(torch.int64).min  # in LARGEST and LAST of a unit without a reward, without a label
 _STARTS = ((NOTHING, "amax"), (~NOTHING, "amin")) * 2 + ((0, "sum"), (0, "amax"))  # of the columns of `unit_facts`
@@ -49,9 +49,10 @@ def environment_key(name: str) -> int:
 
 
 def unit_facts(encoded: Tensor, rollouts: Tensor | None = None) -> Tensor:
-    """[S, 6] int64 from `encode_facts`: bits of the reward twice, a label twice, length, truncation (0 unknown, 1 no, 2 yes).
+    """[S, 6] int64: bits of the reward twice, a label twice, length, truncation (0 unknown, 1 no, 2 yes).
 
-    The label of a prompt's sample is its rollout's key, if it has a reward; that of a rollout's sample is its environment's.
+    The label of a prompt's sample is its rollout's key, if it has a reward; that of a rollout's sample is its
+    environment's.
     """
     rewards, facts, environments = encoded.unbind(dim=1)
     has_reward = facts & _HAS_REWARD != 0
@@ -63,7 +64,7 @@ def unit_facts(encoded: Tensor, rollouts: Tensor | None = None) -> Tensor:
 
 
 def merged_facts(facts: Tensor, units: Tensor, number: int) -> Tensor:
-    """[number, 6] int64 from [n, 6] and the unit of each row: lengths are added, a unit with a truncated sample is truncated."""
+    """[number, 6] int64 from [n, 6] and the unit of each row: lengths are summed, truncation is the largest."""
     merged = [
         torch.full((number,), start, dtype=torch.int64).scatter_reduce(0, units, column, reduce)
         for column, (start, reduce) in zip(facts.unbind(dim=1), _STARTS, strict=True)
@@ -78,7 +79,7 @@ def _rewards(rollouts: Tensor) -> Tensor:
 
 
 def ordered_bits(bits: Tensor) -> Tensor:
-    """Bits of float64, so that larger numbers have larger integers, and back: those of negative numbers are reversed."""
+    """Bits of float64 ordered as the numbers are, and back: the bits of negative numbers are reversed."""
     return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
 
 
@@ -98,7 +99,7 @@ def fact_sums(rollouts: Tensor) -> Tensor:
 
 
 def largest_facts(rollouts: Tensor) -> Tensor:
-    """[3] float64 of some rollouts: largest reward, the smallest with its sign changed, largest length; -inf without any."""
+    """[3] float64 of some rollouts: largest reward, negative smallest reward, largest length; -inf without any."""
     rewards = _rewards(rollouts)
     rewards = rewards[~rewards.isnan()]
     values = [rewards, -rewards, rollouts[:, LENGTH].double()]

@@ -1,7 +1,7 @@
 """The step plan: integer counts of the whole optimizer step, exchanged once, and a denominator per sample.
 
-Everything later (kernel, context parallelism, pipeline, metrics) only reads the weights that come out of here. Every
-rank sees the same counts and strays, so a mistake is raised on every rank.
+All later parts (kernels, context parallelism, pipeline, metrics) only read weights that are made from it. Every rank
+receives the same counts and strays, so an error is raised on every rank.
 """
 
 import warnings
@@ -51,16 +51,16 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermPlan:
-    """What a loss term counts of one optimizer step, of its own tokens alone."""
+    """The counts of a loss term in one optimizer step, of its own tokens only."""
 
-    denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: those of the objective
+    denominators: Tensor | None  # [S] float64, > 0, inf where the unit is not counted; None: the objective's
     num_tokens: int
     num_rollouts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """Totals of one optimizer step, and the denominators of this rank's samples: rollouts, prompts and T are the objective's."""
+    """Totals of one optimizer step (rollouts, prompts and T of the objective), and denominators of this rank's samples."""
 
     aggregation: str
     divisor: float | None
@@ -68,17 +68,17 @@ class StepPlan:
     num_samples: int
     num_rollouts: int  # N_r
     num_prompts: int | None  # P; None without prompt ids
-    num_tokens: int  # T, that the objective trains
-    num_trained: int  # that the objective or a loss term trains
+    num_tokens: int  # T, trained by the objective
+    num_trained: int  # trained by the objective or a loss term
     num_response_tokens: int  # trained or not
     num_positions: int  # R, prompt, response and padding
     num_microbatches: int  # K, the same on every rank
     facts: SampleFacts  # rewards and lengths of all samples
     terms: Mapping[str, TermPlan] = field(default_factory=dict)  # by name
-    num_missing: int = 0  # trained tokens that their samples' supports do not hold, masked before anything was counted
+    num_missing: int = 0  # trained tokens outside their samples' sampling masks, masked before counting
     depth_denominators: tuple[Tensor, ...] = ()  # [S] float64, of each depth of multi-token prediction
     depth_counts: tuple[int, ...] = ()  # n_d, trained tokens that a depth can predict
-    selection: SelectionFacts | None = None  # of a correction that chooses tokens of the whole step
+    selection: SelectionFacts | None = None  # of a correction that selects tokens over the step
     warning: str | None = None  # about ids that may not be unique over the step
 
 
@@ -92,23 +92,23 @@ def plan_step(
     positions_per_sample: Sequence[int] | Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> StepPlan:
-    """Denominators of one optimizer step, from integer metadata, by one exchange of a few small collectives.
+    """Denominators of one optimizer step, from integer metadata, by a few small collectives.
 
         objective = sum over tokens of mask / d_sample(t) * loss_t
 
     Args:
-        tokens_per_sample: [S] trained tokens of each sample of this process in the whole step, all micro-batches.
+        tokens_per_sample: [S] trained tokens of each sample of this process in all micro-batches of the step.
         aggregation: sample_mean, prompt_mean, token_mean or constant. The same on every rank.
         divisor: L of `constant`, in tokens. The same on every rank.
-        rollout_ids: [S] the trajectory of each sample, unique over all ranks of the step: strings, integers, or a tensor or
-            array of integers; without it every sample is its own rollout.
+        rollout_ids: [S] the trajectory of each sample, unique over all ranks of the step: strings, integers, or a
+            tensor or array of integers. Without it every sample is its own rollout.
         prompt_ids: [S] the prompt group of each sample, unique over all ranks; needed by prompt_mean.
         positions_per_sample: [S] positions that the model processes for each sample; default its trained tokens.
         group: Megatron's pure data-parallel group, every rank of which must call; None counts this process alone.
             Context-, tensor- and pipeline-parallel peers hold copies and are never summed.
 
     Raises:
-        StepPlanError: on every rank of `group`, for a mistake on any of them.
+        StepPlanError: on every rank of `group`, for an error on any of them.
     """
     error, local, rule = None, None, PlanRule(aggregation=aggregation, divisor=divisor)
     try:
@@ -116,7 +116,7 @@ def plan_step(
         local = table_of_counts(rule, group, whole_counts(tokens_per_sample), rollouts, prompts)
         if positions_per_sample is not None:
             local = replace(local, num_positions=count_positions(positions_per_sample, len(local.rows)))
-    except Exception as failure:  # travels to the other ranks, so that all of them stop
+    except Exception as failure:  # the exchange raises it on every rank
         error = failure
     plan = plan_from_table(local, rule, error=error, group=group)
     if plan.warning is not None:
@@ -127,9 +127,18 @@ def plan_step(
 def plan_from_table(
     local: LocalTable | None, rule: PlanRule, *, error: Exception | None, group: ProcessGroup | None
 ) -> StepPlan:
-    """Exchange the ranks' tables and plan; `local` is None where this rank failed with `error`.
+    """Exchange the ranks' tables and plan the step; every rank of `group` must call.
 
-    The plan's totals count all rollouts and trained tokens, whatever its denominators count.
+    The plan's totals count all rollouts and trained tokens, for every kind of denominator.
+
+    Args:
+        local: this rank's table; None where this rank has failed with `error`.
+        rule: the same on every rank.
+        error: this rank's error.
+        group: the ranks that contribute their own samples; None: this process alone.
+
+    Raises:
+        StepPlanError: on every rank of `group`.
     """
     none = torch.zeros(0, rule.width, dtype=torch.int64)
     local = LocalTable(none, False, False, 0, 0, none[:, :2]) if local is None else local
@@ -142,7 +151,8 @@ def plan_from_table(
         _check_copies(heads)
     whole = exchange(local, rule, group, gather_environments(local.environments, heads, group))
     _check_shares(whole.is_balanced, local.shares, group)
-    name_of = partial(_name_of, local.ids, group)
+    known = {column: ids for column, ids in local.ids.items() if ids is not None}
+    name_of = partial(_name_of, known, group)
     _check_undivided(whole.divided, rule.undivided, name_of)
     _check_groups(whole.mixed, name_of)
     _check_conflicts(whole.conflicting, local, name_of, group)
@@ -176,12 +186,12 @@ def plan_from_table(
 
 
 def _plan_terms(rule: PlanRule, columns: Mapping[str, int], count: Callable[..., StepCounts]) -> dict[str, TermPlan]:
-    """Every loss term by itself; over the objective's tokens its denominators count the units that the objective's count."""
+    """The plan of every loss term; on the objective's tokens its denominators count the same units as the objective's."""
     found = {}
     for term in rule.terms:
         column, denominators = columns[term.tokens], None
         own = count(column, live_only=rule.live_only and term.tokens in rule.policy)
-        if term.aggregation != AS_POLICY:
+        if term.aggregation and term.aggregation != AS_POLICY:
             denominators = _denominators(replace(own, divisor=term.divisor), term.aggregation)
         found[term.name] = TermPlan(
             denominators=denominators,
@@ -191,13 +201,13 @@ def _plan_terms(rule: PlanRule, columns: Mapping[str, int], count: Callable[...,
     return found
 
 
-def _name_of(ids: dict[int, Sequence[Id] | None], group: ProcessGroup | None, place: int, column: int) -> str:
+def _name_of(ids: Mapping[int, Sequence[Id | None]], group: ProcessGroup | None, place: int, column: int) -> str:
     """The id of a sample."""
-    return _told(lambda index: shorten(ids[column][index]), group, place)
+    return _text_from_owner(lambda index: shorten(ids[column][index]), group, place)
 
 
-def _told(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
-    """A text about a sample, from the rank that has it: a collective, which every rank reaches with its error."""
+def _text_from_owner(text_of: Callable[[int], str], group: ProcessGroup | None, place: int) -> str:
+    """A text about a sample, from the rank that has it: a collective of all ranks, which then raise the same error."""
     owner, index = place >> 32, place & (2**32 - 1)
     rank = torch.distributed.get_rank(group) if group is not None else 0
     return decode(gathered(encode(text_of(index) if rank == owner else "", MESSAGE), group)[owner])
@@ -208,49 +218,50 @@ def _check_agreement(heads: Sequence[Head]) -> None:
         found = [getattr(head, f"has_{name}") for head in heads]
         if 1 in found and 0 in found:
             raise StepPlanError(
-                f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none, so units cannot be counted. "
-                "Give them on every rank or on none."
+                f"data-parallel rank {found.index(1)} has {name} and rank {found.index(0)} has none. Give them on "
+                "every rank or on none."
             )
-    found = [head.has_support for head in heads]
+    found = [head.has_sampling_mask for head in heads]
     if 1 in found and 0 in found:
         raise StepPlanError(
-            f"data-parallel rank {found.index(1)} has samples with a support and rank {found.index(0)} has none, so their log-probabilities "
-            "would be of different distributions. Give it to every rollout or to none."
+            f"data-parallel rank {found.index(1)} has samples with a sampling mask and rank {found.index(0)} has none, so "
+            "their log-probabilities would be of different distributions. Give it to every rollout or to none."
         )
     for rank, head in enumerate(heads):
         if head.num_microbatches != heads[0].num_microbatches:
             raise StepPlanError(
-                f"rank 0 has {heads[0].num_microbatches} micro-batches, rank {rank} has {head.num_microbatches}; Megatron's schedule "
-                "needs the same number everywhere. Fill up with empty micro-batches."
+                f"rank 0 has {heads[0].num_microbatches} micro-batches, rank {rank} has {head.num_microbatches}; "
+                "Megatron's schedule needs the same number on every rank. Add empty micro-batches."
             )
 
 
 def _check_copies(heads: Sequence[Head]) -> None:
-    """Refuse ranks that bring the same samples; `content_of` says when that is no chance."""
+    """Refuse ranks with the same samples; `content_of` decides when this is not a coincidence."""
     first: dict[int, int] = {}
     for rank, head in enumerate(heads):
         if head.content and (other := first.setdefault(head.content, rank)) != rank:
             raise StepPlanError(
-                f"data-parallel ranks {other} and {rank} have the same {head.num_samples} samples, which would be trained twice. Give "
-                "cut_microbatches each rank's own data_parallel_rank. If they are different samples, give each its own sample_id."
+                f"data-parallel ranks {other} and {rank} have the same {head.num_samples} samples, which would be "
+                "trained twice. Give cut_microbatches each rank's own data_parallel_rank. If they are different "
+                "samples, give each its own sample_id."
             )
 
 
 def _check_conflicts(
     conflicting: Mapping[str, Stray], local: LocalTable, name_of: Callable[[int, int], str], group: ProcessGroup | None
 ) -> None:
-    """A rollout has one reward, and is of one environment."""
+    """Refuse rollouts with two rewards or environments."""
     for name, stray in conflicting.items():
         rollout, places = name_of(stray.first, ROLLOUT), sorted({*stray})
-        values = [_told(partial(_values_in_rollout, local, name), group, place) for place in places]
+        values = [_text_from_owner(partial(_values_in_rollout, local, name), group, place) for place in places]
         raise StepPlanError(
-            f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. Give all its samples the "
-            f"same {name}, or only one of them."
+            f"{name} of rollout {rollout} is {' and '.join(dict.fromkeys(values))}, but a rollout has one {name}. Give "
+            f"all its samples the same {name}, or only one of them."
         )
 
 
 def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
-    """The values of a field in the samples here of one sample's rollout, each with the first sample that has it."""
+    """The values of a field in the rollout of a sample here, each with the first sample that has it."""
     rollouts, found = local.rows[:, ROLLOUT].tolist(), dict[str, str]()
     for key, sample in zip(rollouts, local.samples or (), strict=True):
         if key == rollouts[index] and (value := getattr(sample, name)) is not None:
@@ -259,7 +270,7 @@ def _values_in_rollout(local: LocalTable, name: str, index: int) -> str:
 
 
 def _check_shares(is_balanced: bool, shares: Sequence[Share], group: ProcessGroup | None) -> None:
-    """A micro-batch that is cut over several ranks is the same on all of them."""
+    """Refuse a micro-batch that is split over several ranks and differs between them."""
     if is_balanced:
         return
     everyones = gathered(torch.tensor(shares, dtype=torch.int64).view(-1, 3), group).tolist()
@@ -268,16 +279,17 @@ def _check_shares(is_balanced: bool, shares: Sequence[Share], group: ProcessGrou
             run = ContextRanks(*share[:2])
             if strays := [other for other in run if of_ranks[other] != share]:
                 raise StepPlanError(
-                    f"micro-batch {k} of rank {rank} is cut over {run}, and rank {strays[0]} has another one there, so they would wait for "
-                    "each other. Give every rank of a run the same samples at the same place, as cut_over_ranks does."
+                    f"micro-batch {k} of rank {rank} is split over {run}, and rank {strays[0]} has a different "
+                    "micro-batch at that position; the ranks would deadlock. Give every rank of a run the same samples "
+                    "at the same position, as cut_over_ranks does."
                 )
 
 
 def _check_unique(
     whole: WholeStep, heads: Sequence[Head], rule: PlanRule, local: LocalTable, group: ProcessGroup | None
 ) -> str | None:
-    """Refuse ids that every rank numbers anew; a warning where that cannot be told."""
-    if len(heads) == 1 or not rule.numbers_may_repeat:
+    """Refuse ids that every rank numbers itself; a warning where this is not certain."""
+    if group is None or len(heads) == 1 or not rule.numbers_may_repeat:
         return None
     sizes, warning = [head.num_samples for head in heads], None
     if any(head.has_rollout_ids == 1 for head in heads):
@@ -288,39 +300,39 @@ def _check_unique(
 
 
 def _check_undivided(divided: Mapping[str, Stray], kinds: Sequence[str], name_of: Callable[[int, int], str]) -> None:
-    """A step that is cut out of every rank's own stream would not hold the whole of a unit that two ranks share."""
+    """Refuse a unit on two ranks where each rank takes its own documents: a step could split it."""
     for kind in kinds:
         if stray := divided.get(kind):
             raise StepPlanError(
-                f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and {stray.ranks[1]}, so "
-                "--docs-per-step could split it between steps. Give all its samples to one rank."
+                f"{kind} {name_of(stray.sample, KINDS[kind])} has samples on data-parallel ranks {stray.ranks[0]} and "
+                f"{stray.ranks[1]}, so --docs-per-step could split it between steps. Give all its samples to one rank."
             )
 
 
 def _check_groups(mixed: Stray | None, name_of: Callable[[int, int], str]) -> None:
-    """A rollout belongs to one prompt."""
+    """Refuse a rollout of two prompts."""
     if mixed is not None:
         rollout, *prompts = name_of(mixed.sample, ROLLOUT), name_of(mixed.first, PROMPT), name_of(mixed.sample, PROMPT)
         raise StepPlanError(
-            f"rollout {rollout} belongs to prompt groups {prompts[0]} and {prompts[1]}, so "
-            "its tokens would count twice. Give all samples of a rollout one prompt_id."
+            f"rollout {rollout} belongs to prompt groups {prompts[0]} and {prompts[1]}. Give all samples of a rollout "
+            "one prompt_id."
         )
 
 
 def _check_counted(num_trained: int, num_tokens: int, num_kept: int) -> None:
     if not num_trained:
         raise StepPlanError(
-            "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out of the data, or take "
-            "more samples per step."
+            "the step has no trained token. Leave fully masked samples out of the data, or take more samples per step."
         )
     if num_tokens and not num_kept:
         raise StepPlanError(
-            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen its bounds."
+            "--pg-correction rejects every trained token of the step, so --pg-denominator kept counts nothing. Widen "
+            "its bounds."
         )
 
 
 def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: bool, divisor: float | None) -> StepCounts:
-    """Over the samples of one column of tokens."""
+    """The counts over one column of tokens."""
     rollouts, prompts = whole.units[ROLLOUT], whole.units[PROMPT]
     return StepCounts(
         tokens_per_rollout=rollouts.tokens[:, column],
@@ -334,7 +346,7 @@ def _counts(whole: WholeStep, column: int, *, live_only: bool, with_prompts: boo
 
 
 def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
-    """One per sample; infinite for a unit that is not counted although it has trained tokens, and where nothing is."""
+    """[S] float64; infinite for a unit with trained tokens that is not counted, and if nothing is counted."""
     if not counts.num_tokens:
         return torch.full_like(counts.tokens_per_rollout, torch.inf, dtype=torch.float64)
     denominators = reducer_of(aggregation)(counts)
@@ -347,8 +359,9 @@ def _denominators(counts: StepCounts, aggregation: str) -> Tensor:
 
 
 def check_count(count: int) -> None:
-    """Refuse positions that Megatron's int32 accumulator cannot hold (a mixture of experts under the per-token contract)."""
+    """Refuse positions beyond Megatron's int32 counter (a mixture of experts under the per-token loss scaling)."""
     if count > _INT32_MAX:
         raise StepPlanError(
-            f"{count} positions in one step exceed Megatron's int32 counter, to which the router's losses bind us. Take fewer per step."
+            f"{count} positions in one step exceed Megatron's int32 counter, which the router's losses need. Take "
+            "fewer per step."
         )

@@ -1,9 +1,9 @@
-"""A correction that chooses tokens of the whole step: before the step is planned, the same on every rank.
+"""Token selection by a correction over the whole step: before the step is planned, the same on every rank.
 
     gather sizes and sums -> keys of this rank's tokens -> gather samples and keys -> order -> choice
 
-Every rank reaches both collectives unless one has failed, of which the first tells; the plan's exchange says why. Samples are whole
-here: context parallelism slices afterwards.
+Every rank executes both collectives unless one rank has failed. The first reports it, and the metadata exchange raises
+the error. Samples are whole here: context parallelism slices later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,10 @@ from megatron_pg.objectives.corrections.selections import (
     origin_of,
 )
 from megatron_pg.plan.exchange import gathered
-from megatron_pg.plan.microbatches import Counted
+from megatron_pg.plan.microbatches import CountedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import KEPT, SelectionFacts, is_brought, places_of
+from megatron_pg.plan.weights import TokenFactors
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
@@ -38,31 +39,30 @@ _HAS_FAILED, _SAMPLES, _TOKENS, _SUMS = range(4)  # columns of what is gathered 
 
 
 class _Line(NamedTuple):
-    """What travels of a sample, beside its keys."""
+    """The data of a sample that are sent, in addition to its keys."""
 
     identity: int
     content: int
-    place: int  # in the step: where a rank finds what was chosen of it
+    place: int  # in the step, to identify the sample on its rank
     length: int  # trained tokens
 
 
-def select(
+def select_tokens(
     batches: Sequence[PackedBatch],
-    counted: Counted | None,
+    counted: CountedStep,
     settings: LossSettings,
     group: ProcessGroup | None,
     error: Exception | None = None,
-) -> Counted:
-    """What was counted, with what the correction chooses; every rank of `group` must call, with the same settings.
+) -> CountedStep:
+    """Add the tokens that the correction selects; every rank of `group` must call, with the same settings.
 
     Args:
         batches: this rank's micro-batches of the step.
-        counted: what `count` has made of them; None where this rank has failed with `error`.
+        counted: from `count_step`; empty where this rank has failed with `error`.
         settings: the loss settings.
-        group: the ranks that bring samples of their own; None: this process alone.
-        error: this rank's, which the plan's exchange tells the others.
+        group: the ranks that contribute their own samples; None: this process alone.
+        error: this rank's, which the metadata exchange raises on every rank.
     """
-    counted = counted or Counted(None, [])
     declared = CORRECTIONS[settings.correction.name].selection
     if declared is None:
         return counted
@@ -70,18 +70,23 @@ def select(
     brought = [place for place in held if is_brought(place, group)]
     samples = [held[place] for place in brought]
     heads = gathered(_head(samples, declared, error), group, error)
-    if heads[:, _HAS_FAILED].any():
+    if counted.table is None or heads[:, _HAS_FAILED].any():
         return counted
     means = _means(heads, declared)
     keys = [declared.load_key()(sample, *means) for sample in samples]
     lines = [_Line(identity_of(s), content_of(s, k), p, len(k)) for s, k, p in zip(samples, keys, brought, strict=True)]
     everyones, lines = _gathered_tokens(lines, keys, heads, group)
     step = StepKeys(everyones, [line.length for line in lines], _origins(lines, settings.seed))
-    nothing = Chosen(everyones.bool(), None)
+    nothing = Chosen(everyones.bool(), None)  # type: ignore[arg-type]  # objectives are not checked for None yet
     chosen = declared.load_choice()(step, settings.correction) if len(everyones) else nothing
     of_place = dict(zip((line.place for line in lines), chosen.tokens.split(list(step.lengths)), strict=True))
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
-    return _with_choice(batches, counted, settings, group, _masks(batches, of_place, group), facts)
+    factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
+    rows = counted.table.rows.clone()
+    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
+    mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
+    rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
+    return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)
 
 
 def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterator[tuple[int, Sample]]:
@@ -91,7 +96,7 @@ def _held(batches: Sequence[PackedBatch], group: ProcessGroup | None) -> Iterato
 
 
 def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exception | None) -> Tensor:
-    """[3 + parts] float64: whether this rank has failed, its samples, their trained tokens, and exact sums over those."""
+    """[3 + parts] float64: whether this rank has failed, its samples, their trained tokens, exact sums over them."""
     averaged = declared.reads if declared.is_centred else ()
     head = torch.zeros(_SUMS + MOST_PARTS * len(averaged), dtype=torch.float64)
     head[:_SUMS] = torch.tensor([error is not None, len(samples), sum(sample.num_trained for sample in samples)])
@@ -103,7 +108,7 @@ def _head(samples: Sequence[Sample], declared: SelectionDeclaration, error: Exce
 
 
 def _means(heads: Tensor, declared: SelectionDeclaration) -> list[float]:
-    """Over the step's trained tokens, of what the key reads."""
+    """The means over the step's trained tokens of the fields that the key reads."""
     sums = heads[:, _SUMS:].split(MOST_PARTS, dim=1) if declared.is_centred else ()
     return [average(parts.flatten().tolist(), int(heads[:, _TOKENS].sum())) for parts in sums]
 
@@ -132,7 +137,7 @@ def _origins(lines: Sequence[_Line], seed: int) -> list[int]:
 
 
 def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """[sum of R] bool of each micro-batch: the chosen tokens."""
+    """[sum of R] bool of each micro-batch: the selected tokens."""
     places, found = iter(places_of(batches, group)), []
     for batch in batches:
         parts = [torch.zeros(0, dtype=torch.bool)]
@@ -146,22 +151,14 @@ def _masks(batches: Sequence[PackedBatch], of_place: dict[int, Tensor], group: P
 
 def _with_choice(
     batches: Sequence[PackedBatch],
-    counted: Counted,
-    settings: LossSettings,
-    group: ProcessGroup | None,
+    factors: Sequence[TokenFactors],
     masks: Sequence[Tensor],
-    facts: SelectionFacts,
-) -> Counted:
-    """The choice in the factors of the tokens, and in the table what it keeps."""
-    if CORRECTIONS[settings.correction.name].selection.penalises:
-        factors = [replace(own, penalised=chosen) for own, chosen in zip(counted.factors, masks, strict=True)]
-    else:
-        factors = [
-            replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
-            for batch, own, chosen in zip(batches, counted.factors, masks, strict=True)
-        ]
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
-    rows = counted.table.rows.clone()
-    mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
-    rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
-    return Counted(replace(counted.table, rows=rows, selection=facts), factors)
+    declared: SelectionDeclaration,
+) -> list[TokenFactors]:
+    """The factors of the tokens with the selection."""
+    if declared.penalises:
+        return [replace(own, penalised=chosen) for own, chosen in zip(factors, masks, strict=True)]
+    return [
+        replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
+        for batch, own, chosen in zip(batches, factors, masks, strict=True)
+    ]

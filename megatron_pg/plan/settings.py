@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,14 +31,14 @@ class LossSettings:
     aggregation: str
     divisor: float | None
     reducer: CustomReducer | None  # replaces the aggregation for pg_loss
-    per_token: bool  # Megatron's calculate_per_token_loss: which contract
+    per_token: bool  # Megatron's calculate_per_token_loss: which loss scaling
     terms: LossTerms
     correction: Correction = NO_CORRECTION
     seed: int = 0  # of a correction's draws
     denominator: str = "scheduled"  # what the policy term's denominators count
     has_policy: bool = True  # whether the objective is in the loss
     terms_of_samples: frozenset[str] = frozenset({POLICY})  # that samples may name, those of weight 0 too
-    support_missing: str = "error"  # what a trained token outside its sample's support is
+    sampling_mask_missing: str = "error"  # what a trained token outside its sample's sampling mask is
     temperature: float
     vocab_size: int | None = None  # columns beyond it are padding
     impl: str  # of log-probabilities and loss
@@ -48,7 +49,7 @@ class LossSettings:
     mtp_depths: int = 0  # of the model's multi-token prediction
     mtp_aggregation: str = "token_mean"  # or "policy"
     metrics: Reduction
-    advises: bool = True  # on trainer and rollout engine that stay apart
+    warns_of_mismatch: bool = True  # when trainer and rollout engine stay apart
 
     @classmethod
     def from_args(cls, args: Namespace) -> "LossSettings":
@@ -60,15 +61,15 @@ class LossSettings:
             name=args.pg_correction, **{n.removeprefix("correction_"): v for n, v in facts.correction_numbers.items()}
         )
         anchor = CORRECTIONS[correction.name].anchor
+        opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
         own = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
             objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
-            opsm_anchor=anchor,
-            opsm_threshold=correction.high if anchor else None,
+            **opsm,
             further=facts.terms,
             grad_divisor=args.pg_grad_divisor,
-            entropy_support=args.pg_entropy_support,
+            sampling_mask_entropy=args.pg_sampling_mask_entropy,
         )
         return cls(
             aggregation=args.loss_aggregation,
@@ -81,7 +82,7 @@ class LossSettings:
             denominator=args.pg_denominator,
             has_policy=facts.has_policy,
             terms_of_samples=facts.own_tokens,
-            support_missing=args.pg_support_missing,
+            sampling_mask_missing=args.pg_sampling_mask_missing,
             temperature=args.pg_temperature,
             vocab_size=args.pg_vocab_size,
             float32_logits=args.fp32_lm_head,
@@ -92,9 +93,9 @@ class LossSettings:
             mtp_depths=depths,
             mtp_aggregation=args.pg_mtp_aggregation,
             metrics=metrics_of(
-                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_support_missing == "mask"
+                args.pg_metrics, terms, correction, depths, masks_missing=args.pg_sampling_mask_missing == "mask"
             ),
-            advises=not args.pg_no_mismatch_advice,
+            warns_of_mismatch=not args.pg_no_mismatch_advice,
         )
 
     @property
@@ -117,17 +118,17 @@ class LossSettings:
         return tuple(dict.fromkeys((*self.policy, *(term.tokens for term in self.terms.further))))
 
     @property
-    def over_support(self) -> tuple[str, ...]:
-        """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's support."""
-        keeps = self.terms.entropy_support == "kept"
-        readers = [s.tokens for s in self.terms.further if s.is_over_support or (keeps and s.kind == "entropy")]
+    def over_sampling_mask(self) -> tuple[str, ...]:
+        """The loss terms at whose tokens a term reads the policy that was sampled from, which is over a token's sampling mask."""
+        keeps = self.terms.sampling_mask_entropy == "kept"
+        readers = [s.tokens for s in self.terms.further if s.is_over_sampling_mask or (keeps and s.kind == "entropy")]
         return tuple(dict.fromkeys((*self.policy, *readers)))
 
     @property
     def plan_rule(self) -> PlanRule:
         """What a step is planned for; for a custom reducer only N_r and T are counted."""
         step_mean = STEP_MEANS[self.per_token]  # what the per-token flag by itself means
-        is_policys = self.reducer is None and self.denominator != "kept" and self.has_policy
+        reuses_policy_weights = self.reducer is None and self.denominator != "kept" and self.has_policy
         same = [
             s.tokens == POLICY and (s.aggregation, s.divisor) == (self.aggregation, self.divisor)
             for s in self.terms.further
@@ -137,9 +138,9 @@ class LossSettings:
             divisor=self.divisor,
             denominator=self.denominator,
             policy=self.policy,
-            over_support=self.over_support,
+            over_sampling_mask=self.over_sampling_mask,
             terms=tuple(
-                replace(term, aggregation=AS_POLICY) if is_policys and same else term
+                replace(term, aggregation=AS_POLICY) if reuses_policy_weights and same else term
                 for term, same in zip(self.terms.further, same, strict=True)
             ),
             depths=self.mtp_depths,
@@ -168,7 +169,7 @@ def features_of(
         **{name: any(term.name == name for term in terms.further) for name in SHORTHANDS},
         "further": bool(terms.further) or mtp_depths > 0,
         "mtp": mtp_depths > 0,
-        "support_missing": masks_missing,
+        "sampling_mask_missing": masks_missing,
     }
     return frozenset(name for name, present in features.items() if present)
 

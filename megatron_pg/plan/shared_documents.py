@@ -1,7 +1,7 @@
-"""`--docs-per-step` under `dynamic_cp`: every rank has all documents, and a step's micro-batches are cut over ranks of their own.
+"""`--docs-per-step` under `dynamic_cp`: every rank has all documents, and each micro-batch is split over its own ranks.
 
-Which ranks hold a document follows from the lengths of the whole step, so there are no streams of single ranks. All of them
-take the same documents and find the same number of micro-batches, which one small all-gather compares.
+The lengths of the whole step determine which ranks hold a document, so ranks have no separate iterators. All ranks take
+the same documents and compute the same number of micro-batches; one small all-gather compares both.
 """
 
 import hashlib
@@ -16,13 +16,12 @@ from megatron_pg.plan.collectives import all_gather_rows
 from megatron_pg.plan.documents import Draft, Group, Position, StepDocuments, StepRule, check_end
 from megatron_pg.rollouts.sample import Sample
 
-Cut = Callable[
-    [Sequence[Sample], int], list[PackedBatch]
-]  # this rank's K micro-batches of a step; raises where K are too few
+# This rank's K micro-batches of a step; raises ValueError if K is too small.
+Cut = Callable[[Sequence[Sample], int], list[PackedBatch]]
 
 
 class _OneGroup:
-    """In the place of a packing: a round takes one group, whatever its size."""
+    """A packing with which a round takes one group of any size."""
 
     capacity = 0
 
@@ -31,20 +30,20 @@ class _OneGroup:
 
 
 class SharedDocumentAccumulator:
-    """Takes documents step by step where every rank has the same ones.
+    """Takes documents step by step if every rank has the same documents.
 
     Args:
         rule: the same on every rank.
-        cut: this rank's micro-batches of a step, of a given number of them (`cut_over_ranks`).
-        room: tokens that all ranks together hold of a micro-batch.
-        position: where the run begins.
+        cut: makes a given number of micro-batches of a step for this rank (`cut_over_ranks`).
+        room: tokens of a micro-batch over all ranks.
+        position: the position at which the run begins.
     """
 
     def __init__(self, *, rule: StepRule, cut: Cut, room: int, position: Position):
         self._rule, self._cut, self._room = rule, cut, room
-        self.position = position  # behind the last step that was taken
+        self.position = position  # after the last step
         self._waiting: list[Group] = []
-        self._before = position, self._waiting  # the last step began there, and pulled no more than these
+        self._before = position, self._waiting  # position and pulled groups of the last step
 
     def take(
         self,
@@ -94,7 +93,7 @@ class SharedDocumentAccumulator:
         """Take groups until the step is full, or the documents have ended.
 
         Raises:
-            ValueError: the next group does not fit into a step of exactly so many.
+            ValueError: the next group does not fit into a step of exactly N documents.
         """
         wanted, is_exact = self._rule.num_documents, self._rule.policy == "exact"
         while (count := draft.counts(has_failed=False).documents) < wanted:
@@ -104,13 +103,14 @@ class SharedDocumentAccumulator:
                 return
             if after.documents == count:
                 raise ValueError(
-                    f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - count} documents are missing, and the next group, "
-                    f"which is never cut, has {after.next_group}. Choose a multiple of the group size, or at_least."
+                    f"--docs-per-step {wanted} with --docs-per-step-policy exact: {wanted - count} documents are "
+                    f"missing, and the next group, which is never split, has {after.next_group}. Choose a multiple of "
+                    "the group size, or at_least."
                 )
 
     def _fewest(self, samples: Sequence[Sample], schedulable: Callable[[int], int]) -> list[PackedBatch]:
-        """The micro-batches of the smallest number that holds the step."""
-        least = -(-sum(len(sample.tokens) for sample in samples) // self._room)  # a cut may take a second
+        """The fewest micro-batches that hold the step."""
+        least = -(-sum(len(sample.tokens) for sample in samples) // self._room)  # each trial may take a second
         for count in range(max(1, min(least, len(samples))), len(samples) + 1):
             try:
                 return self._cut(samples, schedulable(count))
@@ -120,15 +120,16 @@ class SharedDocumentAccumulator:
         return []
 
     def _compare(self, mine: list[int], error: Exception | None, group: ProcessGroup | None) -> Exception | None:
-        """This rank's error, or the one that all have where their documents differ."""
+        """This rank's error, or one on every rank if their documents differ."""
         row = torch.tensor([*mine, error is not None], dtype=torch.int64)
         rows = (row[None] if group is None else all_gather_rows(row, group, error=error)).tolist()
         if failed := [rank for rank, values in enumerate(rows) if values[-1]]:
             return error or ValueError(f"rank {failed[0]} could not take its documents, see its own message")
         if strays := [rank for rank, values in enumerate(rows) if values != rows[0]]:
             return ValueError(
-                f"ranks 0 and {strays[0]} have other documents ({rows[0][0]} and {rows[strays[0]][0]} in this step), so they would wait for "
-                "each other. Under dynamic_cp `Documents.begin` gives every rank the documents of the whole run, in one order."
+                f"ranks 0 and {strays[0]} have different documents ({rows[0][0]} and {rows[strays[0]][0]} in this "
+                "step). Under dynamic_cp `Documents.begin` must give every rank the documents of the whole run, in the "
+                "same order."
             )
         return None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import PackedBatch
+from megatron_pg.batch import ContextRanks, PackedBatch
 from megatron_pg.declarations.aggregations import AGGREGATIONS, STEP_MEANS
 from megatron_pg.declarations.loss_terms import AS_POLICY, LossTerm
 from megatron_pg.plan.facts import COLUMNS, ONE_PER_ROLLOUT, encode_facts
@@ -36,7 +36,7 @@ class PlanRule:
     divisor: float | None = None  # L
     denominator: str = "scheduled"  # what denominators count; loss terms count trained tokens under `kept` too
     policy: tuple[str, ...] = (POLICY,)  # the loss term whose tokens the objective trains; empty: there is no objective
-    over_support: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a support is read
+    over_sampling_mask: tuple[str, ...] = (POLICY,)  # the loss terms at whose tokens a sampling mask is read
     terms: tuple[LossTerm, ...] = ()
     undivided: tuple[str, ...] = ()  # kinds of units ("rollout_id", "prompt_id") that may not lie on two ranks
     numbers_may_repeat: bool = True  # a rank may have numbered its samples anew; False: one process has numbered all
@@ -72,7 +72,7 @@ class PlanRule:
     @property
     def needs_prompt_ids(self) -> bool:
         """Whether a denominator counts prompt groups."""
-        further = [term.aggregation for term in self.terms if term.aggregation != AS_POLICY]
+        further = [s.aggregation for s in self.terms if s.aggregation and s.aggregation != AS_POLICY]
         return any(map(needs_prompt_ids, [self.aggregation, *further, *[self.depth_aggregation] * (self.depths > 0)]))
 
 
@@ -120,8 +120,8 @@ class LocalTable:
     held: Tensor  # [n, 2] int64, rollout and prompt keys of all samples here, brought by another rank or by this one
     num_microbatches: int = 1
     num_missing: int = 0  # of `PackedBatch`
-    has_support: int = -1  # of the rollouts at which it is read: 1 or 0; -1 without any, or where it is not known
-    ids: dict[int, Sequence[Id] | None] = field(default_factory=dict)  # by column: what the keys stand for
+    has_sampling_mask: int = -1  # of the rollouts at which it is read: 1 or 0; -1 without any, or where it is not known
+    ids: dict[int, Sequence[Id | None] | None] = field(default_factory=dict)  # by column: what the keys stand for
     content: int = 0  # digest of its samples; 0: not to be compared with other ranks'
     environments: tuple[str, ...] = ()  # of the objective's samples, each name once
     samples: Sequence[Sample] | None = None  # None: nothing is known but what is in the rows
@@ -133,8 +133,8 @@ def table_of_counts(
     rule: PlanRule,
     group: ProcessGroup | None,
     counts: Tensor,
-    rollout_ids: Sequence[Id] | None,
-    prompt_ids: Sequence[Id] | None,
+    rollout_ids: Sequence[Id | None] | None,
+    prompt_ids: Sequence[Id | None] | None,
     kept: Tensor | None = None,
     further: Tensor | None = None,
     own: Tensor | None = None,
@@ -180,7 +180,7 @@ def local_table_of(
     A micro-batch that is cut over ranks of its own is counted by the first of them.
     """
     samples = [sample for batch in batches for sample in batch.samples]
-    prompt_ids = _all_or_none("prompt_id", samples)
+    prompt_ids: Sequence[Id | None] | None = _all_or_none("prompt_id", samples)
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.policy)
@@ -199,11 +199,13 @@ def local_table_of(
         num_response_tokens=sum(samples[i].response_length for i in mine),
         num_microbatches=len(batches),
         num_missing=sum(batch.num_missing for batch in brought),
-        has_support=_has_support(samples, rule.over_support),
+        has_sampling_mask=_has_sampling_mask(samples, rule.over_sampling_mask),
         samples=[samples[i] for i in mine],
         content=content_of([samples[i] for i in mine]),
-        environments=tuple(sorted({samples[i].environment for i in mine if counts[i] >= 0} - {None})),
-        shares=tuple(_share_of(k, batch) for k, batch in enumerate(batches) if batch.cp_ranks is not None),
+        environments=tuple(sorted({name for i in mine if counts[i] >= 0 and (name := samples[i].environment)})),
+        shares=tuple(
+            _share_of(k, batch, batch.cp_ranks) for k, batch in enumerate(batches) if batch.cp_ranks is not None
+        ),
     )
 
 
@@ -262,9 +264,9 @@ def _further_columns(
     return torch.cat([encode_facts(samples) * is_policys[:, None], *(column[:, None] for column in columns)], dim=1)
 
 
-def _share_of(k: int, batch: PackedBatch) -> Share:
+def _share_of(k: int, batch: PackedBatch, ranks: ContextRanks) -> Share:
     digest = hashlib.blake2b(k.to_bytes(8, "big") + batch.digest, digest_size=6).digest()
-    return Share(batch.cp_ranks.first, batch.cp_ranks.size, int.from_bytes(digest, "big"))
+    return Share(ranks.first, ranks.size, int.from_bytes(digest, "big"))
 
 
 def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
@@ -278,14 +280,14 @@ def _all_or_none(name: str, samples: Sequence) -> list[Id] | None:
     return None if missing or not ids else ids
 
 
-def _has_support(samples: Sequence[Sample], terms: Sequence[str]) -> int:
+def _has_sampling_mask(samples: Sequence[Sample], terms: Sequence[str]) -> int:
     """1 or 0: whether the rollouts with tokens of these loss terms have one; -1 if there are none."""
     rollouts = [sample for sample in samples if sample.term == POLICY]
     members = [sample for sample in rollouts if any(sample.mask_of(name) is not None for name in terms)]
-    known = [sample.support is not None for sample in members]
+    known = [sample.sampling_mask is not None for sample in members]
     if any(known) and not all(known):
         raise ValueError(
-            f"sample {members[known.index(False)].sample_id} has no support while others of the step have one, so its log-probabilities would "
+            f"sample {members[known.index(False)].sample_id} has no sampling mask while others of the step have one, so its log-probabilities would "
             "be of another distribution than was sampled. Give it to every rollout or to none; a token that was sampled "
             "from the whole vocabulary has an empty one."
         )
@@ -340,7 +342,7 @@ def whole_counts(tokens_per_sample: Sequence[int] | Tensor) -> Tensor:
     return counts.to(torch.int64).cpu()
 
 
-def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
+def _keys(name: str, ids: Sequence[Id | None], size: int) -> Tensor:
     """Integers stay themselves; strings become 63-bit hashes (a collision: 1 in 10^10 for 30,000 ids)."""
     if len(ids) != size:
         raise ValueError(
@@ -351,7 +353,7 @@ def _keys(name: str, ids: Sequence[Id], size: int) -> Tensor:
             raise ValueError(f"{name}[{i}]={value!r} is neither an integer nor a string. Give every sample an id.")
         if isinstance(value, int) and abs(value) >= 2**62:
             raise ValueError(f"{name}[{i}]={value} does not fit into 62 bits. Use a smaller integer or a string.")
-    keys = [value if isinstance(value, int) else -(2**62) - (_hash(value) >> 2) for value in ids]
+    keys = [value if isinstance(value, int) else -(2**62) - (_hash(str(value)) >> 2) for value in ids]
     return torch.tensor(keys, dtype=torch.int64)
 
 

@@ -1,8 +1,8 @@
-"""Whether ids are unique over the step, or every rank has numbered its own samples anew.
+"""Detects ids that are not unique over the step, because every rank numbers its own samples from 0.
 
-A rollout_id that two ranks give to different rollouts makes one rollout of them: fewer rollouts are counted, and
-`sample_mean` and `constant` weigh each token too much. It shows in the ids: every rank brings the same ones. Turns and
-branches of a rollout, dealt out over the ranks, look the same; they begin alike or share the rollout's advantage.
+If two ranks give one rollout_id to different rollouts, these are counted as one: fewer rollouts are counted, and
+`sample_mean` and `constant` weigh each token too much. In this case every rank has the same ids. Turns and branches of
+a rollout on several ranks look similar, but they begin alike or share the rollout's advantage.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.plan.exchange import Units
 from megatron_pg.rollouts.sample import Sample
 
-_ENOUGH = 4  # ids that came again on a further rank: no chance any more
+_ENOUGH = 4  # ids repeated on another rank that are not a coincidence
 _WAY_OUT = (
     "Number them over the whole step: put the data-parallel rank, or the prompt's number in the data set, into the id"
 )
 
 
 def repeated_ids(units: Units) -> int:
-    """How often an id came again on a further rank, where that is no chance; else 0.
+    """How often an id is repeated on another rank if that is not a coincidence; else 0.
 
-    All ranks have the same ids, or the ids of each are among those of one, which has a few more samples: it has all that there are.
+    All ranks have the same ids, or one rank with a few more samples has all ids.
     """
     repeated = units.brought - units.most
     needed = 2 if units.fewest == units.most else _ENOUGH
@@ -36,14 +36,14 @@ def repeated_ids(units: Units) -> int:
 def rollouts_message(
     rollouts: Units, keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample] | None, group: ProcessGroup
 ) -> str | None:
-    """A warning about rollout ids that every rank brings, equal on every rank; every rank must call.
+    """A warning about rollout ids that every rank has, equal on every rank; every rank must call.
 
     Args:
         rollouts: the step's.
         keys: [S] int64 of the rollouts of this rank's samples.
         sizes: samples of every rank.
-        samples: this rank's; None: nothing is known but the ids.
-        group: of the ranks.
+        samples: this rank's; None: only the ids are known.
+        group: the ranks.
 
     Raises:
         StepPlanError: they are the ids of different rollouts.
@@ -51,38 +51,38 @@ def rollouts_message(
     if not (repeated := repeated_ids(rollouts)):
         return None
     what = (
-        f"every data-parallel rank brings the same rollout_ids ({repeated} came again on a further rank), so samples of different "
-        "ranks are counted as one rollout and weigh too much"
+        f"every data-parallel rank has the same rollout_ids ({repeated} are repeated on another rank), so samples of "
+        "different ranks are counted as one rollout and weigh too much"
     )
     if samples is None:
-        return f"{what}, unless those rollouts do lie on several ranks. {_WAY_OUT}."
+        return f"{what}, unless those rollouts are on several ranks. {_WAY_OUT}."
     begins_alike, shares_advantage = _evidence(keys, sizes, samples, group)
     if shares_advantage:
         return None
     if begins_alike or repeated < _ENOUGH:
         return f"{what}, unless they are turns or branches of one rollout. {_WAY_OUT}."
     raise StepPlanError(
-        f"{what}; their contexts begin differently and no common advantage connects them, so they are different rollouts. {_WAY_OUT}. "
-        "If they do belong together, give all samples of a rollout to one rank."
+        f"{what}; their contexts begin differently and have no common advantage, so they are different rollouts. "
+        f"{_WAY_OUT}. If they are the same rollout, give all its samples to one rank."
     )
 
 
 def prompts_message(
     prompts: Units, keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample] | None, group: ProcessGroup
 ) -> str | None:
-    """A warning about prompt ids that every rank brings, as `rollouts_message`."""
+    """A warning about prompt ids that every rank has, as `rollouts_message`."""
     if samples is None or repeated_ids(prompts) < _ENOUGH or _evidence(keys, sizes, samples, group)[0]:
         return None
     return (
-        "every data-parallel rank brings the same prompt_ids, and the prompts of most begin differently, so different prompts may "
-        f"be counted as one group. {_WAY_OUT}."
+        "every data-parallel rank has the same prompt_ids, and the prompts of most begin differently, so different "
+        f"prompts may be counted as one group. {_WAY_OUT}."
     )
 
 
 def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], group: ProcessGroup) -> tuple[bool, bool]:
-    """Whether samples of most units begin alike, and whether every unit has one advantage where the units' differ.
+    """Whether samples of most units begin alike, and whether each unit has one advantage while the units differ.
 
-    A sample without a trained token has no advantage; nor has one of a loss term without the objective.
+    A sample without a trained token of the objective has no advantage.
     """
     _, units = torch.unique(_gather(keys, sizes, group), return_inverse=True)
     start = sum(sizes[: torch.distributed.get_rank(group)])
@@ -92,13 +92,17 @@ def _evidence(keys: Tensor, sizes: Sequence[int], samples: Sequence[Sample], gro
     shortest = _least(_gather(prompts, sizes, group), units)
     begins = [_digest(s.tokens[:n]) for s, n in zip(samples, shortest[own].tolist(), strict=True)]
     of_policy = [sample.num_trained if sample.advantages is not None else 0 for sample in samples]
-    advantages = [_digest(s.advantages[s.loss_mask][:1]) if n else 0 for s, n in zip(samples, of_policy, strict=True)]
+    advantages = [_first_advantage(s) if n else 0 for s, n in zip(samples, of_policy, strict=True)]
     alike = _is_one(_gather(torch.tensor(begins, dtype=torch.int64), sizes, group), units)
     firsts = _gather(torch.tensor(advantages, dtype=torch.int64), sizes, group)
     known = _gather(torch.tensor(of_policy, dtype=torch.int64), sizes, group) > 0
     _, units = torch.unique(units[known], return_inverse=True)
     shares = _is_one(firsts[known], units).all() and len(torch.unique(firsts[known])) > 1
     return bool(alike.double().mean() >= 0.5), bool(shares)
+
+
+def _first_advantage(sample: Sample) -> int:
+    return 0 if sample.advantages is None else _digest(sample.advantages[sample.loss_mask][:1])
 
 
 def _gather(values: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -118,5 +122,5 @@ def _is_one(values: Tensor, units: Tensor) -> Tensor:
 
 
 def _digest(values: Tensor) -> int:
-    """61 bits: its negative is one too, and stays below what `_least` begins with."""
+    """61 bits, so that its negative is valid too, below the start value of `_least`."""
     return int.from_bytes(hashlib.blake2b(values.numpy().tobytes(), digest_size=8).digest(), "big") >> 3

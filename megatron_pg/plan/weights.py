@@ -13,8 +13,8 @@ from megatron_pg.declarations.loss_terms import SHORTHANDS, LossTerm
 from megatron_pg.objectives.corrections.correction import correction_factors
 from megatron_pg.objectives.corrections.selections import check_size
 from megatron_pg.plan.plan import StepPlan
+from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.support import check_supports
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.payloads.topk import TokenSets
@@ -28,7 +28,7 @@ class TokenFactors:
     reducer: Tensor | None  # float64, what a custom reducer weighs, before 1/N_r or 1/T
     corrections: Tensor | None  # float64, factor on the policy term; None: data do not decide, or there is none
     kept: Tensor | None  # bool, trained and not rejected; None: every trained token is
-    penalised: Tensor | None = None  # bool, trained and with the correction's further loss; None: it has none
+    penalised: Tensor  # bool, trained and with the correction's further loss
 
     def kept_per_sample(self, batch: PackedBatch, terms: Sequence[str] = (POLICY,)) -> list[int]:
         """Tokens of each sample that one of the loss terms trains and no correction rejects; -1 where it is of none of them."""
@@ -48,7 +48,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
     """
     check_terms(batch.samples, settings)
     _check_fields(batch, settings)
-    check_supports(batch.samples, settings)
+    check_sampling_masks(batch.samples, settings)
     members = [sample for sample in batch.samples if POLICY in settings.policy and sample.term == POLICY]
     if settings.terms.objective.has_one_advantage_per_sequence:
         _check_advantages(members, settings.terms.objective.name)
@@ -60,6 +60,7 @@ def token_factors(batch: PackedBatch, settings: LossSettings) -> TokenFactors:
         reducer=reducer,
         corrections=corrections,
         kept=kept if CORRECTIONS[settings.correction.name].rejects == "data" else None,
+        penalised=torch.zeros_like(batch.loss_mask),
     )
 
 
@@ -115,6 +116,8 @@ def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> Non
 
 def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
     for sample in samples:
+        if sample.advantages is None:
+            continue
         trained = sample.advantages[sample.loss_mask]
         if len(trained) and trained.max() > trained.min():  # NaN is not more, and is found in the loss
             raise ValueError(
@@ -161,7 +164,7 @@ def _reducer_weights(samples: Sequence[Sample], settings: LossSettings) -> Tenso
 
 def token_weights(
     batch: PackedBatch, plan: StepPlan, first_sample: int, *, factors: TokenFactors, settings: LossSettings
-) -> dict[str, Tensor | None]:
+) -> dict[str, Tensor]:
     """[sum of R] each: what the step adds to a micro-batch's fields, by its name in `TokenFields.per_token`; weights are 0 where masked.
 
     Args:
@@ -176,11 +179,13 @@ def token_weights(
         weights = policy / _per_token(batch, plan.denominators, first_sample)
     else:
         weights = factors.reducer / max(plan.num_tokens if settings.per_token else plan.num_rollouts, 1)
-    found = {"weights": weights, "corrections": factors.corrections}
+    found = {"weights": weights}
+    if factors.corrections is not None:
+        found["corrections"] = factors.corrections
     if settings.trained != settings.policy:
         found |= {"mask": batch.mask_of(*settings.trained), "policy_mask": policy}
-    if any(sample.support is not None for sample in batch.samples):
-        found["support"] = batch.mask_of(*settings.over_support)
+    if any(sample.sampling_mask is not None for sample in batch.samples):
+        found["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
     if settings.terms.reads_topk:
         found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_topk))
     if settings.terms.whole_form is not None:

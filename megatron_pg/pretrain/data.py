@@ -11,7 +11,7 @@ def checked_data(returned: object, args: Namespace) -> tuple[Any, Any, Any]:
     """Training, validation and test data that the dataset provider returned.
 
     Raises:
-        ArgumentError: rule E64, if they are not three, if there are no training data to train on, or if these are of the
+        ArgumentError: rule E64, if they are not three, if there are no training data to train on, or if these have the
             wrong type for --docs-per-step.
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
@@ -44,7 +44,8 @@ def _check_training_data(train: object, args: Namespace) -> None:
         )
     if is_documents and not args.docs_per_step:
         raise _error(
-            "dataset provider returned Documents, but --docs-per-step is 0. Set it, or return an iterator of PackedBatch."
+            "dataset provider returned Documents, but --docs-per-step is 0. Set it, or return an iterator of "
+            "PackedBatch."
         )
 
 

@@ -90,9 +90,9 @@ class RunDocuments:
         if self._saved_position is None or args.docs_per_step or args.docs_per_step_drop_position:
             return
         message = (
-            f"--docs-per-step is not set, but the checkpoint was trained with --docs-per-step {checkpoint_args.docs_per_step} "
-            "and holds the position in its documents. A run without it would train data twice or never. Set it, or drop the "
-            "position with --docs-per-step-drop-position."
+            f"--docs-per-step is not set, but the checkpoint was trained with --docs-per-step "
+            f"{checkpoint_args.docs_per_step} and contains the position in its documents. A run without it would train "
+            "data twice or never. Set it, or drop the position with --docs-per-step-drop-position."
         )
         raise ArgumentError([("E62", message)])
 

@@ -22,8 +22,8 @@ _SHOWN = "megatron_pg: an error has been shown"  # a key of the process group's 
 def shown_once(error: ValueError) -> BaseException:
     """What to raise for an error that every rank has.
 
-    A launcher ends all ranks when one of them has exited, so the other ranks wait until rank 0 has shown the error. Without
-    a process group they cannot wait, and each rank shows it.
+    A launcher ends all ranks when one of them has exited, so the other ranks wait until rank 0 has shown the error.
+    Without a process group they cannot wait, and each rank shows it.
     """
     store = _store()
     if _rank() != 0 and store is not None:

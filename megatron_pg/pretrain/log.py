@@ -36,7 +36,7 @@ class RunLog:
     ):
         self.objective: dict[str, str] = {}  # the loss in force, as the banner shows it
         self.last_iteration = 0  # the last one that was logged in this run
-        self.report: StepReport | None = None  # of the last training step
+        self.report: StepReport  # of the last training step
         self._on_step, self._say, self._path = on_step, say, path
         self._has_additions = False  # rank 0 has an on_step
         self._console = Console(say)
@@ -61,8 +61,8 @@ class RunLog:
         self._file.close()
         if self._file.num_missing:
             self._say(
-                f"{self._file.path} lacks the last {self._file.num_missing} steps, because it could not be written. Free "
-                "some disk space, or choose another metrics_file."
+                f"{self._file.path} lacks the last {self._file.num_missing} steps, because it could not be written. "
+                "Free some disk space, or choose another metrics_file."
             )
 
     def write(self, values: dict[str, Any], settings: LossSettings, args: Namespace) -> None:
@@ -93,7 +93,7 @@ class RunLog:
     def _begin(self, log: StepLog, settings: LossSettings) -> None:
         if torch.distributed.get_rank() == 0:
             history = self._file.before(log.iteration) if self._file else ()
-            advice = Advice(history) if settings.advises else None
+            advice = Advice(history) if settings.warns_of_mismatch else None
             self._console.begin(log.report, settings.metrics, advice)
         self._has_additions = bool(broadcast_text("yes" if self._on_step else "", 0))
 

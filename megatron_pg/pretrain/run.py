@@ -1,8 +1,8 @@
 """`pretrain`, and the adapters between Megatron's callbacks and the parts of this package.
 
-Megatron is called by keyword, because the positional order changed between releases. For the length of the call a few of
-its names are replaced: the function that returns the forward-backward function, the logging function, the parser of a call
-that knows no flags but Megatron's, the check of a checkpoint's arguments, the count of operations, and the build of the
+Megatron is called by keyword, because the positional order changed between releases. A few of its names are replaced
+for the length of the call: the function that returns the forward-backward function, the logging function, the parser
+if it is called without our flags, the check of a checkpoint's arguments, the count of operations, and the build of the
 data-set helpers, which fails if a wheel contains them already.
 """
 
@@ -80,7 +80,7 @@ def pretrain(
         on_step: called after every optimizer step, on every rank. Numbers by name that it returns on rank 0 are logged
             with the step's metrics: metrics file, console line, TensorBoard and W&B.
         say: called on rank 0 with the effective objective and every console line; default: standard output.
-        metrics_file: metrics.jsonl of the run, written by rank 0; a resumed run continues it, and steps that a run trains
+        metrics_file: metrics.jsonl of the run, written by rank 0. A resumed run continues it; steps that are trained
             again move to `metrics.jsonl.1`. None: no such file.
         routing_replay: makes a mixture of experts use the samples' `routed_experts` instead of its router's choice, as
             `PolicyGradientStep` takes it. None: the router chooses.
@@ -89,7 +89,7 @@ def pretrain(
         rest: further keywords of Megatron's `pretrain`.
 
     Raises:
-        ArgumentError, CallbackError, StepPlanError, NonFiniteLossError: on rank 0, which shows it without its traceback;
+        ArgumentError, CallbackError, StepPlanError, NonFiniteLossError: on rank 0, which shows it without a traceback;
             the other ranks have the same error and exit with code 1.
         LostPeerError: on the surviving ranks if another one was killed, failed or hangs, at any time of the job.
         ValueError: the provider is not distributed or returns no training data, a forward step is given, or the metrics
@@ -119,17 +119,19 @@ def pretrain(
 def _check_call(dataset_provider: Callable, forward_step_func: object, rest: Mapping[str, object]) -> None:
     if not getattr(dataset_provider, "is_distributed", False):
         raise ValueError(
-            "the dataset provider is not marked as distributed, and under tensor parallelism Megatron would give most ranks no "
-            "data. Set train_valid_test_dataset_provider.is_distributed = True."
+            "the dataset provider is not marked as distributed, and under tensor parallelism Megatron would give most "
+            "ranks no data. Set train_valid_test_dataset_provider.is_distributed = True."
         )
     if forward_step_func is not None:
         raise ValueError(
-            "forward_step_func has no effect here, because the policy-gradient loss is computed inside the model. Leave it out."
+            "forward_step_func has no effect here, because the policy-gradient loss is computed inside the model. "
+            "Leave it out."
         )
     if rest.get("process_non_loss_data_func") is not None and rest.get("non_loss_data_func") is None:
         raise ValueError(
-            "process_non_loss_data_func without non_loss_data_func makes Megatron run a forward on the last rank alone, which "
-            "then waits forever for the other ranks. Give non_loss_data_func, which every rank calls, or use on_step."
+            "process_non_loss_data_func without non_loss_data_func makes Megatron run a forward on the last rank "
+            "alone, which then waits forever for the other ranks. Give non_loss_data_func, which every rank calls, or "
+            "use on_step."
         )
 
 
@@ -142,8 +144,8 @@ def _print_line(text: str) -> None:
 def _arguments_of_release(provider: Callable, args_defaults: dict) -> dict[str, object]:
     """How Megatron takes its arguments: parsed by it (up to 0.17), or in a container (0.18) made after our validation.
 
-    There is no process group yet. So an invalid argument is not raised here but by the second validation, in `start`: there
-    the ranks compare their errors and show one of them once.
+    There is no process group yet. So an invalid argument is not raised here but by the second validation, in `start`:
+    there the ranks compare their errors and show one of them once.
     """
     if "extra_args_provider" in inspect.signature(training.pretrain).parameters:
         return {"extra_args_provider": provider, "args_defaults": args_defaults}
@@ -170,12 +172,20 @@ class _Run:
         *,
         dynamic_cp: bool = False,
     ):
-        self.step: PolicyGradientStep | None = None
         self.documents = RunDocuments(say, dynamic_cp=dynamic_cp)
         self.log = RunLog(on_step, say, metrics_file)
         self._say = say
         self._routing_replay, self._dynamic_cp = routing_replay, dynamic_cp
         self._save: str | None = None  # folder of the checkpoints
+
+    @functools.cached_property
+    def step(self) -> PolicyGradientStep:
+        """Our step, made on first use: after Megatron has parsed its arguments, before it builds the model."""
+        args = get_args()
+        settings = start(args, self._say, self.log.open)
+        self._save = args.save
+        self.log.objective = dict(describe(in_force(args, settings.kernel)))
+        return PolicyGradientStep(settings, self.keep, routing_replay=self._routing_replay, dynamic_cp=self._dynamic_cp)
 
     @contextmanager
     def replacing_megatrons_names(self, provider: Callable) -> Iterator[None]:
@@ -192,19 +202,11 @@ class _Run:
 
     def build_model(self, provider: Callable, *positional: object, **keywords: object):
         """The user's model with our loss in it, built after our validation."""
-        if self.step is None:
-            args = get_args()
-            settings = start(args, self._say, self.log.open)
-            self.step = PolicyGradientStep(
-                settings, self.keep, routing_replay=self._routing_replay, dynamic_cp=self._dynamic_cp
-            )
-            self._save = args.save
-            self.log.objective = dict(describe(in_force(args, settings.kernel)))
-        model, error = None, None
+        step, model, error = self.step, None, None
         try:
             model = provider(*positional, **keywords)
             if getattr(model, "post_process", True):
-                self.step.attach(model)
+                step.attach(model)
         except Exception as failure:  # raised on every rank
             error = failure
         raise_on_every_rank(error, "E64")
@@ -278,7 +280,7 @@ class _Run:
 
     def progress(self) -> str:
         """How far this rank is, for the error that another one was lost."""
-        return "before its first step" if self.step is None else self.step.progress
+        return self.step.progress if "step" in vars(self) else "before its first step"
 
     @contextmanager
     def to_its_end(self) -> Iterator[None]:

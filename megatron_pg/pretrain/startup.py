@@ -4,7 +4,8 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 
@@ -24,7 +25,7 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
     Args:
         args: Megatron's arguments, which validation may reconcile.
         say: prints a text; called on rank 0.
-        open_files: opens the run's files on rank 0, so that a full disk or another job is known before the model is built.
+        open_files: opens the run's files on rank 0, so that a full disk or another job is noticed early.
     """
     requested = os.environ.get(_DRY_RUN)
     given = rank_snapshot(args) | {_DRY_RUN: repr(requested)}  # before validation, which reconciles arguments
@@ -38,7 +39,7 @@ def start(args: Namespace, say: Callable[[str], None], open_files: Callable[[], 
         open_files()
     except Exception as failure:  # raised on every rank, after the comparison
         error = failure
-    _compare_ranks(given, settings, error)
+    settings = _compare_ranks(given, settings, error)
     if torch.distributed.get_rank() == 0:
         say(banner(in_force(args, settings.kernel)))
     if args.pg_dry_run or requested == "1":
@@ -64,15 +65,17 @@ def _check_warm_up(args: Namespace) -> None:
         value = values.get(flag.replace("-", "_"))
         if value and limit and value >= limit:
             message = (
-                f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the warm-up "
-                "or train longer."
+                f"--{flag} {value} is not less than the length of the learning-rate schedule, {limit}. Shorten the "
+                "warm-up or train longer."
             )
             raise ArgumentError([("E66", message)])
 
 
-def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: Exception | None) -> None:
-    """Raise on every rank if two ranks have different arguments or reducers (rule E23), or if one has an error."""
-    sources = {
+def _compare_ranks(
+    given: Mapping[str, str | None], settings: LossSettings | None, error: Exception | None
+) -> LossSettings:
+    """The settings. Raises on every rank if arguments or functions differ (rule E23), or if one rank has an error."""
+    sources: dict[str, str | None] = {
         "source of the custom reducer": source_of(settings.reducer)[1] if settings and settings.reducer else None,
         "source of the objective": source_of(settings.terms.objective.loss)[1] if settings else None,
     }
@@ -82,7 +85,8 @@ def _compare_ranks(given: dict[str, str], settings: LossSettings | None, error: 
     raise_on_every_rank(error, "E23")
     if message := disagreement(_gather_texts(sources)):
         raise ArgumentError([("E23", message)])
+    return cast(LossSettings, settings)  # without settings this rank has an error
 
 
-def _gather_texts(texts: dict[str, str | None]) -> list[dict[str, str | None]]:
+def _gather_texts(texts: Mapping[str, str | None]) -> list[dict[str, str | None]]:
     return [json.loads(decode(row)) for row in all_gather_rows(encode(json.dumps(texts), TEXT_BYTES))]

@@ -94,7 +94,7 @@ def _are_states(value: Any) -> bool:
     return all(isinstance(value.get(name), str) for name in value if name != "width")
 
 
-def _is_support(value: Any) -> bool:
+def _is_sampling_mask(value: Any) -> bool:
     """Whether it is two lists of integers; `Sample` looks at what they say."""
     return (
         isinstance(value, dict) and set(value) == {"ids", "offsets"} and all(_holds(v, {int}) for v in value.values())
@@ -128,7 +128,7 @@ FIELDS = {
     "old_entropies": Field(_are_numbers, is_required=False, is_per_token=True, since=2),
     "teacher_topk": Field(_are_token_sets, is_required=False, since=2),
     "teacher_hidden": Field(_are_states, is_required=False, since=2),
-    "support": Field(_is_support, is_required=False, since=2),
+    "sampling_mask": Field(_is_sampling_mask, is_required=False, since=3),
     "rollout_topk": Field(_are_token_sets, is_required=False, since=2),
     "term": Field(is_term, is_required=False, since=3),
     "masks": Field(_are_masks, is_required=False, since=2),
@@ -139,7 +139,7 @@ FIELDS = {
     "worker": Field(is_id, is_required=False, is_origin=True),
     "data_parallel_rank": Field(lambda value: is_int(value) and 0 <= value < 2**31, is_required=False, is_origin=True),
 }
-OLD_NAMES = {"stream": "term"}  # of versions before 3
+OLD_NAMES = {"stream": "term", "support": "sampling_mask"}  # of versions before 3
 REQUIRED = tuple(name for name, each in FIELDS.items() if each.is_required)
 REQUIRED_OF_ALL = tuple(name for name in REQUIRED if not FIELDS[name].is_of_policy)
 OPTIONAL = tuple(name for name, each in FIELDS.items() if each.is_per_token and not each.is_required)

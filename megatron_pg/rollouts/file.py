@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts import lines
-from megatron_pg.rollouts.fields import FIELDS, POLICY, REQUIRED, REQUIRED_OF_ALL
+from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES, POLICY, REQUIRED, REQUIRED_OF_ALL
 from megatron_pg.rollouts.lines import (
     FORMAT,
     VERSIONS,
@@ -68,8 +68,8 @@ class RolloutWriter:
     Args:
         path: the file. Ranks write files of their own: two writers of one file would mix their lines.
         if_exists: what to do with a file that holds something: `refuse`, `append` to its samples, or `replace` them.
-        version: of the format: 2 for samples with further masks, a teacher, a support or entropies, 3 for samples with a loss term. A file
-            that is appended to keeps its own version.
+        version: of the format: 2 for samples with further masks, a teacher or entropies, 3 for samples with a loss term
+            or a sampling mask. A file that is appended to keeps its version.
 
     Raises:
         RolloutFileError: the file exists and is refused, or cannot be appended to.
@@ -173,7 +173,8 @@ def sample_of(record: dict, sample_id: str) -> Sample:
         )
     extra = {name: value for name, value in record.items() if name not in FIELDS}
     if unknown := [name for name in extra if not name.startswith("x_")]:
-        raise ValueError(f"unknown field {shorten(unknown[0])}; is it misspelt? Your own fields begin with x_.")
+        hint = f"did you mean {OLD_NAMES[unknown[0]]}?" if unknown[0] in OLD_NAMES else "is it misspelt?"
+        raise ValueError(f"unknown field {shorten(unknown[0])}; {hint} Your own fields begin with x_.")
     for name, each in FIELDS.items():
         if name in record and not each.accepts(record[name]):
             raise ValueError(f"{name}={shorten(record[name])} has the wrong type or range; see docs/rollout_file.md.")

@@ -13,7 +13,7 @@ from megatron_pg.rollouts.fields import FIELDS, OLD_NAMES
 from megatron_pg.rollouts.printable import printable, shorten
 
 FORMAT = "megatron_pg.rollouts"
-VERSIONS = (1, 2, 3)  # 2: with masks, teachers and entropies; 3: with loss terms under today's names
+VERSIONS = (1, 2, 3)  # 2: with masks, teachers and entropies; 3: loss terms and sampling masks under these names
 MAX_LINE_BYTES = 256 * 2**20  # several million tokens; a longer line is no sample
 
 

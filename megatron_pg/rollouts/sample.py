@@ -28,7 +28,7 @@ from megatron_pg.rollouts.fields import (
 )
 from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.payloads.base import is_plain, shown
-from megatron_pg.rollouts.payloads.sampling_masks import Support
+from megatron_pg.rollouts.payloads.sampling_masks import RecordedMask
 from megatron_pg.rollouts.payloads.topk import TokenSets
 from megatron_pg.rollouts.printable import printable, shorten
 
@@ -85,7 +85,7 @@ class Sample:
     teacher_hidden: Tensor | None = (
         None  # [R, H_T] bfloat16 or float32, the teacher's states that predict the response tokens, behind its last norm
     )
-    support: Support | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
+    sampling_mask: RecordedMask | None = None  # what the rollout engine could have sampled; None: the whole vocabulary
     rollout_topk: TokenSets | None = None  # the engine's likeliest, which only `megatron-pg mismatch` reads
     routed_experts: Tensor | None = (
         None  # [n - 1, layers, topk] int32: the engine's experts of every token but the last
@@ -192,7 +192,7 @@ class Sample:
             rest: any other field of `Sample`; log-probabilities and `old_entropies` as `old_logprobs`, masks as `loss_mask`,
                 `routed_experts` as nested lists or an array of integers, `teacher_topk` and `rollout_topk` as a dict of `ids` and
                 `logprobs`, each a list per response token of lists, or an array [R, K]; `teacher_hidden` as a tensor or array
-                [R, H_T], kept in bfloat16 if it is in it, else in float32; `support` as a list of ids per response token, or a
+                [R, H_T], kept in bfloat16 if it is in it, else in float32; `sampling_mask` as a list of ids per response token, or a
                 dict of `ids` and `offsets`.
 
         Raises:

@@ -1,1 +1,1 @@
-"""One optimizer step: counts, weights, loss, Megatron's contract, and the schedule around them."""
+"""One optimizer step through Megatron's schedule: checks, loss, loss scaling and report."""

@@ -1,10 +1,10 @@
-"""What a mixture of experts asks of the step: its own losses at their scale in every release, and the engine's routing.
+"""Mixture of experts: the scale of the router's losses in every release, and replay of the engine's routing.
 
-The router adds its losses to the gradient by itself. Under the per-token contract it multiplies them by the positions that
-it sees, because Megatron divides by Q, the positions of the step. Up to 0.18 these are the positions of one tensor- and
-context-parallel rank, and of one row in `seq_aux_loss`. Its losses are linear in their coefficients, which it reads at
-every call, also when a layer is recomputed; so the coefficients are multiplied while the step runs, and only then:
-evaluation, logs, arguments and checkpoints keep the user's.
+The router adds its losses to the gradient itself. Under the per-token loss scaling it multiplies them by the number of
+its positions, because Megatron divides by Q, the positions of the step. Up to 0.18 these are the positions of one
+tensor- and context-parallel rank, and of one row in `seq_aux_loss`. Its losses are linear in their coefficients, which
+it reads in every call, also when a layer is recomputed. So the coefficients are multiplied while the step runs, and
+only then: evaluation, logs, arguments and checkpoints keep the user's.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from megatron_pg.batch import PackedBatch
 from megatron_pg.flags.megatron import SCALES_ROUTER_LOSSES, core_version
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 
 
 class RoutingReplay(Protocol):
-    """How the user's model takes the engine's experts in the place of its router's choice (R3, arXiv:2510.11370).
+    """Makes the user's model use the engine's experts instead of its router's choice (R3, arXiv:2510.11370).
 
     `examples/loop/routing_replay.py` is one for Megatron's own `RouterReplay`.
     """
@@ -29,48 +29,48 @@ class RoutingReplay(Protocol):
 
         Args:
             model: the chunk, as the schedule has it: wrapped.
-            experts: [layers, positions, topk] int32 on the model's device, for the positions that this rank's routers
-                see, in their order. Layers are the engine's: those of the whole model, from 0. Layers that are
-                recomputed in the backward must be given the same again; the backwards of a chunk come in the order of
-                its forwards.
+            experts: [layers, positions, topk] int32 on the model's device, for the positions of this rank's routers, in
+                their order. Layers are the engine's: those of the whole model, from 0. Layers that are recomputed in
+                the backward must get the same experts again; the backwards of a chunk come in the order of its
+                forwards.
         """
 
     def end(self) -> None:
-        """Called when the step has run or broken off: nothing of it is needed any more."""
+        """Called when the step has ended or failed."""
 
 
 _COEFFICIENTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def needs_router_scale(config: Any) -> bool:
-    """Whether this release leaves the router's losses too small under the contract of the config."""
+    """Whether this release leaves the router's losses too small under the loss scaling of the config."""
     has_router = bool(getattr(config, "num_moe_experts", None))
     return has_router and config.calculate_per_token_loss and core_version() < SCALES_ROUTER_LOSSES
 
 
 def check_rows(batches: Sequence[PackedBatch], config: Any) -> None:
-    """Refuse micro-batches of a step that would need a coefficient each: layers are recomputed when another one has run.
+    """Refuse micro-batches that need different coefficients: a layer may be recomputed after another one has run.
 
     Raises:
-        ContractError: seq_aux_loss, which a release divides once too often by the rows, with unequal numbers of rows.
+        ScheduleError: unequal numbers of rows with seq_aux_loss, which this release divides once too often by the rows.
     """
     rows = sorted({len(batch.tokens) for batch in batches})
     if len(rows) > 1 and needs_router_scale(config) and "seq_aux_loss" in config.moe_router_load_balancing_type:
-        raise ContractError(
-            f"micro-batches of {rows[0]} and of {rows[-1]} rows in one step: this megatron-core (before 0.19) divides seq_aux_loss by the "
-            "rows once too often, which one coefficient cannot undo for both. Pack all with the same rows, or into packed rows (thd); or "
-            "take aux_loss, or megatron-core 0.19"
+        raise ScheduleError(
+            f"micro-batches of {rows[0]} and of {rows[-1]} rows in one step: this megatron-core (before 0.19) divides "
+            "seq_aux_loss by the rows once too often, which one coefficient cannot undo for both. Pack all with the "
+            "same number of rows, or into packed rows (thd); or use aux_loss, or megatron-core 0.19"
         )
 
 
 @contextmanager
 def router_losses_to_scale(chunks: Iterable[nn.Module], *, rows: int, ranks: int) -> Iterator[None]:
-    """The coefficients of the router's losses as this release needs them, while the step runs.
+    """Set the coefficients of the router's losses for this release while the step runs.
 
     Args:
-        chunks: the model's, wrapped or not; each config is changed once, however many modules share it.
+        chunks: the model's, wrapped or not; a config that several modules share is changed once.
         rows: B of the step's micro-batches.
-        ranks: TP · C, among which a position has one rank.
+        ranks: TP · C, of which one has a given position.
     """
     configs = {
         id(config): config for chunk in chunks for module in chunk.modules() if (config := _router_config(module))
@@ -91,55 +91,54 @@ def _router_config(module: nn.Module) -> Any:
 
 
 def scaled(kinds: Any, aux: Any, z: float | None, *, rows: int, ranks: int) -> dict[str, Any]:
-    """The coefficients that make up for what the router leaves out, by their names in the config.
+    """The coefficients that restore the factors which the router leaves out, by their names in the config.
 
     Args:
         kinds: name of the balancing loss, or names.
         aux: its coefficient, or one for each name.
         z: coefficient of the z-loss.
         rows: as in `router_losses_to_scale`.
-        ranks: likewise.
+        ranks: as in `router_losses_to_scale`.
     """
 
     def one(kind: str, coefficient: float) -> float:
         return coefficient * ranks * (rows if kind == "seq_aux_loss" else 1)
 
-    found = (
-        [one(kind, each) for kind, each in zip(kinds, aux, strict=True)] if isinstance(kinds, list) else one(kinds, aux)
-    )
-    return dict(zip(_COEFFICIENTS, (found, None if z is None else z * ranks), strict=True))
+    several = isinstance(kinds, list)
+    scaled_aux = [one(kind, value) for kind, value in zip(kinds, aux, strict=True)] if several else one(kinds, aux)
+    return dict(zip(_COEFFICIENTS, (scaled_aux, None if z is None else z * ranks), strict=True))
 
 
 def check_experts(batches: Sequence[PackedBatch], config: Any, replay: RoutingReplay | None) -> None:
-    """Refuse what cannot be replayed as it stands.
+    """Refuse experts that cannot be replayed.
 
     Raises:
-        ContractError: a sample without experts, with experts that the model does not have, or that nobody would replay.
+        ScheduleError: a sample without experts, with experts that the model does not have, or experts without a replay.
     """
     samples = [sample for batch in batches for sample in batch.samples]
     if replay is None:
         if given := [sample for sample in samples if sample.routed_experts is not None]:
-            raise ContractError(
-                f"sample {given[0].sample_id} has routed_experts and nothing replays them, so the router would choose anew; give "
-                "routing_replay (docs/megatron.md), or leave the field out"
+            raise ScheduleError(
+                f"sample {given[0].sample_id} has routed_experts, and without routing_replay the router chooses "
+                "experts itself; give routing_replay (docs/megatron.md), or remove the field"
             )
         return
-    if not config.num_moe_experts or getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ContractError(
-            "routing_replay needs a model with experts whose forwards run one at a time: num_moe_experts is "
-            f"{config.num_moe_experts}, overlap_moe_expert_parallel_comm {getattr(config, 'overlap_moe_expert_parallel_comm', False)}; "
-            "change it, or leave the replay out"
+    overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    if not config.num_moe_experts or overlaps:
+        raise ScheduleError(
+            f"routing_replay needs a model with experts whose forwards run one at a time: num_moe_experts is "
+            f"{config.num_moe_experts}, overlap_moe_expert_parallel_comm {overlaps}; change it, or remove the replay"
         )
     for sample in samples:
         if sample.routed_experts is None:
-            raise ContractError(
-                f"sample {sample.sample_id} has no routed_experts, which routing_replay needs of every sample; have the rollout engine "
-                "return them"
+            raise ScheduleError(
+                f"sample {sample.sample_id} has no routed_experts, which routing_replay needs of every sample; let the "
+                "rollout engine return them"
             )
         shape, most = tuple(sample.routed_experts.shape[1:]), int(sample.routed_experts.max())
         if shape != (config.num_layers, config.moe_router_topk) or most >= config.num_moe_experts:
-            raise ContractError(
-                f"routed_experts of sample {sample.sample_id} are of {shape[0]} layers with {shape[1]} experts up to number {most}, and the "
-                f"model has {config.num_layers} layers with {config.moe_router_topk} of {config.num_moe_experts} experts, so they are "
-                "another model's; sample with the one that is trained"
+            raise ScheduleError(
+                f"routed_experts of sample {sample.sample_id} are of {shape[0]} layers with {shape[1]} experts up to "
+                f"number {most}, and the model has {config.num_layers} layers with {config.moe_router_topk} of "
+                f"{config.num_moe_experts} experts; sample with the model that is trained"
             )

@@ -1,4 +1,4 @@
-"""What the losses of a step found, exchanged once: checks, and the step's exact metrics."""
+"""The diagnostics of a step's losses, exchanged once: checks, and the step's exact metrics."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from megatron_pg.batch import LocalBatch
 from megatron_pg.metrics import Reduction
 from megatron_pg.plan.collectives import all_gather_rows, broadcast_text, device_of
 from megatron_pg.plan.documents import StepDocuments
-from megatron_pg.plan.errors import ContractError, NonFiniteLossError
+from megatron_pg.plan.errors import NonFiniteLossError, ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.step.loss import Diagnostics
 
@@ -21,36 +21,36 @@ _CHECKS = 7  # values before the metrics in what is gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """What every rank found."""
+class StepFindings:
+    """The diagnostics of every rank."""
 
     rows: Tensor  # [world, width] float64, partial results of the metrics
-    data_ranks: Tensor  # [world] int64, which data-parallel rank each of them is
-    returned: int  # sum of the counts that they returned to Megatron
+    data_ranks: Tensor  # [world] int64, the data-parallel rank of each
+    returned: int  # sum of the counts that the ranks returned to Megatron
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step's forward-backward found, equal on every rank."""
+    """The result of one step's forward-backward, equal on every rank."""
 
     plan: StepPlan
-    metrics: dict[str, float]  # by name, in the order of docs/metrics.md; one without a contribution is absent
-    nonfinite: dict[str, list[int]]  # metric: the ranks whose contribution is NaN or inf
+    metrics: dict[str, float]  # by name, in the order of docs/metrics.md; without those that have no contribution
+    nonfinite: dict[str, list[int]]  # metric: the ranks with a NaN or inf contribution
     forward_only: bool = False  # an evaluation step
-    documents: StepDocuments | None = None  # what the step took; None without --docs-per-step
+    documents: StepDocuments | None = None  # None without --docs-per-step
 
 
 def report_of(
     plan: StepPlan,
     metrics: Reduction,
-    found: Gathered,
+    findings: StepFindings,
     *,
     forward_only: bool = False,
     documents: StepDocuments | None = None,
 ) -> StepReport:
     """The report from every rank's partial results."""
-    rows = found.rows
-    values = metrics.finish(metrics.combine(rows).tolist(), plan, metrics.by_rank(rows, found.data_ranks))
+    rows = findings.rows
+    values = metrics.finish(metrics.combine(rows).tolist(), plan, metrics.by_rank(rows, findings.data_ranks))
     return StepReport(
         plan=plan,
         metrics=values | (asdict(documents) if documents else {}),
@@ -60,21 +60,23 @@ def report_of(
     )
 
 
-def gather_found(found: Found, metrics: Reduction, *, reports: bool, data_rank: int = 0, returned: int = 0) -> Gathered:
+def gather_found(
+    found: Found, metrics: Reduction, *, reports: bool, data_rank: int = 0, returned: int = 0
+) -> StepFindings:
     """Every rank's partial results of the metrics: one all-gather, one host read.
 
     Every rank of the default group must call, before the optimizer moves.
 
     Args:
-        found: this rank's findings; empty on pipeline stages without the loss.
+        found: this rank's diagnostics; empty on pipeline stages without the loss.
         metrics: the metrics.
-        reports: whether this rank's sums count: others hold copies.
-        data_rank: this rank's number among those that bring samples of their own.
-        returned: what this rank returned as counts to Megatron.
+        reports: whether this rank's sums count; the sums of a rank that holds copies do not.
+        data_rank: this rank's number among those that contribute their own samples.
+        returned: sum of the counts that this rank returned to Megatron.
 
     Raises:
         NonFiniteLossError: on every rank, for a loss of any of them.
-        ContractError: on every rank; a model changed what the output layer returned for the fused head, or made logits without the head.
+        ScheduleError: on every rank; a model changed the output of the output layer, or made logits without the head.
     """
     device = device_of(None)
     counts = torch.tensor([returned, data_rank], dtype=torch.float64, device=device)
@@ -83,14 +85,14 @@ def gather_found(found: Found, metrics: Reduction, *, reports: bool, data_rank: 
     _raise_changed(checks)
     _raise_bypassed(checks)
     _raise_nonfinite(checks, found)
-    return Gathered(
+    return StepFindings(
         rows=rows[:, _CHECKS:], data_ranks=rows[:, _CHECKS - 1].long(), returned=round(sum(row[5] for row in checks))
     )
 
 
 @contextmanager
 def before_finalize(config: Any, check: Callable[[], object]) -> Iterator[None]:
-    """Check before gradients are reduced, where Megatron's own NaN check would stop the one rank that sees it."""
+    """Call `check` before gradients are reduced, where Megatron's own NaN check would stop one rank only."""
     finalize = config.finalize_model_grads_func
 
     def check_and_finalize(*positional: object, **keywords: object) -> None:
@@ -106,8 +108,7 @@ def before_finalize(config: Any, check: Callable[[], object]) -> Iterator[None]:
 
 
 def _checks(found: Found, device: torch.device) -> Tensor:
-    """[5]: trained tokens whose loss is not finite, code of the first one, further losses that are not, changes of the fused head's stand-in,
-    micro-batches without the head."""
+    """[5]: non-finite losses of tokens, code of the first, other non-finite losses, changed outputs, bypassed heads."""
     if not found:
         return torch.tensor([0.0, torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
     bad = torch.stack([one.nonfinite for one in found.values()])  # [K, 3]
@@ -126,19 +127,19 @@ def _partial(found: Found, metrics: Reduction, reports: bool, device: torch.devi
 
 def _raise_changed(checks: list[list[float]]) -> None:
     if bad := [rank for rank, row in enumerate(checks) if row[3] > 0]:
-        raise ContractError(
-            f"--pg-fused-head takes the hidden states of the output layer, and the model changes what the layer returns before the loss "
-            f"(rank {bad[0]}, {len(bad)} ranks): a softcap, a scale or a forward hook, which the fused head would leave out. Remove "
-            "--pg-fused-head; --fp32-lm-head keeps it."
+        raise ScheduleError(
+            "--pg-fused-head takes the hidden states of the output layer, and the model changes the layer's output "
+            f"before the loss (rank {bad[0]}, {len(bad)} ranks): a softcap, a scale or a forward hook, which the fused "
+            "head leaves out. Remove --pg-fused-head; --fp32-lm-head supports it."
         )
 
 
 def _raise_bypassed(checks: list[list[float]]) -> None:
     if bad := [rank for rank, row in enumerate(checks) if row[4] > 0]:
-        raise ContractError(
-            f"--fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model made its logits without that product "
-            f"(rank {bad[0]}, {len(bad)} ranks), for example in a layer whose forward does not call _forward_impl. Remove the flag, or build "
-            "the model with Megatron's ColumnParallelLinear."
+        raise ScheduleError(
+            "--fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model made its logits "
+            f"without that product (rank {bad[0]}, {len(bad)} ranks), for example in a layer whose forward does not "
+            "call _forward_impl. Remove the flag, or build the model with Megatron's ColumnParallelLinear."
         )
 
 
@@ -147,8 +148,8 @@ def _raise_nonfinite(checks: list[list[float]], found: Found) -> None:
     further = [rank for rank, (_, _, count, *_) in enumerate(checks) if count > 0]
     if not bad and further:
         raise NonFiniteLossError(
-            f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy's own is finite, "
-            "so the step means nothing and the optimizer has not moved. Look at the weights of the mtp layers."
+            f"non-finite loss of multi-token prediction at rank {further[0]} ({len(further)} ranks), while the policy "
+            "loss is finite. The optimizer has not moved. Check the weights of the mtp layers."
         )
     if not bad:
         return
@@ -158,6 +159,6 @@ def _raise_nonfinite(checks: list[list[float]], found: Found) -> None:
         where = list(found)[microbatch].locate(flat)
     where = broadcast_text(where, bad[0])
     raise NonFiniteLossError(
-        f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} ranks), "
-        "so the step means nothing and the optimizer has not moved. Look at that sample's logits and log-probabilities."
+        f"non-finite loss at rank {bad[0]}, {where} ({checks[bad[0]][0]:.0f} trained tokens on that rank, {len(bad)} "
+        "ranks). The optimizer has not moved. Check that sample's logits and log-probabilities."
     )

@@ -1,8 +1,8 @@
 """One optimizer step through Megatron's schedule: plan, run, check.
 
-    1. take this step's K micro-batches and plan them: one exchange over the data-parallel group; under --docs-per-step K is
-       found first (`megatron_pg.plan.documents`)
-    2. run Megatron's forward-backward function over them, with the weights that came out
+    1. take the step's K micro-batches and plan them: one exchange over the data-parallel group. Under --docs-per-step
+       the documents determine K (`megatron_pg.plan.documents`).
+    2. run Megatron's forward-backward function over them, with the planned weights
     3. one all-gather for the checks and all metrics, one host read, before the optimizer moves
 
 Needs megatron.core only. `megatron_pg.pretrain` hooks it into `megatron.training.pretrain`.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -24,26 +24,23 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch, PackedBatch, local_experts
 from megatron_pg.plan.documents import DocumentAccumulator, EndOfDocuments, StepDocuments, schedulable_count
-from megatron_pg.plan.errors import ContractError, StepPlanError, lost_peer_named
-from megatron_pg.plan.microbatches import Counted, count, slice_step
-from megatron_pg.plan.plan import StepPlan, check_count, plan_from_table
-from megatron_pg.plan.selection import select
+from megatron_pg.plan.errors import ScheduleError, StepPlanError, lost_peer_named
+from megatron_pg.plan.plan import StepPlan, check_count
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.shared_documents import SharedDocumentAccumulator
-from megatron_pg.plan.support import without_missing
-from megatron_pg.plan.table import LocalTable, PlanRule
 from megatron_pg.step.checks import (
-    agree,
     always_averages,
+    check_agreement,
     check_batches,
     check_cuts,
     check_dynamic_cp,
     check_model,
     check_packing,
     check_teachers,
-    check_vocabulary_of_supports,
+    check_vocabulary_of_sampling_masks,
     source_of,
-    take,
+    take_microbatches,
 )
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.experts import (
@@ -53,9 +50,24 @@ from megatron_pg.step.experts import (
     needs_router_scale,
     router_losses_to_scale,
 )
-from megatron_pg.step.findings import Gathered, StepReport, before_finalize, gather_found, report_of
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.findings import StepFindings, StepReport, before_finalize, gather_found, report_of
+from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.model_loss import ModelLoss
+from megatron_pg.step.schedule import ScheduleCall
+
+
+class _Fetched(NamedTuple):
+    """This rank's micro-batches of a step, or its error."""
+
+    batches: Sequence[PackedBatch]
+    documents: StepDocuments | None  # that the micro-batches were packed from
+    error: Exception | None
+
+    def batches_or_error(self) -> Sequence[PackedBatch]:
+        """The micro-batches; raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.batches
 
 
 class PolicyGradientStep:
@@ -64,10 +76,10 @@ class PolicyGradientStep:
     Args:
         settings: from `LossSettings.from_args`, after `validate_args`.
         on_report: called with a `StepReport` after every forward-backward, on every rank.
-        documents: takes the steps under `--docs-per-step`, under `dynamic_cp` a SharedDocumentAccumulator; None: a step is
-            what the schedule asks for.
+        documents: takes the steps under `--docs-per-step`, a SharedDocumentAccumulator under `dynamic_cp`; None: a step
+            is `num_microbatches` of the schedule.
         routing_replay: gives the model the experts of the rollout engine; None: its router chooses.
-        dynamic_cp: every micro-batch is cut over ranks of its own (`PackedBatch.cp_ranks`); the same on every rank.
+        dynamic_cp: every micro-batch is split over its own ranks (`PackedBatch.cp_ranks`); the same on every rank.
     """
 
     def __init__(
@@ -85,17 +97,17 @@ class PolicyGradientStep:
         self._groups: ContextGroups | None = None  # under dynamic_cp, from the first step on
         self._on_report = on_report or (lambda report: None)
         self._loss = ModelLoss(settings)
-        self._contract: Contract | None = None  # of the step in progress
-        self.steps = 0  # that have begun, without evaluations; for messages
-        self._has_warned = False  # of ids that may not be unique
+        self._scaling: LossScaling  # of the step in progress
+        self.steps = 0  # training steps that have begun; for messages
+        self._has_warned = False  # about ids that may not be unique
 
     # --- the model ---
 
     def attach(self, model: Any) -> Any:
-        """Compute the loss inside `model` (a GPTModel or HybridModel, not yet wrapped), where logits are not gathered over TP.
+        """Compute the loss inside `model`, a GPTModel or HybridModel that is not yet wrapped; returns it.
 
         Raises:
-            ContractError: the model does not compute its loss in `compute_language_model_loss`.
+            ScheduleError: the model does not compute its loss in `compute_language_model_loss`.
         """
         self._loss.attach(model)
         return model
@@ -105,16 +117,20 @@ class PolicyGradientStep:
     ) -> tuple[object, Callable]:
         """Megatron's `forward_step_func`, over the micro-batches that `forward_backward` has planned.
 
-        `return_schedule_plan`: Megatron's --overlap-moe-expert-parallel-comm runs the model in pieces, beside another backward.
+        Args:
+            data_iterator: yields this rank's slices of the planned micro-batches.
+            model: the wrapped model.
+            return_schedule_plan: Megatron's --overlap-moe-expert-parallel-comm runs the model in pieces, during a
+                backward.
         """
         local = next(data_iterator)
         if not isinstance(local, LocalBatch):
-            raise ContractError(
-                f"the data iterator gave a {type(local).__name__} that no plan has seen, so its denominators are unknown; "
-                "run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
+            raise ScheduleError(
+                f"the data iterator gave a {type(local).__name__} that was not planned, so its denominators are "
+                "unknown; run the schedule through PolicyGradientStep.forward_backward (megatron_pg.pretrain does)"
             )
         inputs = (local.inputs.tokens, local.inputs.position_ids, None)
-        rest = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
+        rest: dict[str, Any] = {"labels": local.inputs.labels, "loss_mask": local.inputs.loss_mask}
         rest["packed_seq_params"] = _packed_seq_params(local, self._groups.use(local.whole) if self._groups else None)
         if return_schedule_plan:
             self._loss.expect(local)
@@ -140,76 +156,69 @@ class PolicyGradientStep:
 
     def _loss_func(self, local: LocalBatch, total: Tensor) -> tuple:
         if local not in self._loss.found:
-            raise ContractError(
-                f"the model returned a {type(total).__name__} without the policy-gradient loss; call PolicyGradientStep.attach on "
-                "the GPTModel or HybridModel before it is wrapped"
+            raise ScheduleError(
+                f"the model returned a {type(total).__name__} without the policy-gradient loss; call "
+                "PolicyGradientStep.attach on the GPTModel or HybridModel before it is wrapped"
             )
         if torch.is_grad_enabled() and not total.requires_grad:
-            raise ContractError(
-                "loss does not require grad, so Megatron would skip this rank's backward and the others would wait; unfreeze a "
-                "parameter of the model"
+            raise ScheduleError(
+                "loss does not require grad, so Megatron skips this rank's backward and the other ranks wait; unfreeze "
+                "a parameter of the model"
             )
-        return self._contract.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
+        return self._scaling.outputs(total, num_positions=local.num_positions, policy=self._loss.found[local].policy)
 
     # --- the step ---
 
     def forward_backward(self, forward_backward_func: Callable, **arguments: object) -> list:
-        """Megatron's forward-backward function with the plan before it and the checks behind it.
+        """Plan the step, run Megatron's forward-backward function over it, and check it.
 
         Args:
             forward_backward_func: what `get_forward_backward_func()` returned.
-            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es (documents, where the step takes
-                them: `num_microbatches` is then its own), on every rank, the same on tensor-, context- and
-                pipeline-parallel peers; `forward_step_func` is `self.forward_step`.
+            arguments: its keyword arguments. `data_iterator` yields `PackedBatch`es on every rank, the same on tensor-,
+                context- and pipeline-parallel peers. It yields documents where the step takes them, and
+                `num_microbatches` is then not read. `forward_step_func` is `self.forward_step`.
 
         Raises:
             EndOfDocuments: on every rank, before the schedule runs.
-            StepPlanError, ContractError, NonFiniteLossError: on every rank.
+            StepPlanError, ScheduleError, NonFiniteLossError: on every rank.
             LostPeerError: on the ranks that survive one that was killed, failed or hangs.
         """
         if arguments.get("collect_non_loss_data"):  # on this rank alone, so before any collective
-            raise ContractError(
-                "collect_non_loss_data asks for outputs instead of losses, on the last rank alone; run such a forward without "
-                "PolicyGradientStep"
+            raise ScheduleError(
+                "collect_non_loss_data asks for outputs instead of losses, on the last rank only; run such a forward "
+                "without PolicyGradientStep"
             )
         place = f"in an evaluation {self.progress}"
         if not arguments.get("forward_only"):
             self.steps += 1
             place = f"in its step {self.steps}, before the optimizer moved"
         with lost_peer_named(lambda: place):
-            return self._run(forward_backward_func, arguments)
+            return self._run(forward_backward_func, ScheduleCall.of(arguments))
 
     @property
     def progress(self) -> str:
-        """How far this rank is, in words for an error."""
+        """The progress of this rank, for an error message."""
         return f"after its step {self.steps}" if self.steps else "before its first step"
 
-    def _run(self, forward_backward_func: Callable, arguments: dict) -> list:
-        model = arguments["model"]
-        chunks = model if isinstance(model, list) else [model]
+    def _run(self, forward_backward_func: Callable, call: ScheduleCall) -> list:
         if self._dynamic_cp and self._groups is None:
             self._groups = ContextGroups(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        plan, local, documents = self._plan(chunks, arguments)
-        self._contract = self._contract_of(plan, chunks[0])
-        group = parallel_state.get_tensor_model_parallel_group()
-        self._loss.begin(plan, self._contract, chunks[0].config, group)
-        # every virtual pipeline chunk runs over the same micro-batches
-        iterators = [iter(local) for _ in chunks]
-        arguments["data_iterator"] = iterators if isinstance(arguments["data_iterator"], list) else iterators[0]
-        found: list[Gathered] = []
+        plan, local, documents = self._plan(call)
+        self._scaling = self._scaling_of(plan, call.chunks[0])
+        self._loss.begin(plan, self._scaling, call.config, parallel_state.get_tensor_model_parallel_group())
+        findings: list[StepFindings] = []
         # with gradients on, the fused head adds to main_grad in the forward
-        trains = torch.is_grad_enabled() and not arguments.get("forward_only")
+        trains = torch.is_grad_enabled() and not call.forward_only
         with (
-            self._checked_before_finalize(chunks[0].config, found),
-            _router_losses_to_scale(chunks, local),
+            self._checked_before_finalize(call.config, findings),
+            _router_losses_to_scale(call.chunks, local),
             self._replay_ended(),
-            self._groups.in_layers(chunks) if self._groups else nullcontext(),
+            self._groups.in_layers(call.chunks) if self._groups else nullcontext(),
             torch.set_grad_enabled(trains),
         ):
-            losses = forward_backward_func(**arguments)
-        gathered = found[0] if found else self._gather_and_check()
-        forward_only = bool(arguments.get("forward_only"))
-        report = report_of(plan, self.settings.metrics, gathered, forward_only=forward_only, documents=documents)
+            losses = forward_backward_func(**call.over(local))
+        gathered = findings[0] if findings else self._gather_and_check()
+        report = report_of(plan, self.settings.metrics, gathered, forward_only=call.forward_only, documents=documents)
         self._on_report(report)
         return losses
 
@@ -221,79 +230,71 @@ class PolicyGradientStep:
             if self._replay is not None:
                 self._replay.end()
 
-    def _checked_before_finalize(self, config: Any, found: list[Gathered]) -> AbstractContextManager[None]:
+    def _checked_before_finalize(self, config: Any, found: list[StepFindings]) -> AbstractContextManager[None]:
         return before_finalize(config, lambda: found.append(self._gather_and_check()))
 
-    def _plan(self, chunks: list[Any], arguments: dict) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
-        """The step's plan and this rank's planned micro-batches; a mistake on any rank is raised on every rank."""
+    def _plan(self, call: ScheduleCall) -> tuple[StepPlan, list[LocalBatch], StepDocuments | None]:
+        """The step's plan and this rank's planned micro-batches; an error on any rank is raised on every rank."""
+        group = self._counting_group
         try:
-            batches, documents, error = self._fetch(chunks, arguments)
+            fetched = self._fetch(call)
         except EndOfDocuments:
-            agree([], None, None, self._counting_group)  # unless a peer goes on
+            check_agreement([], None, None, group)  # unless a peer goes on
             raise
-        counted: Counted | None = None
-        if error is None:
-            try:
-                batches = [without_missing(batch, self.settings) for batch in batches]
-                check_cuts(batches, self._groups)
-                check_batches(batches, chunks[0], arguments, self.settings.vocab_size)
-                check_teachers(batches, chunks[0], self.settings)
-                check_vocabulary_of_supports(batches, chunks[0], self.settings)
-                check_packing(batches, chunks)
-                check_rows(batches, chunks[0].config)
-                check_experts(batches, chunks[0].config, self._replay)
-                counted = count(batches, self.settings, self._counting_group)
-            except Exception as failure:  # travels to the other ranks, so that all of them stop
-                error = failure
-        table, factors = select(batches, counted, self.settings, self._counting_group, error)
-        # under dynamic_cp every rank takes whole units, and any rank may count their samples
-        undivided = () if documents is None or self._groups else self._units
-        plan = self._exchange(table, replace(self.settings.plan_rule, undivided=undivided), error, batches)
-        device = next(chunks[0].parameters()).device
-        local = slice_step(batches, plan, factors, self.settings, group_of=self._context_group, device=device)
-        return plan, local, documents
-
-    def _exchange(
-        self, table: LocalTable | None, rule: PlanRule, error: Exception | None, batches: Sequence[PackedBatch]
-    ) -> StepPlan:
-        """The plan from every rank's table, or every rank's error."""
-        plan, failure = None, None
+        # under dynamic_cp every rank takes whole groups, and any rank may count their samples
+        undivided = () if fetched.documents is None or self._groups else self._units
+        rule = replace(self.settings.plan_rule, undivided=undivided)
         try:
-            plan = plan_from_table(table, rule, error=error, group=self._counting_group)
-        except StepPlanError as raised:
-            failure = raised
-        agree(batches, plan, failure, self._counting_group)
-        if plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
-            warnings.warn(plan.warning, stacklevel=2)
+            planned = PlannedStep.of(
+                fetched.batches_or_error, self.settings, group=group, rule=rule, check=partial(self._check, call)
+            )
+        except StepPlanError as failure:
+            check_agreement([], None, failure, group)
+            raise
+        check_agreement(planned.batches, planned.plan, None, group)
+        if planned.plan.warning is not None and not self._has_warned and torch.distributed.get_rank() == 0:
+            warnings.warn(planned.plan.warning, stacklevel=2)
             self._has_warned = True
-        return plan
+        device = next(call.chunks[0].parameters()).device
+        return planned.plan, planned.slices(self._context_group, device), fetched.documents
 
-    def _fetch(
-        self, chunks: list[Any], arguments: dict
-    ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
-        """This rank's micro-batches, the documents that they were taken from, and this rank's error."""
-        forward_only = bool(arguments.get("forward_only"))
-        takes_documents = self.documents is not None and not forward_only
-        batches, source, error = [], None, None
+    def _check(self, call: ScheduleCall, batches: Sequence[PackedBatch]) -> None:
+        model = call.chunks[0]
+        check_cuts(batches, self._groups)
+        check_batches(batches, call, self.settings.vocab_size)
+        check_teachers(batches, model, self.settings)
+        check_vocabulary_of_sampling_masks(batches, model, self.settings)
+        check_packing(batches, call.chunks)
+        check_rows(batches, call.config)
+        check_experts(batches, call.config, self._replay)
+
+    def _fetch(self, call: ScheduleCall) -> "_Fetched":
+        """This rank's micro-batches, after the checks of the model and the data iterator."""
+        takes_documents = self.documents is not None and not call.forward_only
+        batches: Sequence[PackedBatch] = []
+        source: Iterator = iter(())
+        error: Exception | None = None
         try:
-            check_model(chunks, self.settings, forward_only=forward_only, is_attached=self._loss.is_attached)
-            self._loss.check_layer(next(chunks[0].parameters()).device)
+            check_model(call.chunks, self.settings, forward_only=call.forward_only, is_attached=self._loss.is_attached)
+            self._loss.check_layer(next(call.chunks[0].parameters()).device)
             if self._groups:
                 takes_a_ranks_own = takes_documents and not isinstance(self.documents, SharedDocumentAccumulator)
-                check_dynamic_cp(chunks, self.settings, takes_documents=takes_a_ranks_own)
-            source = source_of(arguments["data_iterator"])
+                check_dynamic_cp(call.chunks, self.settings, takes_documents=takes_a_ranks_own)
+            source = source_of(call.data_iterator)
             if not takes_documents:
-                batches = take(source, arguments["num_microbatches"])
-        except Exception as failure:  # travels to the other ranks, so that all of them stop
+                batches = take_microbatches(source, call.num_microbatches)
+        except Exception as failure:  # the exchange raises it on every rank
             error = failure
-        if not takes_documents:
-            return batches, None, error
-        batches, documents, error = self._take_documents(source, chunks, error)
-        arguments["num_microbatches"] = len(batches)
-        return batches, documents, error
+        if self.documents is None or not takes_documents:
+            return _Fetched(batches, None, error)
+        return _Fetched(*self._take_documents(self.documents, source, call.chunks, error))
 
     def _take_documents(
-        self, source: Iterator | None, chunks: list[Any], error: Exception | None
+        self,
+        documents: DocumentAccumulator | SharedDocumentAccumulator,
+        source: Iterator,
+        chunks: list[Any],
+        error: Exception | None,
     ) -> tuple[list[PackedBatch], StepDocuments | None, Exception | None]:
         """The step's documents, packed into as many micro-batches as Megatron's schedule can run."""
         schedulable = partial(
@@ -302,23 +303,23 @@ class PolicyGradientStep:
             group_size=chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         )
         group = self._counting_group
-        return self.documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
+        return documents.take(source, group=group, error=error, undivided=self._units, schedulable=schedulable)
 
     @property
     def _counting_group(self) -> ProcessGroup:
-        """The ranks that bring samples of their own."""
+        """The ranks that contribute their own samples."""
         return self._groups.plane if self._groups else parallel_state.get_data_parallel_group()
 
     @property
     def _units(self) -> tuple[str, ...]:
-        """What a step of documents must hold whole, because a denominator counts it."""
+        """The kinds of groups that a step of documents must not split, because a denominator counts them."""
         return ("rollout_id", "prompt_id") if self.settings.plan_rule.needs_prompt_ids else ("rollout_id",)
 
-    def _contract_of(self, plan: StepPlan, model: Any) -> Contract:
+    def _scaling_of(self, plan: StepPlan, model: Any) -> LossScaling:
         has_router = bool(getattr(model.config, "num_moe_experts", None))
         if has_router and self.settings.per_token:
             check_count(plan.num_positions)
-        return Contract(
+        return LossScaling(
             per_token=self.settings.per_token,
             num_microbatches=plan.num_microbatches,
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -330,15 +331,17 @@ class PolicyGradientStep:
     def _context_group(self, batch: PackedBatch) -> ProcessGroup:
         return self._groups.of(batch) if self._groups else parallel_state.get_context_parallel_group()
 
-    def _gather_and_check(self) -> Gathered:
-        """What every rank found, after the checks."""
-        found, reports = self._loss.found, _reports()
-        counted = sum(self._contract.local_count(local.num_positions) for local in found) if reports else 0
+    def _gather_and_check(self) -> StepFindings:
+        """The diagnostics of every rank, after the checks."""
+        diagnostics, reports = self._loss.found, _reports()
+        counted = sum(self._scaling.local_count(local.num_positions) for local in diagnostics) if reports else 0
         data_rank = self._counting_group.rank()
-        gathered = gather_found(found, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted)
-        if self.settings.per_token and gathered.returned != self._contract.count:
-            raise ContractError(
-                f"returned counts sum to {gathered.returned}, not to {self._contract.count}, so Megatron would divide by the "
+        gathered = gather_found(
+            diagnostics, self.settings.metrics, reports=reports, data_rank=data_rank, returned=counted
+        )
+        if self.settings.per_token and gathered.returned != self._scaling.count:
+            raise ScheduleError(
+                f"returned counts sum to {gathered.returned}, not to {self._scaling.count}, so Megatron divides by a "
                 "wrong number; do not wrap or replace the forward step's loss function"
             )
         return gathered
@@ -352,19 +355,19 @@ def _router_losses_to_scale(chunks: list[Any], local: Sequence[LocalBatch]) -> A
 
 
 def _packed_seq_params(local: LocalBatch, cp_group: ProcessGroup | None = None) -> PackedSeqParams | None:
-    """`cp_group`: the micro-batch's own, where it has one."""
+    """`cp_group`: the micro-batch's own group, if it has one."""
     boundaries = local.inputs.boundaries
     if boundaries is None:
         return None
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(local.whole.padded_lengths))
     document = {} if cp_group is None else {"cp_group": cp_group, "local_cp_size": cp_group.size()}
-    if "seq_idx" in PackedSeqParams.__dataclass_fields__:  # given, because Megatron makes it with a host sync
+    if "seq_idx" in PackedSeqParams.__dataclass_fields__:  # given here, because Megatron computes it with a host sync
         number = torch.repeat_interleave(boundaries.diff(), output_size=local.whole.num_positions)
-        document["seq_idx"] = number[None]  # of every position of the whole row, where layers with a state begin anew
+        document["seq_idx"] = number[None]  # of every position of the whole row; layers with a state reset by it
     return PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, boundaries), **longest, **document)
 
 
 def _reports() -> bool:
-    """Whether this rank's sums count: tensor-parallel peers hold copies."""
+    """Whether this rank's sums count; other tensor-parallel ranks hold copies."""
     return parallel_state.get_tensor_model_parallel_rank() == 0

@@ -63,7 +63,7 @@ class Console:
             self._say(f"metrics {', '.join(names)} are absent: the samples have no {field}")
 
     def step(self, record: Mapping[str, Any], own: Collection[str] = (), *, is_shown: bool = True) -> None:
-        """The console line, once for every metric what its red flag means, and advice; `own` are further names to show."""
+        """The console line, the meaning of each metric's red flag once, and advice; `own` are further names to show."""
         if is_shown:
             means = [name for name in record if name.endswith("/mean")]  # of loss terms
             self._say(console_line(record["iteration"], record, [*means, *own]))

@@ -1,15 +1,18 @@
-"""The loss of one micro-batch on this rank, from logits, by the fused head or from log-probabilities, with its diagnostics; no host sync."""
+"""The loss of one micro-batch on this rank, with its diagnostics and without a host sync.
+
+It is computed from logits, by the fused head, or from log-probabilities.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_pg.batch import LocalBatch
+from megatron_pg.batch import TokenFields
 from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, Vocabulary, may_be_overwritten, policy_gradient_loss
 from megatron_pg.lm_head import Head, policy_gradient_head_loss
 from megatron_pg.lm_head.output_layer import HeadCall
@@ -21,63 +24,67 @@ NONE: Totals = MappingProxyType({})
 
 
 class Diagnostics(NamedTuple):
-    """What is kept of one micro-batch's loss until the end of the step, without its graph."""
+    """The diagnostics of one micro-batch's loss, kept without its graph until the end of the step."""
 
     policy: Tensor  # [] the policy term of S
     partial: Tensor  # [width] float64 metrics of this rank and micro-batch
-    nonfinite: Tensor  # [3] float64: trained tokens whose loss is not finite, first of them (inf: none), further losses that are not
+    nonfinite: Tensor  # [3] float64: non-finite losses of tokens, index of the first (inf: none), other losses
     is_changed: Tensor | bool = False  # of `HeadCall`
-    is_bypassed: bool = False  # whether the logits were made without the head that is in the output layer
+    is_bypassed: bool = False  # whether the logits were made without the head in the output layer
 
 
 def microbatch_loss(
     logits: Tensor,
-    local: LocalBatch,
+    fields: TokenFields,
     settings: LossSettings,
     tp_group: ProcessGroup | None,
     *,
     grad_scale: float = 1.0,
     totals: Totals = NONE,
 ) -> tuple[Tensor, Diagnostics]:
-    """S (0-d, differentiable) and diagnostics from logits; with terms of whole sequences every context-parallel rank must call.
+    """S (0-d, differentiable) and diagnostics from logits.
+
+    With sequence-level terms every context-parallel rank must call.
 
     Args:
         logits: [T, V / tp]. The Triton kernels write the gradient over them.
-        local: this rank's slice of the micro-batch.
+        fields: of this rank's slice of the micro-batch.
         settings: the loss settings.
         tp_group: tensor-parallel group.
-        grad_scale: the contract's, so that the gradient is made in its final scale.
-        totals: [] each, of the losses that S has further, by metric.
+        grad_scale: `LossScaling.grad_scale`, so that the gradient is made in its final scale.
+        totals: [] each, of the other losses in S, by metric.
     """
     vocabulary = _vocabulary(logits.shape[1], settings, tp_group)
     found = policy_gradient_loss(
         logits,
-        PolicyLoss(settings.terms, local.fields),
+        PolicyLoss(settings.terms, fields),
         vocabulary,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
         inplace=settings.impl == "triton" and may_be_overwritten(logits),
         impl=settings.impl,
     )
-    return _with_diagnostics(found, local, settings, totals, vocabulary.size)
+    return _with_diagnostics(found, fields, settings, totals, vocabulary.size)
 
 
 def microbatch_head_loss(
     call: HeadCall,
-    local: LocalBatch,
+    fields: TokenFields,
+    rows: Tensor,
     settings: LossSettings,
     *,
     grad_scale: float = 1.0,
     totals: Totals = NONE,
     teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, Diagnostics]:
-    """The same from what the output layer was called with, by the fused head.
+    """S and diagnostics by the fused head, from a call of the output layer.
 
     Args:
         call: hidden states and weight.
-        local: this rank's slice of the micro-batch.
+        fields: of this rank's slice of the micro-batch.
+        rows: [n] int64, the trained rows of the fields (`LocalBatch.trained`).
         settings: the loss settings.
-        grad_scale: the contract's; the modes "forward" and "odds" make the weight gradient for it.
+        grad_scale: `LossScaling.grad_scale`; the modes "forward" and "odds" make the weight gradient for it.
         totals: as in `microbatch_loss`.
         teacher_weight: as in `policy_gradient_head_loss`.
     """
@@ -85,30 +92,30 @@ def microbatch_head_loss(
     found = policy_gradient_head_loss(
         call.hidden,
         call.weight,
-        PolicyLoss(settings.terms, local.fields),
+        PolicyLoss(settings.terms, fields),
         vocabulary,
         head_of(call, settings),
-        rows=local.trained,
+        rows=rows,
         grad_scale=grad_scale,
         entropy=settings.metrics.needs_entropy,
         teacher_weight=teacher_weight,
     )
-    total, diagnostics = _with_diagnostics(found, local, settings, totals, vocabulary.size)
+    total, diagnostics = _with_diagnostics(found, fields, settings, totals, vocabulary.size)
     return total, diagnostics._replace(is_changed=call.is_changed)
 
 
 def microbatch_logprobs_loss(
-    logprobs: Tensor, entropy: Tensor | None, local: LocalBatch, settings: LossSettings
+    logprobs: Tensor, entropy: Tensor | None, fields: TokenFields, settings: LossSettings
 ) -> tuple[Tensor, Diagnostics]:
-    """The same from log-probabilities that the caller has made.
+    """S and diagnostics from log-probabilities.
 
     Args:
         logprobs: [T] nats, differentiable, at the settings' temperature.
         entropy: [T] nats; differentiable where it is in the loss, None where nothing reads it.
-        local: this rank's slice of the micro-batch.
+        fields: of this rank's slice of the micro-batch.
         settings: the loss settings.
     """
-    return _with_diagnostics(PolicyLoss(settings.terms, local.fields)(logprobs, entropy), local, settings, NONE)
+    return _with_diagnostics(PolicyLoss(settings.terms, fields)(logprobs, entropy), fields, settings, NONE)
 
 
 def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | None) -> Vocabulary:
@@ -116,9 +123,9 @@ def _vocabulary(columns: int, settings: LossSettings, tp_group: ProcessGroup | N
 
 
 def head_of(call: HeadCall, settings: LossSettings) -> Head:
-    """How the fused head takes a call of the output layer."""
+    """The options of the fused head for a call of the output layer."""
     return Head(
-        mode=settings.head_mode,
+        mode=settings.head_mode or "forward",
         backward=settings.head_backward,
         impl=settings.impl,
         sequence_parallel=call.sequence_parallel,
@@ -126,21 +133,26 @@ def head_of(call: HeadCall, settings: LossSettings) -> Head:
 
 
 def _with_diagnostics(
-    found: PolicyGradientLoss, local: LocalBatch, settings: LossSettings, totals: Totals, vocab_size: int | None = None
+    found: PolicyGradientLoss,
+    fields: TokenFields,
+    settings: LossSettings,
+    totals: Totals,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Diagnostics]:
     with torch.no_grad():
-        fields, policy = local.fields, found.loss.detach()
+        policy = found.loss.detach()
         fields = replace(fields, old_logprobs=found.logprobs) if fields.old_logprobs is None else fields
-        values = TokenValues(fields, found, settings.terms, totals, vocab_size)
+        sizes: dict[str, Any] = {"vocab_size": vocab_size}
+        values = TokenValues(fields, found, settings.terms, totals, **sizes)
         if settings.terms.further:
             policy = torch.where(fields.of_policy.mask, fields.weights * values.token_losses, 0).sum()
         return found.loss, Diagnostics(policy, settings.metrics.partial(values), _count_nonfinite(values))
 
 
 def _count_nonfinite(values: TokenValues) -> Tensor:
-    # the log-ratio too: its clamp would hide an infinite one from the loss
-    looked_at = [values.token_losses[None], values.result.log_ratios[None], values.result.term_losses]
-    bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in looked_at if v is not None])).all(dim=0)
+    # the log-ratio too: its clamp hides an infinite value from the loss
+    values_of_tokens = [values.token_losses[None], values.result.log_ratios[None], values.result.term_losses]
+    bad = values.fields.mask & ~torch.isfinite(torch.cat([v for v in values_of_tokens if v is not None])).all(dim=0)
     position = torch.arange(len(bad), dtype=torch.float64, device=bad.device)
     none = torch.full((1,), torch.inf, dtype=torch.float64, device=bad.device)
     further = [~torch.isfinite(total) for total in values.totals.values()]

@@ -1,7 +1,8 @@
-"""The loss inside the model, where logits are not gathered over tensor-parallel ranks and hidden states are still at hand.
+"""The loss inside the model, which has the hidden states and the logits of this tensor-parallel rank.
 
-Megatron's models end in `compute_language_model_loss(labels, logits)`. On an instance it is replaced by the policy-gradient loss, which
-returns S as a plain 0-d tensor: schedules and wrappers look into tensors only. What else is found of a micro-batch waits here.
+Megatron's models end in `compute_language_model_loss(labels, logits)`. On an instance it is replaced by the
+policy-gradient loss, which returns S as a plain 0-d tensor, because schedules and wrappers only support tensors. The
+diagnostics of a micro-batch are kept here.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.batch import LocalBatch
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.lm_head.teacher_file import TeacherHead
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.plan.plan import StepPlan
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import Diagnostics, microbatch_head_loss, microbatch_loss
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.mtp import DepthLoss, depth_head_loss, depth_loss, totals_of
 
 
@@ -28,11 +30,11 @@ class _Forward:
     """The forward in progress."""
 
     local: LocalBatch
-    depths: list[DepthLoss] = field(default_factory=list)  # of multi-token prediction, whose calls come first
+    depths: list[DepthLoss] = field(default_factory=list)  # of multi-token prediction, which is called first
 
 
 class ModelLoss:
-    """Puts the loss into models, and keeps what it finds of each micro-batch of a step.
+    """Installs the loss in models, and keeps the diagnostics of each micro-batch of a step.
 
     Args:
         settings: the loss settings.
@@ -40,27 +42,27 @@ class ModelLoss:
 
     def __init__(self, settings: LossSettings):
         self._settings = settings
-        self._float32_layer: nn.Module | None = None  # the output layer that has another head in it
-        self._take_run: Callable[[], bool] = lambda: True  # whether the head in it made the latest logits
+        self._float32_layer: nn.Module | None = None  # the output layer with our head
+        self._take_run: Callable[[], bool] = lambda: True  # whether our head made the latest logits
         self._teacher_weight: Tensor | None = None  # [V / tp, H_T] this rank's rows
-        self._plan: StepPlan | None = None  # of the step in progress
-        self._contract: Contract | None = None
+        self._plan: StepPlan  # of the step in progress, from `begin` on
+        self._scaling: LossScaling
         self._tp_group: ProcessGroup | None = None  # None: one rank
         self._mtp_factor = 0.0  # λ
         self._forward: _Forward | None = None
         self._expected: dict[int, LocalBatch] = {}  # of forwards that run in pieces, by the id of their labels
         self.is_attached = False
-        self.found: dict[LocalBatch, Diagnostics] = {}  # of the step's forwards, in their order
+        self.found: dict[LocalBatch, Diagnostics] = {}  # of the step's forwards, in order
 
     def attach(self, model: Any) -> None:
         """See `PolicyGradientStep.attach`."""
         if not callable(getattr(model, "compute_language_model_loss", None)):
-            raise ContractError(
-                f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss, so the loss has no place in "
-                "it; return a megatron.core GPTModel or HybridModel, not yet wrapped"
+            raise ScheduleError(
+                f"the model provider gave a {type(model).__name__}, which has no compute_language_model_loss to "
+                "replace; return a megatron.core GPTModel or HybridModel, not yet wrapped"
             )
         self.is_attached = True
-        if self._settings.float32_logits or self._settings.head_mode:  # a sampler's logits have the loss's precision
+        if self._settings.float32_logits or self._settings.head_mode:  # logits for sampling have the loss's precision
             self._float32_layer = model.output_layer
             self._take_run = compute_in_float32(model.output_layer, backward=self._settings.head_backward)
         deferred = None
@@ -73,9 +75,9 @@ class ModelLoss:
         def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
             if self._forward is None:
                 return language_model_loss(labels, logits)
-            if labels is not self._forward.local.inputs.labels:  # multi-token prediction brings its own
-                return self._of_depth(labels, logits, deferred)
-            return self._of_policy(logits, deferred)
+            if labels is not self._forward.local.inputs.labels:  # multi-token prediction has its own
+                return self._of_depth(self._forward, labels, logits, deferred)
+            return self._of_policy(self._forward, logits, deferred)
 
         model.compute_language_model_loss = compute_language_model_loss
         if postprocess := getattr(model, "_postprocess", None):
@@ -88,22 +90,22 @@ class ModelLoss:
             model._postprocess = _postprocess
 
     def check_layer(self, device: torch.device) -> None:
-        """Find out before the step whether the float32 head can stand for the output layer; read the teacher's, once."""
+        """Check before the step that the float32 head can replace the output layer; read the teacher's head, once."""
         if self._float32_layer is None:
             return
         check_layer(self._float32_layer, is_fused=self._settings.head_mode is not None)
-        if self._settings.teacher_head is not None and self._teacher_weight is None:
-            self._teacher_weight = _teacher_weight(self._float32_layer, self._settings, device)
+        if (head := self._settings.teacher_head) is not None and self._teacher_weight is None:
+            self._teacher_weight = _teacher_weight(self._float32_layer, head, self._settings.vocab_size, device)
 
-    def begin(self, plan: StepPlan, contract: Contract, config: Any, tp_group: ProcessGroup) -> None:
-        """A step begins."""
+    def begin(self, plan: StepPlan, scaling: LossScaling, config: Any, tp_group: ProcessGroup) -> None:
+        """Begin a step."""
         self._tp_group = tp_group if tp_group.size() > 1 else None
-        self._plan, self._contract, self.found, self._expected = plan, contract, {}, {}
+        self._plan, self._scaling, self.found, self._expected = plan, scaling, {}, {}
         self._mtp_factor = config.mtp_loss_scaling_factor if self._settings.mtp_depths else 0.0
 
     @contextmanager
     def of(self, local: LocalBatch) -> Iterator[None]:
-        """The model's forward is over this micro-batch."""
+        """Within this context the model's forward is over this micro-batch."""
         self._forward = _Forward(local)
         try:
             yield
@@ -111,62 +113,69 @@ class ModelLoss:
             self._forward = None
 
     def expect(self, local: LocalBatch) -> None:
-        """A schedule will end the model's forward over this micro-batch, in `_postprocess`, when it comes to it."""
+        """Prepare for a forward over this micro-batch that the schedule ends later, in `_postprocess`."""
         self._expected[id(local.inputs.labels)] = local
 
-    def _of_policy(self, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
-        local, depths = self._forward.local, self._forward.depths
+    def _of_policy(self, forward: _Forward, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
+        local, depths = forward.local, forward.depths
         if len(depths) != len(local.depths):
-            raise ContractError(
-                f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, so their losses "
-                "would be lost; this megatron-core orders them otherwise than the releases of docs/megatron.md"
+            raise ScheduleError(
+                f"the model made {len(depths)} of {len(local.depths)} predictions of --mtp-num-layers before its own, "
+                "so the losses of the others are lost; use a release of megatron-core that docs/megatron.md lists"
             )
-        scale, totals = self._contract.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
+        scale, totals = self._scaling.grad_scale, totals_of(depths, self._plan, self._mtp_factor)
         call = deferred.take(logits) if deferred else None
         if call is not None:
             weight = self._teacher_weight
             total, found = microbatch_head_loss(
-                call, local, self._settings, grad_scale=scale, totals=totals, teacher_weight=weight
+                call,
+                local.fields,
+                local.trained,
+                self._settings,
+                grad_scale=scale,
+                totals=totals,
+                teacher_weight=weight,
             )
         else:
             rows, group = _rows(logits), self._tp_group
-            total, found = microbatch_loss(rows, local, self._settings, group, grad_scale=scale, totals=totals)
+            total, found = microbatch_loss(rows, local.fields, self._settings, group, grad_scale=scale, totals=totals)
             found = found._replace(is_bypassed=not self._take_run())
         self.found[local] = found
         return total + self._mtp_factor * sum(depth.total for depth in depths) if depths else total
 
-    def _of_depth(self, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
-        """[b, s] cross-entropies for Megatron's own log; detached, so that Megatron trains nothing by them."""
-        known, done = self._forward.local.depths, self._forward.depths
+    def _of_depth(self, forward: _Forward, labels: Tensor, logits: Tensor, deferred: DeferredHead | None) -> Tensor:
+        """[b, s] cross-entropies for Megatron's own log; detached, so that Megatron does not train on them."""
+        known, done = forward.local.depths, forward.depths
         if len(done) == len(known):
-            raise ContractError(
-                f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one would have no weight; call "
-                "validate_args after mtp_num_layers is final"
+            raise ScheduleError(
+                f"the model makes more predictions than the {len(known)} of --mtp-num-layers, so one has no weight; "
+                "call validate_args after mtp_num_layers is final"
             )
         depth = known[len(done)]
-        if deferred:
-            done.append(depth_head_loss(deferred.take(logits), depth, self._settings))
+        if deferred and (call := deferred.take(logits)):
+            done.append(depth_head_loss(call, depth, self._settings))
         else:
             done.append(depth_loss(_rows(logits), depth, self._settings, self._tp_group))
         return done[-1].losses.view(labels.t().shape).t()
 
 
 def _keep_the_embeddings_gradient(model: Any) -> None:
-    """Tell Megatron's hook that a stage's tied weight has two gradients, where that stage has embedding and output layer in it.
+    """Tell Megatron's hook that a tied weight has two gradients, on a stage with embedding and output layer.
 
-    Megatron says so for one pipeline stage only; multi-token prediction brings the embedding to the last of several.
+    Megatron does this for a single pipeline stage only; multi-token prediction adds the embedding to the last of
+    several.
     """
     if getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
         model.shared_embedding_or_output_weight().zero_out_wgrad = True
 
 
-def _teacher_weight(layer: Any, settings: LossSettings, device: torch.device) -> Tensor:
-    """This rank's rows of the teacher's head, beside those of the student's output layer."""
+def _teacher_weight(layer: Any, head: TeacherHead, vocab_size: int | None, device: torch.device) -> Tensor:
+    """This rank's rows of the teacher's head: the same rows as in the student's output layer."""
     columns, group = layer.output_size_per_partition, layer.tp_group
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    if settings.vocab_size is None:
-        settings.teacher_head.check_vocabulary(columns * ranks)
-    return settings.teacher_head.read(rank * columns, columns, dtype=layer.config.params_dtype, device=device)
+    if vocab_size is None:
+        head.check_vocabulary(columns * ranks)
+    return head.read(rank * columns, columns, dtype=layer.config.params_dtype, device=device)
 
 
 def _rows(logits: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""Multi-token prediction: its cross-entropies join S with weights of their own, where none of Megatron's divisors reaches them.
+"""Multi-token prediction: its cross-entropies are added to S with their own weights.
 
-    S gets  λ Σ_d Σ_t v_t ce_d(t),   v = mask / (N n_d),   n_d: tokens of the whole step that depth d of N can predict
+    S += λ Σ_d Σ_t v_t ce_d(t),   v = mask / (N n_d),   n_d: tokens of the whole step that depth d of N can predict
 
-Megatron itself divides by the count of the micro-batch and context-parallel slice at hand: a mean of means. Depth d predicts a
-response token from d positions before the one of the policy's own prediction, if the sample begins early enough.
-Source: Better & Faster Large Language Models via Multi-token Prediction, arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437.
+Megatron itself divides by the count of the micro-batch and context-parallel slice, which is a mean of means. Depth d
+predicts a response token from d positions before the position of the policy's prediction, if the sample has that
+position.
+Source: Better & Faster Large Language Models via Multi-token Prediction, arXiv 2404.19737; DeepSeek-V3, arXiv
+2412.19437.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ class DepthLoss(NamedTuple):
 
     total: Tensor  # [] Σ v·ce, differentiable
     losses: Tensor  # [T] ce, detached, 0 where nothing is trained
-    accepted: Tensor  # [] int64, targets that are the likeliest token
+    accepted: Tensor  # [] int64, targets that are the most likely token
 
 
 def depth_loss(logits: Tensor, depth: DepthFields, settings: LossSettings, tp_group: ProcessGroup | None) -> DepthLoss:
@@ -41,7 +43,7 @@ def depth_loss(logits: Tensor, depth: DepthFields, settings: LossSettings, tp_gr
 
 
 def depth_head_loss(call: HeadCall, depth: DepthFields, settings: LossSettings) -> DepthLoss:
-    """The same from what the output layer was called with; the backward makes the logits again, in every mode of the fused head."""
+    """One depth by the fused head, from a call of the output layer; the backward recomputes the logits."""
     vocabulary = Vocabulary.of(len(call.weight), vocab_size=settings.vocab_size, tp_group=call.tp_group)
     targets, rows, head = depth.targets, depth.trained, head_of(call, settings)
     return _weighted(head_cross_entropy(call.hidden, call.weight, targets, rows, vocabulary, head), depth)
@@ -57,7 +59,7 @@ def _weighted(found: CrossEntropy, depth: DepthFields) -> DepthLoss:
 
 
 def totals_of(depths: Sequence[DepthLoss], plan: StepPlan, factor: float) -> dict[str, Tensor]:
-    """What the metrics add up: this micro-batch's part of the loss and of the share of accepted tokens; `factor` is λ."""
+    """This micro-batch's part of the loss and of the fraction of accepted tokens, for the metrics; `factor` is λ."""
     if not depths:
         return {}
     accepted = torch.stack([depth.accepted for depth in depths]).sum().double()

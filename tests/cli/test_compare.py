@@ -119,7 +119,7 @@ def test_every_aggregation_agrees_with_plain_loops(seed, tmp_path, capsys):
 
 
 def test_lengths_of_ten_a_thousand_a_hundred_and_four_hundred(tmp_path, capsys):
-    """The published figures: sample_mean has 141 of 1510 tokens that count, and one token weighs 37.75 times the mean."""
+    """The published figures: sample_mean has 141 effective tokens of 1510, and one token has 37.75 times the mean."""
     records = [
         RECORD
         | {"prompt_id": i, "rollout_id": i, "tokens": [1] * (n + 1), "response_length": n, "loss_mask": [1] * n}

@@ -1,4 +1,4 @@
-"""What a shell gets for a line that is not finished, by argcomplete's protocol: the environment asks, a file takes the answer."""
+"""Completion of command lines by argcomplete's protocol: the request is in the environment, the answer in a file."""
 
 import sys
 from io import StringIO

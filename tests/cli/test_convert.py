@@ -173,7 +173,8 @@ BAD_SLIME = {
     "no choice at all": (
         {},
         (),
-        "sample 0: missing old_logprobs, advantage. Give --old-logprobs rollout (the rollout engine's) or --train-data FILE; "
+        "sample 0: missing old_logprobs, advantage. Give --old-logprobs rollout (the rollout engine's) or "
+        "--train-data FILE; "
         "--advantage RULE or --train-data FILE.",
     ),
     "no choice, and nothing of the engine": (
@@ -308,7 +309,7 @@ def test_what_slime_could_have_sampled_is_kept_as_tensors_or_lists(save, tmp_pat
     path = save([one | dict(zip(names, each, strict=True)) for one, each in zip(SLIME[:3], given, strict=True)])
     output = tmp_path / "kept.jsonl"
     assert run(capsys, path, "--format", "slime", *CHOICES, "--output", output)[0] == 0
-    found = [sample.support for sample in read_rollouts(output)]
+    found = [sample.sampling_mask for sample in read_rollouts(output)]
     flat = {"ids": ids.tolist(), "offsets": offsets.tolist()}
     assert [each if each is None else each.lists() for each in found] == [flat, flat, None]
     half = save([one | {names[0]: ids} for one in SLIME[:3]], name="13.pt")
@@ -318,7 +319,7 @@ def test_what_slime_could_have_sampled_is_kept_as_tensors_or_lists(save, tmp_pat
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("support", {"ids": [7, 3, 8], "offsets": [0, 2, 3]}),
+        ("sampling_mask", {"ids": [7, 3, 8], "offsets": [0, 2, 3]}),
         ("sampling_mask", {"token_ids": [7, 3, 8], "offsets": [0, 2, 3]}),  # vLLM's SamplingMask
         ("sampling_mask", [[7, 3], [8]]),  # of its HTTP endpoint
         ("output_token_sampling_mask", [[7, 3], [8]]),  # SGLang's
@@ -331,10 +332,10 @@ def test_what_an_engine_could_have_sampled_is_read_in_each_of_its_forms(column, 
     row |= {"old_logprobs": [-0.5, 0.0], "advantage": 1.0, column: value}
     path, output = tmp_path / "rows.jsonl", tmp_path / "kept.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    words = ("--column", "support=kept") if column == "kept" else ()
+    words = ("--column", "sampling_mask=kept") if column == "kept" else ()
     assert run(capsys, path, "--format", "jsonl", *words, "--output", output)[0] == 0
     (sample,) = read_rollouts(output)
-    assert sample.support.lists() == {"ids": [7, 3, 8], "offsets": [0, 2, 3]}
+    assert sample.sampling_mask.lists() == {"ids": [7, 3, 8], "offsets": [0, 2, 3]}
     assert sample.extra == {}
     path.write_text(json.dumps(row | {column: [[7, 3], "8"]}) + "\n")
     assert "is not the ids that could be sampled" in refused(capsys, tmp_path, path, "--format", "jsonl", *words)
@@ -546,14 +547,18 @@ BAD_VERL = {
     "texts only": (
         VERL,
         ("--advantage", "reward"),
-        "5.jsonl:1: missing tokens, response_length, loss_mask, old_logprobs. Unused columns: input, output, gts, ids, n, mask, logp. "
-        "Give --column tokens=NAME or --column prompt_ids=NAME --column response_ids=NAME; --column response_length=NAME; --column "
-        "loss_mask=NAME or --loss-mask ones; --column old_logprobs=NAME or --old-logprobs rollout (the rollout engine's).",
+        "5.jsonl:1: missing tokens, response_length, loss_mask, old_logprobs. Unused columns: input, output, gts, "
+        "ids, n, mask, logp. "
+        "Give --column tokens=NAME or --column prompt_ids=NAME --column response_ids=NAME; --column "
+        "response_length=NAME; --column "
+        "loss_mask=NAME or --loss-mask ones; --column old_logprobs=NAME or --old-logprobs rollout (the rollout "
+        "engine's).",
     ),
     "a column that is not there": (
         VERL,
         (*COLUMNS[1:], "--column=tokens=missing", "--advantage", "reward"),
-        "5.jsonl:1: missing tokens (no value in column missing). Unused columns: input, output, gts, ids. Give --column tokens=NAME",
+        "5.jsonl:1: missing tokens (no value in column missing). Unused columns: input, output, gts, ids. Give "
+        "--column tokens=NAME",
     ),
     "no advantages": (VERL, COLUMNS, "missing advantage. Unused columns: input, output, gts. Give --column"),
     "one rollout a prompt": ([verl_row(0, "a")], (*COLUMNS, "--advantage", "group_norm"), "has one rollout"),
@@ -718,7 +723,8 @@ BAD_JSONL = {
     "nothing but a pair": (
         [PAIR],
         ("--old-logprobs", "rollout"),
-        "mine.jsonl:1: missing step, prompt_id, loss_mask, advantage. Give --column step=NAME or --step N; --column prompt_id=NAME or "
+        "mine.jsonl:1: missing step, prompt_id, loss_mask, advantage. Give --column step=NAME or --step N; --column "
+        "prompt_id=NAME or "
         "--group-size N; --column loss_mask=NAME or --loss-mask ones; --column advantage=NAME or --advantage RULE.",
     ),
     "a step twice": ([OURS], ("--step", "1"), "has a column for step, which --step contradicts"),

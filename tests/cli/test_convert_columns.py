@@ -25,7 +25,7 @@ VALUES = {  # a value that a field can have in one sample; where a line has none
     "old_entropies": [0.5, 0.0],
     "teacher_topk": TOP,
     "teacher_hidden": {"width": 1, "bfloat16": "gD8AwA=="},
-    "support": {"ids": [7, 3, 8], "offsets": [0, 2, 3]},
+    "sampling_mask": {"ids": [7, 3, 8], "offsets": [0, 2, 3]},
     "rollout_topk": TOP,
     "term": "sft",
     "masks": {"ref": [0, 1]},
@@ -129,11 +129,16 @@ def test_names_of_vllm_are_explained_with_all_other_missing_choices(convert):
     code, said, _ = convert([line], "--loss-mask", "ones")
     assert code == 2
     assert said.endswith(
-        "mine.jsonl:1: missing step, prompt_id, tokens, response_length, loss_mask, old_logprobs, advantage. Unused columns: "
-        "prompt_token_ids, token_ids, logprobs. Give --column step=NAME or --step N; --column prompt_id=NAME or --group-size N; "
-        "--column tokens=NAME or --column prompt_ids=NAME --column response_ids=NAME; --column response_length=NAME; --column "
-        "loss_mask=NAME or --loss-mask ones; --column old_logprobs=NAME or --old-logprobs rollout (the rollout engine's); --column "
-        "advantage=NAME or --advantage RULE. Did you mean --column prompt_ids=prompt_token_ids --column response_ids=token_ids?\n"
+        "mine.jsonl:1: missing step, prompt_id, tokens, response_length, loss_mask, old_logprobs, advantage. Unused "
+        "columns: "
+        "prompt_token_ids, token_ids, logprobs. Give --column step=NAME or --step N; --column prompt_id=NAME or "
+        "--group-size N; "
+        "--column tokens=NAME or --column prompt_ids=NAME --column response_ids=NAME; --column response_length=NAME; "
+        "--column "
+        "loss_mask=NAME or --loss-mask ones; --column old_logprobs=NAME or --old-logprobs rollout (the rollout "
+        "engine's); --column "
+        "advantage=NAME or --advantage RULE. Did you mean --column prompt_ids=prompt_token_ids --column "
+        "response_ids=token_ids?\n"
     )
     words = [
         "--loss-mask",
@@ -167,7 +172,8 @@ def test_a_misspelt_column_of_a_required_field_is_named(field, column, convert):
 def test_a_misspelt_column_of_an_optional_field_is_kept_and_named(convert):
     code, said, (record,) = convert([MINIMAL | {"weight_versions": 3, "source": "math"}])
     assert (code, record["x_weight_versions"], record["x_source"]) == (0, 3, "math")
-    note = "mine.jsonl: column weight_versions is kept as an x_ field. Did you mean --column weight_version=weight_versions?\n"
+    hint = "Did you mean --column weight_version=weight_versions?"
+    note = f"mine.jsonl: column weight_versions is kept as an x_ field. {hint}\n"
     assert said.endswith(note)
     assert said.count("Did you mean") == 1
 
@@ -214,7 +220,7 @@ def test_a_file_that_is_written_to_a_full_disk_names_the_output(convert, tmp_pat
     code, said, _ = convert([MINIMAL])
     assert code == 2
     assert said == (
-        f"megatron-pg convert: {tmp_path / 'out.jsonl'}: cannot be written (No space left on device). Free disk space, or "
-        "give another path.\n"
+        f"megatron-pg convert: {tmp_path / 'out.jsonl'}: cannot be written (No space left on device). "
+        "Free disk space, or give another path.\n"
     )
     assert [path.name for path in Path(tmp_path).iterdir()] == ["mine.jsonl"]

@@ -54,8 +54,8 @@ def test_settings_that_the_numbers_do_not_show_are_said(write, capsys):
     code, out, _ = run(capsys, path, "--engine", "temperature=1,top_p=0.9", "--trainer-temperature", "1")
     assert code == 0
     assert (
-        "  sampling: the engine samples from another distribution than it reports\n    the settings state top_p 0.9, but no probability"
-        in out
+        "  sampling: the engine samples from another distribution than it reports\n    the settings state top_p 0.9, "
+        "but no probability" in out
     )
     code, _, err = run(capsys, path, "--engine", "top_p=2")
     assert (code, err.count("\n")) == (2, 1)

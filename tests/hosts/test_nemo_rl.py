@@ -203,13 +203,13 @@ REFUSED = {
     ),
     "newer": ({"metrics_level": "few"}, "megatron_pg does not compute. Set it to its default 'all'."),
     "unknown of ours": ({"megatron_pg": {"loss_agregation": "constant"}}, "did you mean loss_aggregation"),
-    "head": ({"megatron_pg": {"pg_fused_head": "forward"}}, "--pg-fused-head makes the logits itself"),
-    "float32 head": ({"megatron_pg": {"fp32_lm_head": True}}, "--fp32-lm-head makes the logits itself"),
+    "head": ({"megatron_pg": {"pg_fused_head": "forward"}}, "--pg-fused-head forward: it computes the logits itself"),
+    "float32 head": ({"megatron_pg": {"fp32_lm_head": True}}, "--fp32-lm-head True: it computes the logits itself"),
     "temperature": ({"megatron_pg": {"pg_temperature": 0.7}}, "policy.generation.temperature"),
     "file": ({"megatron_pg": {"pg_metrics_file": "m.jsonl"}}, "go to NeMo-RL's logger"),
-    "clip": ({"megatron_pg": {"pg_clip_eps_low": 0.1}}, "say different things of one loss"),
-    "KL": ({"megatron_pg": {"pg_kl_coef": 0.5}}, "say different things of one loss"),
-    "two corrections": ({**TIS, "megatron_pg": {"pg_correction": "icepop"}}, "say different things of one loss"),
+    "clip": ({"megatron_pg": {"pg_clip_eps_low": 0.1}}, "contradict each other"),
+    "KL": ({"megatron_pg": {"pg_kl_coef": 0.5}}, "contradict each other"),
+    "two corrections": ({**TIS, "megatron_pg": {"pg_correction": "icepop"}}, "contradict each other"),
 }
 
 
@@ -249,7 +249,7 @@ def test_a_trainer_that_makes_their_loss_is_refused(monkeypatch):
     from nemo_rl.algorithms.grpo import ClippedPGLossFn  # as another module has it by then
 
     install()
-    with pytest.raises(ArgumentError, match="would train without megatron_pg's loss"):
+    with pytest.raises(ArgumentError, match="instead of megatron_pg's loss"):
         ClippedPGLossFn(Options())
 
 
@@ -292,7 +292,7 @@ def test_workers_that_train_another_loss_are_noticed_after_their_first_step(monk
 
     monkeypatch.setattr(Policy, "train", train)
     install()
-    with pytest.raises(HostLossError, match="workers have trained by another loss"):
+    with pytest.raises(HostLossError, match="workers have trained with another loss"):
         policy().train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
 
 
@@ -354,8 +354,10 @@ def test_the_launcher_runs_a_script_with_our_loss(tmp_path: Path, capsys, monkey
         "import sys\n"
         "from nemo_rl.algorithms.grpo import setup\n"
         "from nemo_stand_in import Options, master_config\n"
-        "_, loss, _ = setup(master_config(Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})), None, None, None)\n"
-        "print(type(loss).__name__, loss.args.loss_aggregation, loss.input_type.name, loss.loss_type.name, *sys.argv[1:])\n"
+        "options = Options(use_cispo=True, megatron_pg={'loss_aggregation': 'prompt_mean'})\n"
+        "_, loss, _ = setup(master_config(options), None, None, None)\n"
+        "kinds = loss.input_type.name, loss.loss_type.name\n"
+        "print(type(loss).__name__, loss.args.loss_aggregation, *kinds, *sys.argv[1:])\n"
     )
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", ["", *sys.path])

@@ -1,4 +1,4 @@
-"""NeMo-RL itself, unmodified, on two ranks: its driver, its sharding and packing, its worker's train, with our loss in its place.
+"""NeMo-RL itself, unmodified, on two ranks: driver, sharding, packing and the worker's train, with our loss.
 
 NEMO_RL, or a folder of HOSTS, is a checkout of commit 7ea279ab; without it these tests are skipped.
 """

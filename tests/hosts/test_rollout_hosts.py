@@ -1,6 +1,7 @@
 """slime and miles: gradients and metrics of our loss in their loops, on two real ranks.
 
-In their own code where HOSTS (or SLIME, MILES) names their checkouts, by `make prove`; in a stand-in with their hooks always.
+In their own code where HOSTS (or SLIME, MILES) names their checkouts, by `make prove`; in a stand-in with their hooks
+always.
 """
 
 import random
@@ -73,7 +74,9 @@ def test_gradients_of_a_teacher_and_of_supervised_samples_are_too(stand_in, host
 def test_a_trainer_that_computes_another_loss_stops_on_every_rank_before_the_optimizer_moves(stand_in, host):
     said = stand_in[host]["refused"]["their own loss"]
     assert len(set(said)) == 1
-    assert re.match(r"HostLossError: megatron_pg's loss was not computed once for every sample .*\(0 steps\)$", said[0])
+    assert re.match(
+        r"HostLossError: megatron_pg's loss was not computed exactly once for every sample .*\(0 steps\)$", said[0]
+    )
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -88,7 +91,7 @@ def test_a_model_that_bypasses_the_float32_head_stops_every_rank_before_the_opti
     said = stand_in[host]["refused"]["bypassed head"]
     assert len(set(said)) == 1
     assert re.match(
-        r"ContractError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$",
+        r"ScheduleError: --fp32-lm-head and --pg-fused-head replace the product.*\(rank 1, 1 ranks\).*\(0 steps\)$",
         said[0],
     )
 

@@ -1,4 +1,4 @@
-"""verl: its worker with our engine on two real ranks, from its wheel; and without it, what is taken over and what is refused."""
+"""verl: its worker with our engine on two real ranks, from its wheel; and inherited and refused options without it."""
 
 import json
 import math
@@ -228,7 +228,7 @@ def test_a_clip_bound_that_is_null_is_clip_ratio():
 def test_a_kl_term_without_a_coefficient_is_measured_by_nobody_and_refused_by_nobody():
     args, rows = arguments(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="k3+")
     assert (args.pg_kl_coef, args.pg_kl_estimator, args.pg_aux_aggregation) == (0.0, None, "default")
-    assert "actor.kl_loss_coef is --pg-kl-coef 0.0" in dict(rows)["taken over"]
+    assert "actor.kl_loss_coef is --pg-kl-coef 0.0" in dict(rows)["inherited"]
 
 
 def test_a_scale_factor_that_is_null_is_the_rollouts_response_length():
@@ -254,7 +254,7 @@ def test_the_reference_model_needs_no_actor():
 
 
 REFUSED = [
-    ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is no mean over the step"),
+    ({}, {"loss_agg_mode": "token-sum"}, "actor.loss_agg_mode=token-sum is not a mean over the step"),
     ({}, {"loss_scale_factor": 100}, "actor.loss_scale_factor=100 has no effect with loss_agg_mode=token-mean"),
     (
         {},
@@ -289,16 +289,20 @@ REFUSED = [
     ({}, {"engine": {"dynamic_context_parallel": True}}, "megatron.dynamic_context_parallel was not run"),
     ({}, {"engine": {"vanilla_mbridge": True}}, "megatron.vanilla_mbridge was not run"),
     ({}, {"engine": {"use_remove_padding": False}}, "model.use_remove_padding=False was not run"),
-    ({"loss_aggregation": "sample_mean"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "say different things"),
-    ({"pg_clip_eps_high": 0.3}, {"clip_ratio_high": 0.28}, "say different things of one loss"),
+    ({"loss_aggregation": "sample_mean"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "contradict each other"),
+    ({"pg_clip_eps_high": 0.3}, {"clip_ratio_high": 0.28}, "contradict each other"),
     ({"pg_objective": "reinforce"}, {"clip_ratio_high": 0.28}, "actor.clip_ratio_high=0.28 has no effect"),
-    ({"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"}, {"use_kl_loss": True, "kl_loss_type": "k2"}, "say different things"),
-    ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "say different things of one loss"),
-    ({"pg_temperature": 0.7}, {}, "a second temperature beside rollout.temperature"),
+    (
+        {"pg_kl_coef": 0.1, "pg_kl_estimator": "k2"},
+        {"use_kl_loss": True, "kl_loss_type": "k2"},
+        "contradict each other",
+    ),
+    ({"pg_entropy_coef": 0.1}, {"entropy_coeff": 0.2}, "contradict each other"),
+    ({"pg_temperature": 0.7}, {}, "a second temperature in addition to verl's rollout.temperature"),
     ({"fp32_lm_head": True}, {}, "fp32_lm_head needs model.use_fused_kernels=True"),
     ({"pg_fused_head": "forward"}, {"engine": {"use_fused_kernels": True}}, "use recompute"),
     ({"loss_aggregation": "prompt_mean"}, {"ppo_epochs": 2}, "actor.ppo_epochs=2 cannot tell"),
-    ({"los_aggregation": "constant"}, {}, "los_aggregation is no argument of megatron_pg"),
+    ({"los_aggregation": "constant"}, {}, "los_aggregation is not an argument of megatron_pg"),
 ]
 
 
@@ -385,7 +389,10 @@ def test_a_changed_function_is_named_with_verls_version(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, path, module)
     sys.modules["verl"].__version__ = "0.12.0"
-    expected = "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, optimizer_config"
+    expected = (
+        "__init__ takes (self, model_config, engine_config, another), not (self, model_config, engine_config, "
+        "optimizer_config"
+    )
     with pytest.raises(ArgumentError, match=re.escape(expected)) as refused:
         install()
     assert "as in verl 0.9.1 (here is 0.12.0)" in str(refused.value)

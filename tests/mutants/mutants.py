@@ -24,7 +24,8 @@ from megatron_pg.kernels import PolicyGradientLoss, PolicyLoss, readers
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives.grpo import clipped_surrogate
 from megatron_pg.objectives.interface.tokens import Parameters, ratio
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.plan import planned_step
+from megatron_pg.step.loss_scaling import LossScaling
 
 LAYOUT = Layout(data=2, context=2, tensor=2, microbatches=2)
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {}
@@ -38,27 +39,27 @@ def mutant(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None
 @contextlib.contextmanager
 def weights_by(rule: Callable) -> Iterator[None]:
     """Replace the weight of every response token: rule(batch, plan, original weights)."""
-    original = simulation.token_weights
+    original = planned_step.token_weights
 
     def mutated(batch, plan, first, **rest):
         found = original(batch, plan, first, **rest)
         return found | {"weights": rule(batch, plan, found["weights"])}
 
-    with mock.patch.object(simulation, "token_weights", mutated):
+    with mock.patch.object(planned_step, "token_weights", mutated):
         yield
 
 
 @contextlib.contextmanager
 def slices_by(rule: Callable) -> Iterator[None]:
     """Replace this rank's slice: rule(whole batch, local batch, cp_rank, cp_size) -> changed token fields."""
-    original = simulation.slice_batch
+    original = planned_step.slice_batch
 
     def mutated(batch, weights, *, cp_rank, cp_size, **rest):
         local = original(batch, weights, cp_rank=cp_rank, cp_size=cp_size, **rest)
         changed = dataclasses.replace(local.fields, **rule(batch, local, cp_rank, cp_size))
         return dataclasses.replace(local, fields=changed)
 
-    with mock.patch.object(simulation, "slice_batch", mutated):
+    with mock.patch.object(planned_step, "slice_batch", mutated):
         yield
 
 
@@ -85,14 +86,14 @@ def token_mean_of_each_microbatch_averaged():
 
 @mutant
 def an_empty_microbatch_counts_as_one_token():
-    original = simulation.plan_from_table
+    original = planned_step.plan_from_table
 
     def mutated(*args, **rest):
         plan = original(*args, **rest)
         extra = (plan.num_tokens + 1) / plan.num_tokens if plan.aggregation == "token_mean" else 1.0
         return dataclasses.replace(plan, denominators=plan.denominators * extra)
 
-    with mock.patch.object(simulation, "plan_from_table", mutated):
+    with mock.patch.object(planned_step, "plan_from_table", mutated):
         yield
 
 
@@ -105,14 +106,14 @@ def a_sample_without_trained_tokens_counts_as_one_token():
 
 @mutant
 def a_context_rank_counts_once_for_every_context_rank():
-    with mock.patch.object(Contract, "local_count", lambda self, _: self.context_parallel_size):
+    with mock.patch.object(LossScaling, "local_count", lambda self, _: self.context_parallel_size):
         yield
 
 
 @contextlib.contextmanager
 def loss_scaled_by(factor: float) -> Iterator[None]:
-    original = Contract.outputs
-    with mock.patch.object(Contract, "outputs", lambda self, total, **rest: original(self, total * factor, **rest)):
+    original = LossScaling.outputs
+    with mock.patch.object(LossScaling, "outputs", lambda self, total, **rest: original(self, total * factor, **rest)):
         yield
 
 
@@ -157,7 +158,7 @@ def prompt_totals_of_the_microbatch():
 
 @mutant
 def fully_masked_samples_are_left_out_of_the_number_of_rollouts():
-    original = simulation.plan_from_table
+    original = planned_step.plan_from_table
 
     def mutated(table, rule, **rest):
         rows = table.rows[table.rows[:, 0] > 0]
@@ -166,7 +167,7 @@ def fully_masked_samples_are_left_out_of_the_number_of_rollouts():
         factor = short.num_rollouts / plan.num_rollouts if plan.aggregation in ("sample_mean", "constant") else 1.0
         return dataclasses.replace(plan, denominators=plan.denominators * factor)
 
-    with mock.patch.object(simulation, "plan_from_table", mutated):
+    with mock.patch.object(planned_step, "plan_from_table", mutated):
         yield
 
 
@@ -432,12 +433,12 @@ def temperatures_of_sapo_swapped():
 
 @objective_mutant("grpo")
 def kl_and_entropy_with_the_weights_of_the_policy_term():
-    original = simulation.token_weights
+    original = planned_step.token_weights
 
     def mutated(*positional, **rest):
         return {name: v for name, v in original(*positional, **rest).items() if "." not in name}
 
-    with mock.patch.object(simulation, "token_weights", mutated):
+    with mock.patch.object(planned_step, "token_weights", mutated):
         yield
 
 
@@ -515,13 +516,13 @@ def term_mutant(**given: str) -> Callable:
 @contextlib.contextmanager
 def plans_by(rule: Callable) -> Iterator[None]:
     """Replace the plan of a step: rule(plan, plan rule) -> changed fields."""
-    original = simulation.plan_from_table
+    original = planned_step.plan_from_table
 
     def mutated(table, plan_rule, **rest):
         plan = original(table, plan_rule, **rest)
         return dataclasses.replace(plan, **rule(plan, plan_rule))
 
-    with mock.patch.object(simulation, "plan_from_table", mutated):
+    with mock.patch.object(planned_step, "plan_from_table", mutated):
         yield
 
 

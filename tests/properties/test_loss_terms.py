@@ -22,10 +22,9 @@ from term_cases import Case, Flags
 from term_oracle import Term
 
 from megatron_pg.batch import pack
-from megatron_pg.plan.plan import StepPlan, plan_from_table, plan_step
+from megatron_pg.plan.plan import StepPlan, plan_step
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import local_table_of
-from megatron_pg.plan.weights import token_factors, token_weights
 from megatron_pg.rollouts.sample import Sample
 
 LAYOUTS = [
@@ -144,11 +143,8 @@ def test_the_cases_hold_what_breaks_such_code():
 
 def planned(samples: list[Sample], loss: LossSettings) -> tuple[StepPlan, dict]:
     """Plan and weights of the samples as one micro-batch of one process."""
-    batch = pack(samples, qkv_format="thd")
-    factors = token_factors(batch, loss)
-    table = local_table_of([batch], loss.plan_rule, None, factors.kept_per_sample(batch, loss.policy))
-    plan = plan_from_table(table, loss.plan_rule, error=None, group=None)
-    return plan, token_weights(batch, plan, 0, factors=factors, settings=loss)
+    step = PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], loss, group=None)
+    return step.plan, step.fields[0]
 
 
 def of_policy(case: Case) -> tuple[list[Sample], list[int]]:

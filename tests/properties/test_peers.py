@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg import add_arguments, validate_args
-from megatron_pg.batch import pack, slice_batch
+from megatron_pg.batch import pack
 from megatron_pg.metrics.table import METRICS
-from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.table import local_table_of
-from megatron_pg.plan.weights import token_factors, token_weights
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.loss import microbatch_loss
 
@@ -142,14 +140,10 @@ def ours(batch: Batch, flags: str) -> tuple[Tensor, Tensor]:
     parser.add_argument("--dataloader-type", default="external")
     settings = LossSettings.from_args(validate_args(parser.parse_args([*flags.split(), "--pg-kernel", "torch"])))
     packed = pack(batch.samples(), qkv_format="thd")
-    factors, rule = token_factors(packed, settings), settings.plan_rule
-    table = local_table_of([packed], rule, None, factors.kept_per_sample(packed))
-    plan = plan_from_table(table, rule, error=None, group=None)
-    weights = token_weights(packed, plan, 0, factors=factors, settings=settings)
-    local = slice_batch(packed, weights, cp_rank=0, cp_size=1, sequences=settings.terms.reads_sequences)
+    (local,) = PlannedStep.of(lambda: [packed], settings, group=None).slices(lambda _: None)
     last = batch.logits.shape[1] - 1
     rows = batch.logits[packed.sample_index[0].clamp(min=0), packed.position_ids[0].clamp(max=last)]
-    return _with_gradient(microbatch_loss(rows, local, settings, None)[0], batch)
+    return _with_gradient(microbatch_loss(rows, local.fields, settings, None)[0], batch)
 
 
 def theirs(batch: Batch, formula) -> tuple[Tensor, Tensor]:

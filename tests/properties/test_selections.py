@@ -23,9 +23,7 @@ from simulation import Layout
 from megatron_pg.batch import ContextRanks, pack
 from megatron_pg.declarations.corrections import PENALTY
 from megatron_pg.declarations.loss_terms import LossTerm
-from megatron_pg.plan.microbatches import count
-from megatron_pg.plan.plan import plan_from_table
-from megatron_pg.plan.selection import select
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.plan.table import SelectionFacts
 from megatron_pg.rollouts.sample import Sample
@@ -146,11 +144,11 @@ def chosen_in(
         pack([step.samples[i] for i in cell], qkv_format="thd", **({} if run is None else {"cp_ranks": run}))
         for cell, run in zip(cut.cells[rank], cut.runs[rank], strict=True)
     ]
-    table, factors = select(batches, count(batches, step.loss, group), step.loss, group)
     rule = dataclasses.replace(step.loss.plan_rule, numbers_may_repeat=False)
-    plan = plan_from_table(table, rule, error=None, group=group)
+    planned = PlannedStep.of(lambda: batches, step.loss, group=group, rule=rule)
+    plan = planned.plan
     numbers = [i for cell in cut.cells[rank] for i in cell]
-    whole = [own.corrections if own.penalised is None else own.penalised for own in factors]
+    whole = [own.penalised if step.loss.correction.name == PENALTY else own.corrections for own in planned.factors]
     lengths = [step.samples[i].response_length for i in numbers]
     # a rank's plan has the denominators of what it holds
     return plan.selection, list(zip(numbers, torch.cat(whole).split(lengths), plan.denominators.tolist(), strict=True))
@@ -277,8 +275,7 @@ def test_the_penalised_tokens_of_one_micro_batch_are_those_of_verl():
     loss = selection_cases.settings_of(
         simulation.settings("token_mean", per_token=True), Rule("kl_cov", fraction="0.1")
     )
-    batches = [pack(samples, qkv_format="thd")]
-    _, (factors,) = select(batches, count(batches, loss, None), loss, None)
+    (factors,) = PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], loss, group=None).factors
     assert set(factors.penalised[masks].nonzero().flatten().tolist()) == theirs
 
 

@@ -139,7 +139,7 @@ def test_on_the_policy_that_sampled_with_top_p_the_ratio_is_1(kept):
         by_logits = found[f"logits{name[-1]}"]
         assert [step["entropy"] for step in steps] == pytest.approx([step["entropy"] for step in by_logits], abs=1e-4)
     rollouts = [sample for sample in read_rollouts(kept / "fused2" / "rollouts.jsonl") if sample.step > 0]
-    sizes = torch.cat([sample.support.counts for sample in rollouts])
+    sizes = torch.cat([sample.sampling_mask.counts for sample in rollouts])
     assert sizes.min() >= 1
     assert 1 < sizes.double().mean() < 12
 

@@ -1,7 +1,4 @@
-"""Columns of a dump's lines: which are fields of the rollout file, which fields are missing, and which options give them.
-
-Needs no torch.
-"""
+"""Columns of a dump as fields of the rollout file, missing fields and the options that give them. Needs no torch."""
 
 import argparse
 import difflib
@@ -27,7 +24,7 @@ _ELSEWHERE = {  # field -> names of its column in other trainers and engines
     "rollout_logprobs": ("response_logprobs", "sampling_per_token_logps"),
     "ref_logprobs": ("ref_per_token_logps",),
     "teacher_logprobs": ("teacher_log_probs",),
-    "support": ("sampling_mask", "output_token_sampling_mask"),
+    "sampling_mask": ("support", "output_token_sampling_mask"),
     "reward": ("score",),
     "advantage": ("advantages",),
 }
@@ -71,7 +68,7 @@ def columns_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def check_complete(record: Mapping, where: str, options: argparse.Namespace, unused: Sequence[str] = ()) -> None:
-    """Refuse a sample without a field that no option gives; the message lists all missing fields and the ways to give them.
+    """Refuse a sample without a field that no option gives; the message lists all missing fields and how to give them.
 
     Args:
         record: its fields.

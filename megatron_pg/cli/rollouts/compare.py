@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megatron_pg.cli.runs.pictures import add_picture_options, check_picture, picture
 from megatron_pg.cli.terminal import InputError, progress, say, show_json, show_path, table
@@ -106,14 +106,15 @@ def digest_rollouts(path: str | Path) -> tuple[list[Row], Tallies]:
     rows, size = [], Path(path).stat().st_size if Path(path).is_file() else 0
     with progress(f"reading {show_path(path)}", size) as update:
         for sample in iterate_rollouts(path, update=update):
+            ids = cast(tuple[int, Id, Id], (sample.step, sample.prompt_id, sample.rollout_id))  # never None in a file
             for term in (sample.term, *sample.masks):
-                tally = Tally(sample.step, sample.rollout_id, int(sample.mask_of(term).sum()))
+                trained = sample.mask_of(term)
+                tally = Tally(ids[0], ids[2], 0 if trained is None else int(trained.sum()))
                 tallies.setdefault(term, []).append(tally)
-            if sample.term != POLICY:
+            if sample.term != POLICY or sample.advantages is None:
                 continue
             advantages = sample.advantages[sample.loss_mask]
             sums = float(advantages.sum()), float(advantages.abs().sum())
-            ids = sample.step, sample.prompt_id, sample.rollout_id
             rows.append(Row(*ids, sample.response_length, len(advantages), *sums))
     return rows, tallies
 
@@ -128,8 +129,8 @@ def compare(rows: Sequence[Row], divisor: float | None, path: str) -> dict[str, 
 
     if large := next((row for row in rows if not row.magnitude <= _LARGEST), None):
         raise InputError(
-            f"{path}: the advantages of rollout {large.rollout_id} in step {large.step} add up to {large.magnitude:.4g}, "
-            f"more than the largest float32, {_LARGEST:.4g}. Correct them."
+            f"{path}: the advantages of rollout {large.rollout_id} in step {large.step} add up to {large.magnitude:.4g}"
+            f", more than the largest float32, {_LARGEST:.4g}. Correct them."
         )
     steps: dict[int, list[int]] = {}
     for i, row in enumerate(rows):

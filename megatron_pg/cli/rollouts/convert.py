@@ -1,4 +1,4 @@
-"""`megatron-pg convert`: dumps of slime, miles, NeMo-RL, verl and JSON Lines as a rollout file (docs/rollout_file.md)."""
+"""`megatron-pg convert`: dumps of slime, miles, NeMo-RL, verl and JSON Lines to a rollout file."""
 
 import argparse
 import filecmp
@@ -35,8 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advantage",
         choices=RULES,
-        help="compute advantages from the rewards R of the prompt's G rollouts in all DUMPs, also if the dump has some. "
-        f"{rules}",
+        help="compute advantages from the rewards R of a prompt's G rollouts in all DUMPs, also if a dump has some: "
+        + rules,
     )
     parser.add_argument("--loss-mask", choices=("ones",), help="verl, jsonl: train every response token")
     parser.add_argument("--train-data", metavar="FILE", help="slime: the --save-debug-train-data file of the one DUMP")
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dumps(options: argparse.Namespace) -> "Dumps":
-    """A function that reads the dumps one by one. --advantage calls it twice; one dump, or one that is no file, is kept."""
+    """A function that reads the dumps. --advantage calls it twice, so a single dump, or a pipe, stays in memory."""
     if not options.advantage or (len(options.dumps) > 1 and all(map(os.path.isfile, options.dumps))):
         return lambda: _read(options)
     held = list(_read(options))
@@ -205,9 +205,9 @@ def _sample(row: "Row") -> "Sample":
     record = {name: value for name, value in row.record.items() if value is not None or name not in FIELDS}
     _clear_untrained(record)
     try:
-        if "support" in record:
-            support = PAYLOADS["support"]
-            record["support"] = support.to_json(support.of(record["support"], "of the dump"))
+        if "sampling_mask" in record:
+            sampling_mask = PAYLOADS["sampling_mask"]
+            record["sampling_mask"] = sampling_mask.to_json(sampling_mask.of(record["sampling_mask"], "of the dump"))
         return sample_of(record, "of the dump")
     except ValueError as error:
         raise InputError(f"{row.where}: {printable(str(error), limit=400)}") from error
@@ -245,13 +245,13 @@ def _check_units(rows: "Sequence[Row]", shown: str, units: dict[tuple[str, Any],
             first, file = units.setdefault((kind, name), (step, shown))
             if first != step:
                 raise InputError(
-                    f"{row.where}: {kind} {printable(repr(name))} is also in step {first}, but must be in one step. Give "
-                    "the files of one run, each once."
+                    f"{row.where}: {kind} {printable(repr(name))} is also in step {first}, but must be in one step. "
+                    "Give the files of one run, each once."
                 )
             if kind == "rollout_id" and file != shown:
                 raise InputError(
-                    f"{row.where}: rollout_id {printable(repr(name))} is also in {file}. Give every file once, and every "
-                    "rollout its own id."
+                    f"{row.where}: rollout_id {printable(repr(name))} is also in {file}. Give every file once, and "
+                    "every rollout its own id."
                 )
 
 
@@ -263,7 +263,8 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in _OF_ONE_DUMP.get(options.format, ()):
         if getattr(options, name) is not None and len(options.dumps) > 1:
             raise InputError(
-                f"--{name.replace('_', '-')} describes one dump, but {len(options.dumps)} are given. Convert them one by one."
+                f"--{name.replace('_', '-')} describes one dump, but {len(options.dumps)} are given. "
+                "Convert them one by one."
             )
     if options.group_size is not None and options.group_size < 1:
         raise InputError(f"--group-size {options.group_size} is not a number of samples. Give 1 or more.")
@@ -279,6 +280,7 @@ def _check_copies(paths: Sequence[str]) -> None:
         equal = first.setdefault(os.path.getsize(path), [])
         if same := [other for other in equal if filecmp.cmp(other, path, shallow=False)]:
             raise InputError(
-                f"{show_path(path)}: is equal to {show_path(same[0])}, so its rollouts would count twice. Give every file once."
+                f"{show_path(path)}: is equal to {show_path(same[0])}, so its rollouts would count twice. "
+                "Give every file once."
             )
         equal.append(path)

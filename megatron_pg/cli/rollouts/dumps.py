@@ -133,14 +133,14 @@ def _slime_row(sample: Any, step: int, where: str, reward_key: str | None) -> Ro
         "rollout_logprobs": _plain_list(sample.get("rollout_log_probs"), where),
         "teacher_logprobs": _plain_list(sample.get("teacher_log_probs"), where),
         "routed_experts": _nested_list(sample.get("rollout_routed_experts"), where),
-        "support": _slime_support(sample, where),
+        "sampling_mask": _slime_sampling_mask(sample, where),
         "x_status": status if isinstance(status, str) else shorten(status),
         "x_index": index,
     }
     return Row(where, fields)
 
 
-def _slime_support(sample: Mapping, where: str) -> dict[str, Any] | None:
+def _slime_sampling_mask(sample: Mapping, where: str) -> dict[str, Any] | None:
     """The tokens that the engine kept under top-p, as concatenated ids and offsets; None if they were not recorded."""
     columns = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
     kept = {name: _plain_list(sample.get(column), where) for name, column in columns.items()}
@@ -175,8 +175,8 @@ def _add_train_data(rows: Sequence[Row], path: str) -> None:
     steps = _steps_of(_field(dump, "dp_shards", shown), shown)
     if trained.keys() != steps.keys() or not all(0 <= position < len(rows) for position in steps):
         raise InputError(
-            f"{shown}: its samples differ from its schedule, or are not in the rollout dump of {len(rows)} samples. Give "
-            "two files of one rollout."
+            f"{shown}: its samples differ from its schedule, or are not in the rollout dump of {len(rows)} samples. "
+            "Give two files of one rollout."
         )
     num_steps = 1 + max(steps.values(), default=0)
     for position, row in enumerate(rows):
@@ -224,13 +224,13 @@ def load_tensors(path: str) -> Any:
         except Exception as error:  # a damaged or foreign file may raise any error
             if refused := re.search(r"(?:GLOBAL |<class ')([\w.]+)", str(error)):
                 raise InputError(
-                    f"{shown}: has an object of {refused.group(1)}. Only tensors and plain values are loaded, because other "
-                    "objects can run code. Write the dump again without it (docs/cli.md shows how)."
+                    f"{shown}: has an object of {refused.group(1)}. Only tensors and plain values are loaded, because "
+                    "other objects can run code. Write the dump again without it (docs/cli.md shows how)."
                 ) from error
             text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
             raise InputError(
-                f"{shown}: is not a file of torch.save, is truncated, or has objects other than tensors and plain values "
-                f"({printable(text.partition(chr(10))[0])}). Give a dump."
+                f"{shown}: is not a file of torch.save, is truncated, or has objects other than tensors and plain "
+                f"values ({printable(text.partition(chr(10))[0])}). Give a dump."
             ) from error
 
 
@@ -267,8 +267,8 @@ def _nested_list(values: Any, where: str) -> Any:
 def read_nemo_rl(path: str, options: argparse.Namespace, names: Names) -> list[Row]:
     """The samples of a train_data_step{N}.jsonl.
 
-    A row is padded and is cut at its input length. Its response begins at the first trained token; the tokens before are
-    the prompt. --group-size consecutive rows are a group, whose prompts are compared.
+    A row is padded and is cut at its input length. Its response begins at the first trained token; the tokens before
+    are the prompt. --group-size consecutive rows are a group, whose prompts are compared.
 
     Raises:
         InputError: the file is not such a file, its step or group size is unknown, or a group has two prompts.
@@ -327,8 +327,8 @@ _FINISH_REASONS = {"length": True, "truncated": True, "stop": False, "tool_calls
 def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row]:
     """The samples of a file with one JSON object per sample, whose columns `COLUMNS` and --column name.
 
-    A line without a rollout_id is a separate rollout. verl: samples of a step with equal `input` share a prompt if there is
-    no uid. Columns that are not a field become x_ fields.
+    A line without a rollout_id is a separate rollout. verl: without a uid, samples of a step with equal `input` share a
+    prompt. Columns that are not a field become x_ fields.
 
     Raises:
         InputError: a column is missing, ambiguous or contradicts an option.
@@ -342,7 +342,8 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         for name, option in (("step", "step"), ("prompt_id", "group_size"), ("loss_mask", "loss_mask")):
             if name in fields and getattr(options, option) is not None:
                 raise InputError(
-                    f"{where}: has a column for {name}, which --{option.replace('_', '-')} contradicts. Leave out one of them."
+                    f"{where}: has a column for {name}, which --{option.replace('_', '-')} contradicts. "
+                    "Leave out one of them."
                 )
         if options.step is not None:
             fields["step"] = options.step
@@ -355,8 +356,8 @@ def read_jsonl(path: str, options: argparse.Namespace, names: Names) -> list[Row
         rows.append(Row(where, fields, tuple(unused)))
     if rows and absent:
         raise InputError(
-            f"--column {_first_absent(chosen, absent)}: no line of {show_path(path)} has this column. The first line has: "
-            f"{names_of(rows[0].unused)}. Correct it."
+            f"--column {_first_absent(chosen, absent)}: no line of {show_path(path)} has this column. The first line "
+            f"has: {names_of(rows[0].unused)}. Correct it."
         )
     if options.group_size is not None:
         _group_rows(rows, options.group_size, show_path(path), names)
@@ -407,8 +408,8 @@ def _truncated(value: Any, where: str) -> Any:
     if isinstance(value, str) and value not in _FINISH_REASONS:
         known = "; ".join(f"{name}: {str(is_cut).lower()}" for name, is_cut in _FINISH_REASONS.items())
         raise InputError(
-            f"{where}: truncated {shorten(value)} is not a known finish reason ({known}). Write true or false, or leave "
-            "the column out."
+            f"{where}: truncated {shorten(value)} is not a known finish reason ({known}). Write true or false, or "
+            "leave out the column."
         )
     return _FINISH_REASONS[value] if isinstance(value, str) else value
 

@@ -86,7 +86,7 @@ def read_run(path: Path) -> Run:
 
 def _add_step(run: Run, line: bytes, where: str) -> None:
     try:
-        record = json.loads(line) if len(line) <= _MAX_LINE else None
+        record: Any = json.loads(line) if len(line) <= _MAX_LINE else None
         step = record["iteration"]
         if not (is_int(step) and 0 <= step < 2**62):
             raise ValueError
@@ -147,7 +147,7 @@ def rounding_noise(name: str, values: Sequence[float]) -> float:
 
 
 def constant_range(name: str, values: Sequence[float], margin: float) -> tuple[float, float] | None:
-    """Limits of an axis for values that are constant up to rounding, `margin` times the largest from them; else None."""
+    """Limits of an axis for values that are constant up to rounding, with a relative `margin`; else None."""
     low, high, noise = min(values), max(values), rounding_noise(name, values)
     if high - low > noise:
         return None

@@ -28,7 +28,7 @@ def check_picture(options: argparse.Namespace) -> None:
         return
     if Path(options.output).suffix.lower() not in SUFFIXES:
         raise InputError(
-            f"{show_path(options.output)}: the suffix is not one of {', '.join(SUFFIXES)}. Give a path with one of them."
+            f"{show_path(options.output)}: the suffix is not one of {', '.join(SUFFIXES)}. Give one of them."
         )
     check_output(options.output, overwrite=options.overwrite)
     try:

@@ -1,4 +1,4 @@
-"""`megatron-pg plot`: curves of the metrics.jsonl of one or several runs, as a table with small curves, or as a picture."""
+"""`megatron-pg plot`: curves of the metrics.jsonl of one or several runs, as a table or as a picture."""
 
 import argparse
 import itertools

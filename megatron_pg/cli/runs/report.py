@@ -1,7 +1,7 @@
 """`megatron-pg report`: one page about one or several runs, for a browser, without network.
 
-It shows the objective in force, the red flags of the table of metrics, and the curves. plotly, an extra, draws them; its
-script is in the page.
+It shows the objective in force, the red flags of the table of metrics, and the curves. plotly, an extra, draws them;
+its script is in the page.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""NeMo-RL's Megatron worker, by a launcher: a loss function in the place of its own, and a driver that plans the steps.
+"""A launcher for NeMo-RL's Megatron worker: it replaces the loss function, and plans the steps in the driver.
 
-NeMo-RL has no path, registry or entry point for losses, so `main` runs its script in a process where three names are ours:
-the class of the loss, `setup`, before which everything is checked, and `Policy.train`, which ships rows to the workers.
+NeMo-RL has no path, registry or entry point for losses. So `main` runs its script in a process where three names are
+replaced: the class of the loss, `setup`, which we check before it runs, and `Policy.train`, which sends rows to the
+workers.
 """
 
 import functools
@@ -31,10 +32,10 @@ _SIGNATURES = {
 
 
 def install() -> None:
-    """Put ours in the place of NeMo-RL's names, in the driver, once.
+    """Replace NeMo-RL's names in the driver, once.
 
     Raises:
-        ArgumentError: one of them is another than the adapter was written for.
+        ArgumentError: the adapter does not support one of them.
     """
     for path, parameters in _SIGNATURES.items():
         check_signature(VERSION, path, parameters)
@@ -49,12 +50,12 @@ def install() -> None:
 
 
 def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
-    """Where NeMo-RL has other trainers, which import the class by themselves."""
+    """The constructor of NeMo-RL's own loss, which its other trainers import themselves."""
     raise ArgumentError(
         [
             (
                 "E70",
-                "this script makes NeMo-RL's own ClippedPGLossFn, so it would train without megatron_pg's loss; run one that calls "
+                "this script makes NeMo-RL's own ClippedPGLossFn instead of megatron_pg's loss; run one that calls "
                 "nemo_rl.algorithms.grpo.setup, such as examples/run_grpo.py",
             )
         ]
@@ -62,28 +63,27 @@ def _not_theirs(self: Any, *given: Any, **named: Any) -> None:
 
 
 def _checked_before(setup: Callable) -> Callable:
-    """NeMo-RL's setup, behind our checks and the banner."""
+    """NeMo-RL's setup, after our checks and the banner."""
 
     @functools.wraps(setup)
     def checked_setup(master_config: Any, *rest: Any, **named: Any) -> Any:
-        args, rows = checked(nemo_flags.options_of(master_config), [*nemo_flags.refused_of_policy(master_config)])
+        args, rows = checked(master_config.loss_fn, [*nemo_flags.refused_of_policy(master_config)])
         known = [row for row in describe(args) if row[0] not in ("Megatron", "layout", "temperature")]
         sys.stdout.write(banner_of([*known, *rows]) + "\n")
-        found = setup(master_config, *rest, **named)
-        parts = found if isinstance(found, tuple) else (found,)
+        made = setup(master_config, *rest, **named)
+        parts = made if isinstance(made, tuple) else (made,)
         if not any(isinstance(part, PolicyGradientLossFn) for part in parts):
             raise HostLossError(
-                "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's, so nothing is trained. Use a release of NeMo-RL "
-                "that docs/hosts lists."
+                "nemo_rl.algorithms.grpo.setup has made another loss than megatron_pg's, so nothing is trained. Use a "
+                "release of NeMo-RL that docs/hosts lists."
             )
-        return found
+        return made
 
     return checked_setup
 
 
 def _planned(train: Callable) -> Callable:
-    """`Policy.train` for rows with the weights of their steps."""
-
+    """`Policy.train` on rows with the weights of their steps."""
     signature = inspect.signature(train)
 
     @functools.wraps(train)
@@ -102,8 +102,8 @@ def _planned(train: Callable) -> Callable:
         metrics = results["all_mb_metrics"]
         if f"{nemo_rows.SUM}nonfinite" not in metrics:
             raise HostLossError(
-                "NeMo-RL's workers have trained by another loss than megatron_pg's, and the optimizer has moved. Resume from the last "
-                "checkpoint with a release of NeMo-RL that docs/hosts lists."
+                "NeMo-RL's workers have trained with another loss than megatron_pg's, and the optimizer has moved. "
+                "Resume from the last checkpoint with a release of NeMo-RL that docs/hosts lists."
             )
         nemo_rows.exact(metrics, loss.planning, plans)
         metrics |= nemo_rows.mismatch(data, rows_per_step, loss.estimator)

@@ -1,34 +1,34 @@
-"""NeMo-RL's `LossFunction` on the policy-gradient loss: what its workers call, with rows that the driver has planned."""
+"""NeMo-RL's `LossFunction` with our loss, which its workers call on rows that the driver has planned."""
 
 import functools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.batch import LocalBatch, Sequences, TokenFields
+from megatron_pg.batch import Sequences, TokenFields
 from megatron_pg.batch.zigzag import zigzag_index
 from megatron_pg.hosts.nemo_rl import flags as nemo_flags
 from megatron_pg.hosts.nemo_rl.rows import COLUMN, SUM
-from megatron_pg.hosts.startup import Checked, check, check_signature
+from megatron_pg.hosts.startup import CheckedArguments, check, check_signature
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step.loss import microbatch_loss
 
-VERSION = "NeMo-RL 7ea279ab"  # with which this was run
-_CONTRACT = "takes C·Σwℓ of this rank's tokens, of one micro-batch or packed sequence, divides by C and adds up over micro-batches and ranks"
+VERSION = "NeMo-RL 7ea279ab"  # that this was run with
+_SCALING = "takes C·Σwℓ of this rank's tokens, divides by C and sums over micro-batches, packed sequences and ranks"
 _IN_THE_WORKER = {
     "nemo_rl.models.megatron.train:LossPostProcessor": ("loss_fn", "cfg", "num_microbatches", "cp_normalize")
 }
-# A token's values, by their names there.
+# A token's values: their names in NeMo-RL.
 _FIELDS = {"old_logprobs": "prev_logprobs", "advantages": "advantages", "rollout_logprobs": "generation_logprobs"}
 
 
-def checked(cfg: Any, refused: Sequence[str] = ()) -> Checked:
-    """Our arguments, from NeMo-RL's `loss_fn` and what is below its key `megatron_pg`.
+def checked(cfg: Any, refused: Sequence[str] = ()) -> CheckedArguments:
+    """Our arguments, from NeMo-RL's `loss_fn` and its key `megatron_pg`.
 
     Raises:
         ArgumentError: with every violation at once.
@@ -36,26 +36,29 @@ def checked(cfg: Any, refused: Sequence[str] = ()) -> Checked:
     theirs = cfg.model_dump()
     if missing := nemo_flags.missing(theirs):
         message = (
-            f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that knows yours"
+            f"loss_fn has no {', '.join(missing)}, as in {VERSION}; use that version, or a megatron_pg that supports "
+            "yours"
         )
         raise ArgumentError([("E70", message)])
     found = check(
         "NeMo-RL",
         nemo_flags.given(theirs),
         megatron={},
-        taken_over=[*nemo_flags.taken_over(theirs)],
+        inherited=[*nemo_flags.inherited(theirs)],
         refused=[*nemo_flags.refused(theirs, _defaults(cfg)), *refused],
     )
-    return Checked(found.args, [("NeMo-RL", _CONTRACT), *found.rows, ("without effect", nemo_flags.not_read(theirs))])
+    return CheckedArguments(
+        found.args, [("NeMo-RL", _SCALING), *found.rows, ("without effect", nemo_flags.not_read(theirs))]
+    )
 
 
 def _defaults(cfg: Any) -> dict[str, Any]:
-    """What NeMo-RL's release has for the options that a user leaves out, by option."""
+    """The defaults of NeMo-RL's release, by option."""
     return {name: field.get_default(call_default_factory=True) for name, field in type(cfg).model_fields.items()}
 
 
 class PolicyGradientLossFn:
-    """NeMo-RL's `LossFunction` from vocabulary-parallel logits; it travels to the workers as plain arguments."""
+    """NeMo-RL's `LossFunction` of vocabulary-parallel logits; it is pickled to the workers as plain arguments."""
 
     def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False):
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
@@ -63,19 +66,19 @@ class PolicyGradientLossFn:
         self.args = checked(cfg).args
         self.estimator: str = cfg.reference_policy_kl_type  # of NeMo-RL's metrics
         level = LossType.TOKEN_LEVEL if self.args.loss_aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
-        vars(self).update({"input_type": LossInputType.LOGIT, "loss_type": level})  # what NeMo-RL asks its losses for
+        vars(self).update({"input_type": LossInputType.LOGIT, "loss_type": level})  # which NeMo-RL reads
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("settings", "planning")}
 
     @functools.cached_property
     def planning(self) -> LossSettings:
-        """For a process that plans and computes no loss, where there may be no GPU."""
+        """The settings of a process that plans and computes no loss; it may have no GPU."""
         return LossSettings.from_args(Namespace(**vars(self.args) | {"pg_kernel": "torch"}))
 
     @functools.cached_property
     def settings(self) -> LossSettings:
-        """For a worker."""
+        """The settings of a worker."""
         for path, parameters in _IN_THE_WORKER.items():
             check_signature(VERSION, path, parameters)
         return LossSettings.from_args(self.args)
@@ -88,46 +91,42 @@ class PolicyGradientLossFn:
         global_valid_toks: Tensor,
         **rest: object,
     ) -> tuple[Tensor, dict[str, float]]:
-        """C·S of this rank's tokens, and sums over those of all context-parallel ranks, every one of which must call.
+        """C·S of this rank's tokens, and sums over all context-parallel ranks, every one of which must call.
 
         Args:
             logits: [b, s / C, V / tp], at the rollouts' temperature; b = 1 where C > 1, or sequences are packed.
-            data: the same rows whole, a token's values at its own position.
-            global_valid_seqs: rows of the step; not read: the driver's plan has the denominators.
-            global_valid_toks: trained tokens of the step.
-            rest: nothing that is read.
+            data: the same rows whole, with a token's values at its own position.
+            global_valid_seqs: rows of the step; not read, because the driver's plan has the denominators.
+            global_valid_toks: trained tokens of the step; not read.
+            rest: not read.
         """
         from megatron.core import parallel_state
 
         context = parallel_state.get_context_parallel_group()
         tensor = parallel_state.get_tensor_model_parallel_group()
         fields = self._fields(logits, data, context)
-        total, found = microbatch_loss(
-            _rows(logits),
-            cast(LocalBatch, Namespace(fields=fields)),  # which is all that is read
-            self.settings,
-            tensor if tensor.size() > 1 else None,
-        )
+        total, found = microbatch_loss(_rows(logits), fields, self.settings, tensor if tensor.size() > 1 else None)
         sums = torch.cat([total.detach().double().view(1), found.nonfinite[:1], found.partial])
         if context.size() > 1:
             torch.distributed.all_reduce(sums, group=context)
         sums = torch.cat([sums, data["sample_mask"].sum().double().view(1)])
-        loss, bad, *partial, valid = sums.tolist()  # NeMo-RL's driver takes numbers: its own loss waits here, too
+        loss, bad, *partial, valid = sums.tolist()  # NeMo-RL's driver takes numbers, so its own loss syncs here, too
         metrics = {"loss": loss, f"{SUM}nonfinite": bad, "num_valid_samples": valid}
         return context.size() * total, metrics | {f"{SUM}{i}": value for i, value in enumerate(partial)}
 
     def _fields(self, logits: Tensor, data: Mapping[str, Any], context: ProcessGroup) -> TokenFields:
-        """[b · s / C] each, in the order of the logits: what belongs to a token is one position before its own."""
+        """[b · s / C] each, in the order of the logits: a token's values are at the position before its own."""
         if missing := [
             name for name in ("input_ids", "token_mask", "sample_mask", *_FIELDS.values()) if name not in data
         ]:
             raise ValueError(
-                f"the rows have no {', '.join(missing)}, which the loss reads. Use a release of NeMo-RL that docs/hosts lists."
+                f"the rows have no {', '.join(missing)}, which the loss reads. Use a release of NeMo-RL that "
+                "docs/hosts lists."
             )
         if COLUMN + "weights" not in data:
             raise ValueError(
-                "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script by python -m "
-                "megatron_pg.nemo_rl"
+                "the rows have no weights, because they did not pass the driver's Policy.train; run NeMo-RL's script "
+                "by python -m megatron_pg.nemo_rl"
             )
         width = logits.shape[1] * context.size()
         index = None
@@ -154,16 +153,17 @@ class PolicyGradientLossFn:
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """[T, V / tp], over which the kernels may write the gradient."""
+    """[T, V / tp]; the kernels may overwrite it with the gradient."""
     base = logits._base
     is_part = base is not None and base.numel() > logits.numel()
     return (_Part.apply(logits) if is_part else logits).reshape(-1, logits.shape[-1])
 
 
 class _Part(torch.autograd.Function):
-    """A sequence of a packed row, as a tensor of its own: what is written over it is no change of its neighbours.
+    """A sequence of a packed row, as its own tensor.
 
-    Views of one tensor share its version, so autograd would refuse the backward of the next sequence.
+    Views of one tensor share its version counter. If a kernel overwrote one, autograd would refuse the backward of the
+    next.
     """
 
     @staticmethod
@@ -176,7 +176,7 @@ class _Part(torch.autograd.Function):
 
 
 def _sequences(counts: Tensor, length: int, context: ProcessGroup) -> Sequences:
-    """Each of the b rows is a sequence, of which `length` positions are here."""
+    """Each of the b rows is a sequence, with `length` positions on this rank."""
     rows, device = len(counts), counts.device
     return Sequences(
         slots=torch.arange(rows, device=device).repeat_interleave(length, output_size=rows * length),

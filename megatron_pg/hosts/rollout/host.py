@@ -1,7 +1,7 @@
-"""The wiring of slime and miles: their hooks, which have the same names, and a launcher that adds our flags to theirs.
+"""The hooks of slime and miles, which have the same names, and a launcher that adds our flags to theirs.
 
-`init` sets the paths of the other hooks on the arguments that the trainer reads afterwards; a hook of the user's is called before
-ours. Nothing of a host is imported before `init` or `main`.
+`init` sets the paths of the other hooks in the arguments of the trainer; a user's hook is called before ours. No module
+of a host is imported before `init` or `main`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.spelling import meant_flags
 from megatron_pg.hosts.rollout import flags as rollout_flags
 from megatron_pg.hosts.startup import (
-    Checked,
+    CheckedArguments,
     add_host_arguments,
     attribute,
     check,
@@ -34,25 +34,31 @@ _INIT = "custom_megatron_init_path"
 _BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 _BEFORE_LOG_PROB = "custom_megatron_before_log_prob_hook_path"
 _HOOKS = {_INIT: "init", _BEFORE_STEP: "before_train_step", _BEFORE_LOG_PROB: "before_log_prob"}
-_USERS = "users_hooks_of_megatron_pg"  # the argument that keeps the user's paths
+_USERS = "users_hooks_of_megatron_pg"  # the argument that stores the user's paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What one of them has that the other has not."""
+    """What differs between the hosts."""
 
     name: str  # of its package, and of our module
-    version: str  # with which the adapter was run
-    signatures: Mapping[str, Sequence[str]]  # parameters of the functions that it relies on, by `module:name`
-    logs: Sequence[str]  # where releases of it have their logger, `module:function` of (args, metrics, step_key)
-    carried: Collection[str] = ("old_logprobs", "ref_logprobs", "teacher_logprobs")  # fields that its batches can have
-    names_terms: bool = False  # samples say which loss term they are of
-    hooks: Mapping[str, str] = field(default_factory=dict)  # further arguments that are paths: functions of our module
-    refused: Callable[[argparse.Namespace], Iterable[str]] = lambda args: ()  # messages about its own flags
+    version: str  # that the adapter was run with
+    signatures: Mapping[str, Sequence[str]]  # parameters of the functions that the adapter uses, by `module:name`
+    logs: Sequence[str]  # `module:function` of the logger (args, metrics, step_key), in one release or another
+    carried: Collection[str] = (
+        "old_logprobs",
+        "ref_logprobs",
+        "teacher_logprobs",
+    )  # fields that its batches can contain
+    names_terms: bool = False  # whether samples name their loss term
+    hooks: Mapping[str, str] = field(default_factory=dict)  # further hooks: functions of our module
+    refused: Callable[[argparse.Namespace], Iterable[str]] = (
+        lambda args: ()
+    )  # messages about flags that only this host has
 
 
 class RolloutHost:
-    """The loss inside one of them; one in a process."""
+    """The loss in one host; one instance in a process."""
 
     def __init__(self, declaration: Declaration):
         self.declaration = declaration
@@ -61,11 +67,11 @@ class RolloutHost:
             for name, function in (_HOOKS | dict(declaration.hooks)).items()
         }
         self.trainer: Any = None  # a RolloutTrainer, from `init` on
-        self.terms: frozenset[str] = frozenset()  # those with tokens of their own, likewise
-        self._log = ""  # where the host has its logger, likewise
+        self.terms: frozenset[str] = frozenset()  # with their own tokens, from `init` on
+        self._log = ""  # `module:function` of the host's logger, from `init` on
 
-    def checked(self, args: argparse.Namespace) -> Checked:
-        """Our arguments, and the host's that are ours now.
+    def checked(self, args: argparse.Namespace) -> CheckedArguments:
+        """Our arguments, with what they inherit from the host's.
 
         Raises:
             ArgumentError: with every violation at once.
@@ -74,7 +80,7 @@ class RolloutHost:
             self.declaration.name,
             rollout_flags.given(args),
             megatron=vars(args),
-            taken_over=rollout_flags.taken_over(args),
+            inherited=rollout_flags.inherited(args),
             refused=[*rollout_flags.refused(args), *self.declaration.refused(args)],
             carried=self.declaration.carried,
             names_terms=self.declaration.names_terms,
@@ -83,10 +89,10 @@ class RolloutHost:
     def init(self, args: argparse.Namespace) -> None:
         """The host's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
 
-        A second call with the same arguments changes nothing.
+        A second call with the same arguments has no effect.
 
         Raises:
-            ArgumentError: flags contradict each other, or the host's functions are others than the adapter was written for.
+            ArgumentError: flags contradict each other, or the adapter does not support the host's release.
         """
         declared, loss = self.declaration, f"megatron_pg.{self.declaration.name}.loss"
         if self.trainer is not None and vars(args).get("custom_loss_function_path") == loss:
@@ -96,9 +102,9 @@ class RolloutHost:
             check_signature(declared.version, path, parameters)
         self._log = first_of(declared.version, declared.logs, ("args", "metrics", "step_key"))
         from megatron_pg.hosts.log import HostLog
-        from megatron_pg.hosts.rollout.trainer import CONTRACT, RolloutTrainer, is_writer
+        from megatron_pg.hosts.rollout.trainer import SCALING, RolloutTrainer, is_writer
 
-        settings, rows = start(declared.name, found, contract=CONTRACT, says=is_writer())
+        settings, rows = start(declared.name, found, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, found.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
         self.terms = Facts(found.args).own_tokens
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
@@ -112,7 +118,7 @@ class RolloutHost:
     def loss(
         self, args: argparse.Namespace, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The host's `--custom-loss-function-path`; metrics go another way, where none costs a host sync."""
+        """The host's `--custom-loss-function-path`. It returns no metrics, because each would cost a host sync."""
         return self.trainer.loss(batch["unconcat_tokens"], logits), {}
 
     def before_train_step(
@@ -129,12 +135,12 @@ class RolloutHost:
         self.trainer.begin_step(rollout_id, step_id, model, optimizer)
 
     def before_log_prob(self, args: argparse.Namespace, model: Sequence[Any], store_prefix: str) -> None:
-        """The host's `--custom-megatron-before-log-prob-hook-path`: log-probabilities have the loss's precision."""
+        """The host's `--custom-megatron-before-log-prob-hook-path`: log-probabilities get the precision of the loss."""
         self.users_hook(args, _BEFORE_LOG_PROB, args, model, store_prefix)
         self.trainer.head.install(model)
 
     def users_hook(self, args: argparse.Namespace, name: str, *values: object) -> None:
-        """Call the function that the user has set for a hook, if there is one."""
+        """Call the function that the user has set for a hook, if any."""
         if path := vars(args)[_USERS].get(name):
             attribute(":".join(path.rsplit(".", 1)))(*values)
 
@@ -171,7 +177,7 @@ class RolloutHost:
 def _with_ours(
     parser: argparse.ArgumentParser, users: Callable | None, parsers: list[argparse.ArgumentParser]
 ) -> argparse.ArgumentParser:
-    """Their parser with our flags in it; the reducer's path is a flag of both, with one meaning."""
+    """Add our flags to the host's parser; the path of the reducer is a flag of both, with one meaning."""
     for each in (parser, *parser._action_groups):
         each.conflict_handler = "resolve"
     parsers.append(parser)
@@ -179,7 +185,7 @@ def _with_ours(
 
 
 def _refuse_misspelt(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> None:
-    """A host may leave a flag that it does not know unread, which would be one of ours lost."""
+    """Refuse flags that look like ours and are not: a host may silently ignore an unknown flag."""
     known = {flag for parser in parsers for flag in parser._option_string_actions}
     ours = [f"--{name.replace('_', '-')}" for name in defaults()]
     violations = []
@@ -188,7 +194,7 @@ def _refuse_misspelt(words: Sequence[str], parsers: Sequence[argparse.ArgumentPa
         if flag.startswith("--") and flag not in known and (meant := meant_flags(flag, ours)) is not None:
             hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
             violations.append(
-                ("E70", f"{flag} is no flag of the host and none of megatron_pg, so it would do nothing{hint}")
+                ("E70", f"{flag} is not a flag of the host or of megatron_pg and would be silently ignored{hint}")
             )
     if violations:
         raise ArgumentError(violations)

@@ -1,4 +1,4 @@
-"""miles: slime's hooks, but for one that hands over the data; a rollout is taken where the trainer makes its iterators."""
+"""miles: the hooks of slime, except that the data are read where the trainer makes its iterators."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,26 +6,29 @@ from typing import Any
 
 from megatron_pg.hosts.rollout.host import Declaration, RolloutHost
 from megatron_pg.hosts.rollout.samples import Rollout
-from megatron_pg.hosts.startup import attribute
+from megatron_pg.hosts.startup import attribute, flag_of
 
 _ITERATORS = "miles.backends.megatron_utils.actor:get_data_iterator"
 _REFUSED = {
     "true_on_policy_mode": "rounds log-probabilities to bfloat16",
-    "use_dynamic_global_batch_size": "changes the number of rollouts of a step behind the loss's back",
-    "delay_split_train_data_by_dp": "cuts the data on the trainer's side, without a schedule of micro-batches",
+    "use_dynamic_global_batch_size": "changes the number of rollouts per step after the step is planned",
+    "delay_split_train_data_by_dp": "cuts the data in the trainer, without a schedule of micro-batches",
     "skip_actor_forward_only": "leaves no log-probabilities of the sampling policy, and no hooks",
-    "multi_lora_n_adapters": "gives every adapter a batch of its own",
+    "multi_lora_n_adapters": "gives every adapter its own batch",
     "observe_training_entropy": "is a metric of the loss that ours replaces; --pg-metrics with_entropy has it",
-    "debug_disable_optimizer": "steps no optimizer, before which metrics are combined",
+    "debug_disable_optimizer": "never calls optimizer.step(), where metrics are reduced",
 }
 
 
 def _refused(args: argparse.Namespace) -> Iterator[str]:
     if args.rollout_top_p != 1.0:
-        yield f"--rollout-top-p {args.rollout_top_p}: the batches do not say which tokens were kept, and the loss reads all logits; use 1.0"
+        yield (
+            f"--rollout-top-p {args.rollout_top_p}: the batches do not contain the kept tokens, and the loss reads all "
+            "logits; use 1.0"
+        )
     for name, reason in _REFUSED.items():
         if vars(args).get(name):
-            yield f"--{name.replace('_', '-')} {reason}, so it cannot go with this loss; remove it"
+            yield f"{flag_of(name)} {reason}, so this loss does not support it; remove it"
 
 
 HOST = RolloutHost(
@@ -46,14 +49,14 @@ HOST = RolloutHost(
         },
     )
 )
-_taken: dict[str, Any] = {}  # the next rollout, filled further until its first step
+_taken: dict[str, Any] = {}  # the next rollout; miles adds fields until its first step
 
 
 def init(args: argparse.Namespace) -> None:
     """miles' `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
 
     Raises:
-        ArgumentError: flags contradict each other, or miles' functions are others than the adapter was written for.
+        ArgumentError: flags contradict each other, or the adapter does not support miles' release.
     """
     HOST.init(args)
     import miles.backends.megatron_utils.actor as actor
@@ -79,14 +82,15 @@ def before_train_step(args: argparse.Namespace, rollout_id: int, step_id: int, *
 def _rollout(args: argparse.Namespace, data: Mapping[str, Any]) -> Rollout:
     if "micro_batch_indices" not in data:
         raise ValueError(
-            "the rollout data have no micro_batch_indices: miles has cut this batch on the trainer's side (multimodal data, fewer rollouts "
-            "than --global-batch-size, several replicas), where the samples of a micro-batch are not known before it. Use none of these."
+            "the rollout data have no micro_batch_indices: miles has split this batch in the trainer (multimodal data, "
+            "fewer rollouts than --global-batch-size, several replicas), where the samples of a micro-batch are not "
+            "known in advance. Use none of these."
         )
     return Rollout(
         data=data,
         rollouts_per_step="num_rollouts",
         old_logprobs="rollout_log_probs" if args.use_rollout_logprobs else "log_probs",
-        rewards=None,  # of the whole rollout only, without the order of the ranks' parts
+        rewards=None,  # known for the whole rollout only, not by rank
         samples_per_prompt=args.n_samples_per_prompt,
         row_width=data["max_seq_lens"][0] if args.qkv_format == "bshd" else None,
     )

@@ -1,4 +1,4 @@
-"""A data-parallel rank's part of a rollout in slime and miles, and the samples in it, whole."""
+"""A data-parallel rank's part of a rollout in slime and miles, and its whole samples."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,38 +13,29 @@ from megatron_pg.hosts.step import HostLossError
 from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.sample import Sample
 
-# Fields of a sample by their names there; lists of this context-parallel rank's parts of the responses.
+# Fields of a sample: their names in the rollout data, which hold this context-parallel rank's parts of the responses.
 _PARTS = {
     "advantages": "advantages",
     "ref_logprobs": "ref_log_probs",
     "rollout_logprobs": "rollout_log_probs",
     "teacher_logprobs": "teacher_log_probs",
 }
-_READ = (
-    "tokens",
-    "response_lengths",
-    "total_lengths",
-    "loss_masks",
-    "rollout_ids",
-    "sample_indices",
-)  # from every host
+_READ = ("tokens", "response_lengths", "total_lengths", "loss_masks", "rollout_ids", "sample_indices")
 _SCHEDULE = ("micro_batch_indices", "num_microbatches")
-_SUPPORT = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
+_SAMPLING_MASK = {"ids": "rollout_top_p_token_ids", "offsets": "rollout_top_p_token_offsets"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A data-parallel rank's part of a rollout, as the host ships it."""
+    """A data-parallel rank's part of a rollout, as the host sends it."""
 
     data: Mapping[str, Any]
-    rollouts_per_step: str  # where N of each optimizer step is
-    old_logprobs: str  # where the log-probabilities of the sampling policy are; without them the model being trained is that policy
-    rewards: Sequence[float] | None  # before normalisation
-    samples_per_prompt: int  # neighbours in the sampling order
-    sources: Sequence[str] | None = None  # what the host's user calls the origin of each
-    terms: Container[
-        str
-    ] = ()  # the origins that are loss terms with tokens of their own; all others are the objective's
+    rollouts_per_step: str  # key of N of each optimizer step
+    old_logprobs: str  # key of the sampling policy's log-probabilities; without them the step is on-policy
+    rewards: Sequence[float] | None  # before normalization
+    samples_per_prompt: int  # consecutive in the sampling order
+    sources: Sequence[str] | None = None  # the host's name of each sample's origin
+    terms: Container[str] = ()  # origins that are loss terms with their own tokens; others are the objective's
     row_width: int | None = None  # of padded rows (bshd); None: packed (thd)
 
     @property
@@ -53,31 +44,31 @@ class Rollout:
         return self.data[self.rollouts_per_step]
 
     def check_schedule(self) -> None:
-        """Refuse data that have another form than this adapter reads.
+        """Refuse data in a form that this adapter does not support.
 
         Raises:
-            HostLossError: a key is missing, or the schedule does not count its own micro-batches.
+            HostLossError: a key is missing, or the schedule is inconsistent.
         """
         if missing := [key for key in (*_READ, *_SCHEDULE, self.rollouts_per_step) if key not in self.data]:
             raise HostLossError(
-                f"the rollout data have no {', '.join(missing)}, from which the optimizer steps are planned. Use a release of the trainer "
-                "that docs/hosts lists."
+                f"the rollout data have no {', '.join(missing)}, which the plan of the steps needs. Use a release of "
+                "the trainer that docs/hosts lists."
             )
         indices, numbers = (self.data[key] for key in _SCHEDULE)
         if len(numbers) != len(self.counts) or sum(numbers) != len(indices):
             raise HostLossError(
-                f"the rollout data have {len(indices)} micro-batches for num_microbatches {[*numbers]} and {self.rollouts_per_step} "
-                f"{[*self.counts]}, which do not belong together. Use a release of the trainer that docs/hosts lists."
+                f"the rollout data have {len(indices)} micro-batches for num_microbatches {[*numbers]} and "
+                f"{self.rollouts_per_step} {[*self.counts]}, which are inconsistent. Use a release of the trainer that "
+                "docs/hosts lists."
             )
 
     def samples(self, context: ProcessGroup) -> list[Sample]:
-        """Its samples, whole; every rank of the context-parallel group must call."""
+        """Its whole samples; every rank of the context-parallel group must call."""
         data, parts = self.data, {"old_logprobs": self.old_logprobs, **_PARTS}
         known = {name: data[key] for name, key in parts.items() if data.get(key) is not None}
         if "advantages" not in known:
             raise ValueError(
-                "the rollout data have no advantages, so there is no loss. Let the trainer compute them "
-                "(--compute-advantages-and-returns)."
+                "the rollout data have no advantages. Let the trainer compute them (--compute-advantages-and-returns)."
             )
         whole = self._whole(known, context)
         if self.is_on_policy:
@@ -97,7 +88,7 @@ class Rollout:
                 reward=None if self.rewards is None else float(self.rewards[i]),
                 truncated=None if truncated is None else bool(truncated[i]),
                 term=self._term(i),
-                support=self._support(i),
+                sampling_mask=self._sampling_mask(i),
                 **{name: values[i] for name, values in whole.items() if name != "advantages"},
             )
             for i, (tokens, response, mask, index) in enumerate(
@@ -109,19 +100,19 @@ class Rollout:
         source = POLICY if self.sources is None else self.sources[number]
         return source if source in self.terms else POLICY
 
-    def _support(self, number: int) -> dict[str, Any] | None:
-        """What its engine kept under top-p, where it says."""
-        if self.data.get(_SUPPORT["ids"]) is None:
+    def _sampling_mask(self, number: int) -> dict[str, Any] | None:
+        """The token ids that the engine kept under top-p, where it reports them."""
+        if self.data.get(_SAMPLING_MASK["ids"]) is None:
             return None
-        return {ours: self.data[theirs][number] for ours, theirs in _SUPPORT.items()}
+        return {ours: self.data[theirs][number] for ours, theirs in _SAMPLING_MASK.items()}
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the trainer has left out the pass for the old log-probabilities, which are the first step's own."""
+        """Whether the trainer has skipped the pass for old log-probabilities: the only step computes them."""
         return self.data.get(self.old_logprobs) is None
 
     def _whole(self, parts: Mapping[str, Sequence[Tensor]], group: ProcessGroup) -> dict[str, list[Tensor]]:
-        """Whole responses from every context-parallel rank's parts: one collective, one host read."""
+        """Whole responses from the parts of all context-parallel ranks: one collective, one host read."""
         totals, responses = self.data["total_lengths"], [int(n) for n in self.data["response_lengths"]]
         rows = torch.stack([torch.cat([*values]).double() for values in parts.values()])
         if group.size() > 1:
@@ -133,12 +124,12 @@ class Rollout:
             ]
             whole = rows.new_zeros(len(rows), sum(responses))
             whole[:, torch.cat(index).to(rows.device)] = rows
-            torch.distributed.all_reduce(whole, group=group)  # every position has one owner, the rest add 0
+            torch.distributed.all_reduce(whole, group=group)  # every position has one owner, other ranks add 0
             rows = whole
         return {name: list(row.split(responses)) for name, row in zip(parts, rows.cpu(), strict=True)}
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """The micro-batches of each optimizer step, as places of samples in the data."""
+        """The micro-batches of each optimizer step, as indices of samples in the data."""
         indices = self.data["micro_batch_indices"]
         start = 0
         for count in self.data["num_microbatches"]:

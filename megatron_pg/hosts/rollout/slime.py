@@ -1,4 +1,4 @@
-"""slime: every hook that the loss needs is one of its documented ones."""
+"""slime: the loss uses documented hooks only."""
 
 import argparse
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ HOST = RolloutHost(
         name="slime",
         version="slime 624b824a",
         logs=("slime.utils.logging_utils:log", "slime.observability.logging_utils:log"),
-        carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "support"),
+        carried=("old_logprobs", "ref_logprobs", "teacher_logprobs", "sampling_mask"),
         names_terms=True,
         hooks={_DATA: "plan"},
         signatures={
@@ -36,11 +36,11 @@ def init(args: argparse.Namespace) -> None:
     """slime's `--custom-megatron-init-path`: on every rank of the trainer, before the model is built.
 
     Raises:
-        ArgumentError: flags contradict each other, or slime's functions are others than the adapter was written for.
+        ArgumentError: flags contradict each other, or the adapter does not support slime's release.
     """
     HOST.init(args)
     if not HOST.trainer.corrects:
-        # under a custom loss slime makes old log-probabilities by a pass of their own, though one step's are the loss's
+        # under a custom loss slime runs a separate pass for old log-probabilities, although the only step computes them
         import slime.backends.megatron_utils.loss as losses
 
         args.loss_type, losses.policy_loss_function = "policy_loss", HOST.loss

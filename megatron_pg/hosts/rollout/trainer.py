@@ -1,8 +1,12 @@
-"""What slime and miles share: a rollout whose data are cut into optimizer steps and micro-batches before they are trained.
+"""The loss in the training loop of slime and miles, which split a rollout into steps before they train.
 
-Both give a loss function the samples of one micro-batch and multiply what it returns by K/N·D·C (with --calculate-per-token-loss
-by C), K micro-batches, N rollouts, D·C ranks; then Megatron divides by K·D·C (by C·T̃). So N·S (T̃·S) comes back to S, where T̃
-counts a fully masked sample as one token, as they do.
+Both pass the samples of one micro-batch to a loss function and scale its return value:
+
+    flag off:  × K/N·D·C (host), ÷ K·D·C (Megatron)
+    flag on:   × C (host), ÷ C·T̃ (Megatron)
+
+for K micro-batches, N rollouts and D·C ranks. So the loss function returns N·S, or T̃·S under
+--calculate-per-token-loss. T̃ counts a fully masked sample as one token, as the hosts do.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +28,20 @@ from megatron_pg.plan.settings import LossSettings
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.findings import StepReport
 
-CONTRACT = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
+SCALING = "takes N·Σwℓ, with --calculate-per-token-loss T̃·Σwℓ; the host and Megatron bring it back to Σwℓ"
 
 
 class _Work(NamedTuple):
     """A micro-batch of a planned step."""
 
     step: HostStep
-    members: list[int]  # by their places among the step's samples
-    scale: float  # of S in what the host is given
+    members: list[int]  # indices of its samples among the step's
+    scale: float  # factor of S in the returned loss
     row_width: int | None
 
 
 class RolloutTrainer:
-    """The loss in the loop of one of them.
+    """The loss in the training loop of one host.
 
     Args:
         settings: the loss settings.
@@ -49,10 +53,10 @@ class RolloutTrainer:
         self._settings, self._log, self._per_token = settings, log, per_token
         self.head = HostHead(settings)
         self._steps: list[HostStep] = []
-        self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host hands on
-        self._numbers, self._current = (0, 0), HostStep(settings)  # the host's rollout, and its number of the step
-        self._report: StepReport | None = None
-        self._rollout: Rollout | None = None  # whose tokens must live as long as their ids are used
+        self._work: dict[int, _Work] = {}  # by the id of its first sample's tokens, which the host passes on
+        self._numbers, self._current = (0, 0), HostStep(settings)  # the host's numbers of rollout and step
+        self._report: StepReport  # of the latest step
+        self._rollout: Rollout | None = None  # kept, because `_work` uses the ids of its tokens
 
     @property
     def corrects(self) -> bool:
@@ -64,7 +68,7 @@ class RolloutTrainer:
 
         Raises:
             StepPlanError: on every rank of the data-parallel group.
-            HostLossError: the rollout's data have another form than the adapter reads.
+            HostLossError: the rollout data have a form that the adapter does not support.
         """
         rollout.check_schedule()
         self._steps, self._work, self._rollout = [], {}, rollout
@@ -77,7 +81,7 @@ class RolloutTrainer:
             samples = rollout.samples(context)
             if self._settings.plan_rule.needs_prompt_ids:
                 _check_numbers(samples)
-        except Exception as failure:  # travels to the other ranks with the first step's plan
+        except Exception as failure:  # raised on every rank by the first step's plan
             error = failure
         for microbatches, count in zip(rollout.steps(), rollout.counts, strict=True):
             of_step = _samples_or_error(samples, [i for members in microbatches for i in members], error)
@@ -90,17 +94,18 @@ class RolloutTrainer:
                 self._work[id(rollout.data["tokens"][members[0]])] = _Work(step, places, scale, rollout.row_width)
 
     def loss(self, tokens: Sequence[Tensor], logits: Tensor) -> Tensor:
-        """What the host is given for a micro-batch: N·S, with the per-token flag T̃·S.
+        """The returned loss of a micro-batch: N·S, with the per-token flag T̃·S.
 
         Args:
-            tokens: whole tokens of its samples, the tensors that the rollout has.
+            tokens: whole tokens of its samples, the same tensors as in the rollout data.
             logits: [b, s, V / tp], the model's output.
         """
         work = self._work.get(id(tokens[0])) if len(tokens) else None
         if work is None or work.step is not self._current:
             raise HostLossError(
-                "the trainer computes the loss of a micro-batch that is not one of the optimizer step in progress: it has copied the "
-                "samples' tokens, or has not called the hook before the step. Use a release of the trainer that docs/hosts lists."
+                "the trainer computes the loss of a micro-batch that is not part of the current optimizer step: it has "
+                "copied the samples' tokens, or has not called the hook before the step. Use a release of the trainer "
+                "that docs/hosts lists."
             )
         step, members, scale, width = work
         size = parallel_state.get_context_parallel_world_size()
@@ -108,9 +113,9 @@ class RolloutTrainer:
         filling = logits.shape[0] * logits.shape[1] * size - sum(lengths)
         if len(tokens) != len(members) or filling < 0:
             raise HostLossError(
-                f"the trainer's micro-batch has {len(tokens)} samples and {logits.shape[0] * logits.shape[1]} rows of logits, where the "
-                f"rollout's schedule has {len(members)} samples and {sum(lengths) // size} tokens on this rank. Use a release of the trainer "
-                "that docs/hosts lists."
+                f"the trainer's micro-batch has {len(tokens)} samples and {logits.shape[0] * logits.shape[1]} rows of "
+                f"logits, and the rollout's schedule has {len(members)} samples and {sum(lengths) // size} tokens on "
+                "this rank. Use a release of the trainer that docs/hosts lists."
             )
         call = self.head.take(logits)  # with hidden states [s, b, H], where logits are [b, s, V / tp]
         padded = [*lengths, *([filling] if filling else [])]
@@ -122,29 +127,31 @@ class RolloutTrainer:
         return scale * step.loss(local, logits.flatten(0, 1), group, grad_scale, is_bypassed=self.head.is_bypassed())
 
     def begin_step(self, rollout_id: int, number: int, model: Sequence[Any], optimizer: Any) -> None:
-        """Before the forwards of optimizer step `number` of the rollout: head, checks before gradients are reduced, and the log."""
+        """Prepare optimizer step `number` of the rollout: install the head, the checks before finalize, and the log."""
         self._current, self._numbers = self._steps[number], (rollout_id, rollout_id * len(self._steps) + number)
         self.head.install(model)
         config = get_model_config(model[0])
         if not isinstance(config.finalize_model_grads_func, _Around):
             config.finalize_model_grads_func = _Around(config.finalize_model_grads_func, before=self._check)
-        if self._log is not None and not isinstance(optimizer.step, _Around):
-            optimizer.step = _Around(optimizer.step, behind=lambda result: self._write(optimizer, result))
+        if (log := self._log) is not None and not isinstance(optimizer.step, _Around):
+            optimizer.step = _Around(optimizer.step, after=lambda result: self._write(log, optimizer, result))
 
     def _check(self) -> None:
-        self._report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
-        if self._current is self._steps[-1]:  # the host frees the rollout's data before its rollout engine wakes up
+        report = self._current.finish(reports=parallel_state.get_tensor_model_parallel_rank() == 0)
+        if report is not None:
+            self._report = report
+        if self._current is self._steps[-1]:  # the host frees the rollout data before its rollout engine wakes up
             self._rollout, self._work = None, {}
 
-    def _write(self, optimizer: Any, result: Any) -> None:
+    def _write(self, log: HostLog, optimizer: Any, result: Any) -> None:
         if not (isinstance(result, tuple) and len(result) == 3):
             raise HostLossError(
-                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros). Use a release of the trainer "
-                "that docs/hosts lists."
+                f"optimizer.step returned {type(result).__name__}, not (success, gradient norm, number of zeros). Use "
+                "a release of the trainer that docs/hosts lists."
             )
         is_done, grad_norm, _ = result
         groups = optimizer.param_groups
-        self._log.write(
+        log.write(
             *self._numbers,
             self._report,
             grad_norm=None if grad_norm is None else float(grad_norm),
@@ -154,26 +161,26 @@ class RolloutTrainer:
 
 
 class _Around:
-    """A function with something before or behind it; one that it is already around is known by its type."""
+    """A function with a call before or after it; its type marks functions that already have one."""
 
     def __init__(
         self,
         function: Callable,
         *,
         before: Callable[[], None] = lambda: None,
-        behind: Callable[[Any], None] = lambda result: None,
+        after: Callable[[Any], None] = lambda result: None,
     ):
-        self._function, self._before, self._behind = function, before, behind
+        self._function, self._before, self._after = function, before, after
 
     def __call__(self, *positional: object, **keywords: object) -> Any:
         self._before()
         result = self._function(*positional, **keywords)
-        self._behind(result)
+        self._after(result)
         return result
 
 
 def is_writer() -> bool:
-    """Whether this rank writes the steps: the first of the last pipeline stage."""
+    """Whether this rank writes the log of the steps: the first rank of the last pipeline stage."""
     return (
         parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -182,18 +189,18 @@ def is_writer() -> bool:
 
 
 def _check_numbers(samples: Sequence[Sample]) -> None:
-    """Refuse sample indices that two rollouts share: they are not those of a data source, which tell prompts apart.
+    """Refuse sample indices that two rollouts share, because they do not identify prompts.
 
     Raises:
-        ValueError: there is such an index.
+        ValueError: for the first such index.
     """
     first: dict[str, object] = {}
     for sample in [sample for sample in samples if sample.prompt_id is not None]:
         if first.setdefault(sample.sample_id, sample.rollout_id) != sample.rollout_id:
             raise ValueError(
-                f"sample index {sample.sample_id} is of rollouts {first[sample.sample_id]} and {sample.rollout_id}, so it does not number the "
-                "samples, and prompts, n indices in a row, would be mixed up under prompt_mean. Leave the index of a sample as the "
-                "data source gave it, or use another aggregation."
+                f"sample index {sample.sample_id} is in rollouts {first[sample.sample_id]} and {sample.rollout_id}, so "
+                "prompt groups (n consecutive indices) are not known, which prompt_mean needs. Leave the index of a "
+                "sample as the data source set it, or use another aggregation."
             )
 
 

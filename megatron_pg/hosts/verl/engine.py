@@ -1,10 +1,10 @@
-"""What is ours of verl's Megatron engine: the step's plan, the loss, the count of tokens, log-probabilities and metrics.
+"""Our part of verl's Megatron engine: the step's plan, the loss, the token count, log-probabilities and metrics.
 
-verl hands its engine a rank's whole mini-batch. The engine cuts it, gathers the log-probabilities of whole samples on every
-context-parallel rank (only a rank's own part has a gradient), and takes D·S of each micro-batch:
+verl passes a rank's whole mini-batch to its engine. The engine splits it, and gathers the log-probabilities of whole
+samples on every context-parallel rank (only a rank's own part has a gradient). It takes D·S of each micro-batch:
 
     flag off:  × K (verl), × C ÷ K (schedule), ÷ D·C (DDP)
-    flag on:   × R / D (verl), ÷ Σ counts (finalize): R, the tokens of the step, once the count is mended
+    flag on:   × R / D (verl), ÷ Σ counts (finalize), which is R, the tokens of the step, with our token count
 """
 
 import re
@@ -33,35 +33,32 @@ from megatron_pg.lm_head.output_layer import check_layer
 from megatron_pg.plan.errors import StepPlanError
 from megatron_pg.step.findings import StepReport, before_finalize
 
-CONTRACT = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) bring it back to Σwℓ"
+SCALING = "takes D·Σwℓ over whole samples; verl, the schedule and DDP (or finalize) scale it to Σwℓ"
 FUSED = "verl.models.mcore.model_forward_fused"
 ACTOR = "_megatron_pg_actor"  # attribute of a McoreEngineConfig: the McoreActorConfig that it is part of
-_ROW = "megatron_pg_row"  # column that carries a row's place through verl's cut into micro-batches
-_Theirs: Any = object  # verl's class, which `install` puts behind ours
+_ROW = "megatron_pg_row"  # column with a row's index, which verl's split into micro-batches keeps
+_Theirs: Any = object  # `install` makes verl's class the second base
 
 
 class PolicyGradientEngine(_Theirs):
-    """What is ours of an engine; verl's own class comes behind it."""
+    """Our part of an engine, before verl's own class in the method resolution order."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
         self._actor = None if engine_config.forward_only else vars(engine_config).get(ACTOR)
-        found = checked(engine_config, model_config, self._actor)
-        self._settings, self._rows = start("verl", found, contract=CONTRACT, says=False)
+        arguments = checked(engine_config, model_config, self._actor)
+        self._settings, self._rows = start("verl", arguments, scaling=SCALING, says=False)
         self._rows["temperature"] = "softmax(z / τ), τ of the rollouts  (verl's rollout.temperature)"
-        self._metrics_file = found.args.pg_metrics_file
+        self._metrics_file = arguments.args.pg_metrics_file
         self._step: HostStep | None = None
-        self._places: list[int | None] = []  # of the mini-batch's rows among the step's samples
-        self._report: StepReport | None = None
+        self._places: list[int | None] = []  # index of each row of the mini-batch among the step's samples
+        self._report: StepReport  # of the latest step
         self._log: HostLog | None = None
-        self._batch, self._ends_batch = (
-            1,
-            True,
-        )  # the global step that is trained, and whether this is its last mini-batch
+        self._batch, self._ends_batch = 1, True  # the global step, and whether this is its last mini-batch
         self._logprobs = Logprobs(self._settings)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def initialize(self) -> None:
-        """verl's, with the banner before the model is built."""
+        """Print the banner, then build the model."""
         if torch.distributed.get_rank() == 0 and self._actor is not None:
             sys.stdout.write(banner_of([*self._rows.items()]) + "\n")
             sys.stdout.flush()
@@ -73,22 +70,23 @@ class PolicyGradientEngine(_Theirs):
             self._log = HostLog(self._settings, self._rows, self._metrics_file)
 
     def load_checkpoint(self, local_path: str, *rest: Any, **more: Any) -> None:
-        """verl's. Lines of metrics.jsonl after the checkpoint's global step are superseded.
+        """Load a checkpoint. Lines of metrics.jsonl after its global step are superseded.
 
         Raises:
             ValueError: the path has no global step.
         """
         super().load_checkpoint(local_path, *rest, **more)
-        found = re.search(r"global_step_(\d+)", str(local_path))
-        if found is None and self._metrics_file is not None:
+        step = re.search(r"global_step_(\d+)", str(local_path))
+        if step is None and self._metrics_file is not None:
             raise ValueError(
-                f"pg_metrics_file {self._metrics_file} cannot continue, because the checkpoint's path {local_path} has no folder "
-                "global_step_N. Resume from a checkpoint as verl's trainer names it, or remove pg_metrics_file."
+                f"pg_metrics_file {self._metrics_file} cannot be continued, because the checkpoint's path {local_path} "
+                "has no folder global_step_N. Resume from a checkpoint that verl's trainer has named, or remove "
+                "pg_metrics_file."
             )
-        self._batch = int(found[1]) + 1 if found else 1
+        self._batch = int(step[1]) + 1 if step else 1
 
     def forward_backward_batch(self, data: Any, loss_function: Callable, forward_only: bool = False) -> dict:
-        """verl's; a training step is planned before it, and checked and measured behind it."""
+        """Run verl's forward and backward; a training step is planned before, and checked and measured after."""
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only)
         self._step = HostStep.planned(
@@ -99,7 +97,7 @@ class PolicyGradientEngine(_Theirs):
         set_value(data, calculate_entropy=self._settings.metrics.needs_entropy or self._settings.terms.reads_entropy)
         data[_ROW] = torch.arange(len(data))
         try:
-            with before_finalize(get_model_config(self.module[0]), self._check):
+            with before_finalize(get_model_config(self.module[0]), partial(self._check, self._step)):
                 output = super().forward_backward_batch(data, None, forward_only)
         finally:
             self._step = None
@@ -108,12 +106,14 @@ class PolicyGradientEngine(_Theirs):
             output["metrics"] |= {"actor/pg_loss": named["pg/pg_loss"], **named}
         return output
 
-    def _check(self) -> None:
+    def _check(self, step: HostStep) -> None:
         has_loss = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self._report = self._step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
+        report = step.finish(reports=self.is_mp_src_rank_with_outputs(), has_loss=has_loss)
+        if report is not None:
+            self._report = report
 
     def optimizer_step(self) -> Any:
-        """verl's, and the step's line."""
+        """Step verl's optimizer, and log the step."""
         norm = super().optimizer_step()
         if self._log is not None:
             number = None if norm is None else float(norm)
@@ -123,18 +123,18 @@ class PolicyGradientEngine(_Theirs):
         return norm
 
     def _samples(self, data: Any, loss_function: Any) -> list:
-        """The step's samples; what cannot be trained is refused here, on every rank."""
+        """The step's samples; the step raises the error on every rank."""
         function, given = getattr(loss_function, "func", loss_function), getattr(loss_function, "keywords", {})
         if getattr(function, "__name__", "") != "ppo_loss" or given.get("config") is not self._actor:
             raise StepPlanError(
-                f"verl trains by {getattr(function, '__name__', function)} of a configuration that was not seen when the engine was built, so its "
-                "flags would be lost; use the actor of verl's PPO trainer, without distillation"
+                f"verl trains with {getattr(function, '__name__', function)} of a configuration that the engine was "
+                "not built from, so its flags would be lost; use the actor of verl's PPO trainer, without distillation"
             )
         get = attribute("verl.utils.tensordict_utils:get")
         if self._settings.plan_rule.needs_prompt_ids and not get(data, "update_lr_scheduler", True):
             raise StepPlanError(
-                "prompt_mean with several mini-batches in a batch, which cut prompt groups; make actor.ppo_mini_batch_size the "
-                "batch's, or use another aggregation"
+                "prompt_mean with several mini-batches per batch, which split prompt groups; set "
+                "actor.ppo_mini_batch_size to the size of the batch, or use another aggregation"
             )
         rows = samples_of(data)
         counted: Iterator[int] = iter(range(len(rows)))
@@ -144,7 +144,7 @@ class PolicyGradientEngine(_Theirs):
     def forward_step(
         self, batch_iter: Iterator, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: partial
     ) -> tuple:
-        """verl's, with our loss for its own while a step is trained."""
+        """Run verl's forward step, in training with our loss."""
         batch = next(batch_iter)
         temperatures = {float(value) for value in torch.as_tensor(batch["temperature"]).flatten()}
         if len(temperatures) != 1:
@@ -152,17 +152,17 @@ class PolicyGradientEngine(_Theirs):
                 f"one micro-batch has the temperatures {sorted(temperatures)}; use one rollout.temperature"
             )
         (self._logprobs.temperature,) = temperatures
-        if self.engine_config.use_fused_kernels:  # set anew, because a process may have several engines
+        if self.engine_config.use_fused_kernels:  # set in each call, because a process may have several engines
             self._logprobs.sequence_parallel = self.tf_config.sequence_parallel
             fused: Any = import_module(FUSED)
             fused.linear_cross_entropy = self._logprobs.linear_cross_entropy
         if self._step is not None:
-            loss = partial(self._loss, self._step, *self._slice(batch, next(model.parameters()).device))
+            loss = partial(self._loss, self._step, *self._slice(self._step, batch, next(model.parameters()).device))
             postprocess_micro_batch_func = partial(postprocess_micro_batch_func, loss_function=loss)
         return super().forward_step(iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
 
-    def _slice(self, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
-        """The micro-batch as the step knows it, and how many positions of filling rows are before it."""
+    def _slice(self, step: HostStep, batch: Any, device: torch.device) -> tuple[LocalBatch, int]:
+        """This rank's slice of the micro-batch, and the number of positions of padding rows before it."""
         members: list[int] = []
         widths: list[int] = []
         skipped = 0
@@ -174,12 +174,12 @@ class PolicyGradientEngine(_Theirs):
                 widths[-1] += width
             else:
                 skipped += width
-        return self._step.slice(members, widths, device), skipped
+        return step.slice(members, widths, device), skipped
 
     def _loss(
         self, step: HostStep, local: LocalBatch, skipped: int, model_output: dict, data: Any, dp_group: ProcessGroup
     ) -> tuple[Tensor, dict]:
-        """D·S; metrics go another way, where each would cost a host sync."""
+        """D·S, without metrics, because each would cost a host sync."""
         entropy = model_output["entropy"].values()[skipped:] if "entropy" in model_output else None
         total = step.logprobs_loss(local, model_output["log_probs"].values()[skipped:], entropy)
         return total * self.get_data_parallel_size(), {}
@@ -187,18 +187,18 @@ class PolicyGradientEngine(_Theirs):
     def postprocess_micro_batch_func(
         self, output: Any, data: Any, forward_only: bool, loss_function: Any, local_cp_size: int | None = None
     ) -> tuple:
-        """verl's, with this context-parallel rank's own count of tokens: ⌊n/C⌋ everywhere would lose up to C - 1 of n."""
-        found = super().postprocess_micro_batch_func(output, data, forward_only, loss_function, local_cp_size)
-        if len(found) == 2:
-            return found
+        """Replace verl's token count ⌊n/C⌋, which loses up to C - 1 of n tokens, by this rank's own."""
+        outputs = super().postprocess_micro_batch_func(output, data, forward_only, loss_function, local_cp_size)
+        if len(outputs) == 2:
+            return outputs
         group = self.get_context_parallel_group()
         count = self._routed_num_tokens(data)
         own = count // group.size() + (group.rank() < count % group.size())
-        return found[0], own.to(torch.int), found[2]
+        return outputs[0], own.to(torch.int), outputs[2]
 
     def _lm_head_logits_processor(
         self, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **rest: Any
     ) -> dict[str, Tensor]:
-        """By our kernel, which divides by the temperature itself."""
+        """Log-probabilities by our kernel, which divides by the temperature itself."""
         group = parallel_state.get_tensor_model_parallel_group()
         return self._logprobs.of_logits(logits, label, group, calculate_entropy=calculate_entropy)

@@ -1,7 +1,7 @@
 """verl, Megatron engine: `actor_rollout_ref.model.external_lib=megatron_pg.verl` puts our engine before verl's own.
 
-verl imports that module in every worker before it reads the actor's configuration and builds the engine; nothing of it is changed
-but the entry of its registry, and its actor's configuration is noted when it is made.
+verl imports that module in every worker before it reads the actor's configuration and builds the engine. We replace the
+entry of its registry, and record the actor's configuration when it is made.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.startup import attribute, check_signature
 from megatron_pg.hosts.verl.options import RESPONSE_LENGTH
 
-VERSION = "verl 0.9.1"  # with which this was run
+VERSION = "verl 0.9.1"  # that this was run with
 _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
 _SIGNATURES = {
     f"{_ENGINE}.__init__": ("self", "model_config", "engine_config", "optimizer_config", "checkpoint_config"),
@@ -40,10 +40,10 @@ _SIGNATURES = {
 
 
 def install() -> None:
-    """Put our engine before verl's engine of language models under Megatron, in this process.
+    """Register our engine for language models under Megatron in this process.
 
     Raises:
-        ArgumentError: verl's functions are others than the adapter was written for.
+        ArgumentError: the adapter does not support verl's release.
     """
     installed = getattr(import_module("verl"), "__version__", "an unknown version")
     for path, parameters in _SIGNATURES.items():
@@ -53,7 +53,7 @@ def install() -> None:
     theirs, registry = attribute(_ENGINE), attribute("verl.workers.engine.base:EngineRegistry")
     engines = registry._engines["language_model"]["megatron"]
     ours = type(theirs.__name__, (PolicyGradientEngine, theirs), {})
-    engines |= {device: ours for device, found in engines.items() if found is theirs}
+    engines |= {device: ours for device, engine in engines.items() if engine is theirs}
     config, workers = attribute("verl.workers.config:McoreActorConfig"), import_module("verl.workers.engine_workers")
     if config.__post_init__.__module__ != __name__:
         config.__post_init__ = _noted(config.__post_init__, ACTOR)
@@ -61,7 +61,7 @@ def install() -> None:
 
 
 def _noted(finish: Callable[[Any], None], name: str) -> Callable[[Any], None]:
-    """The end of making an actor's configuration: the part that its engine receives then has the whole."""
+    """`__post_init__` of an actor's configuration, which then stores the whole in the part that its engine receives."""
 
     def finish_and_note(actor: Any) -> None:
         finish(actor)
@@ -71,23 +71,24 @@ def _noted(finish: Callable[[Any], None], name: str) -> Callable[[Any], None]:
 
 
 def _checked(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """How verl's worker makes its configurations, before it builds a model: what it has beside the actor's is known here."""
+    """The function that makes the configurations of verl's worker, before a model is built, with further checks."""
 
     def convert_and_check(config: Any, *rest: Any, **more: Any) -> Any:
         target = config.get("_target_") if hasattr(config, "get") else None
         if str(target).endswith(".DistillationConfig") and config.get("enabled"):
-            text = "distillation.enabled=True trains by another loss than megatron_pg's. Set it to False."
+            text = "distillation.enabled=True trains with another loss than megatron_pg's. Set it to False."
             raise ArgumentError([("E70", text)])
-        found = convert(config, *rest, **more)
-        if isinstance(found, attribute("verl.workers.config:ActorConfig")):
-            if found.strategy != "megatron":
+        made = convert(config, *rest, **more)
+        if isinstance(made, attribute("verl.workers.config:ActorConfig")):
+            if made.strategy != "megatron":
                 text = (
-                    f"actor.strategy={found.strategy} does not use megatron_pg's loss, which is for verl's Megatron engine. Set it to megatron "
-                    "(--config-name=ppo_megatron_trainer), or remove actor_rollout_ref.model.external_lib."
+                    f"actor.strategy={made.strategy} does not use megatron_pg's loss, which is for verl's Megatron "
+                    "engine. Set it to megatron (--config-name=ppo_megatron_trainer), or remove "
+                    "actor_rollout_ref.model.external_lib."
                 )
                 raise ArgumentError([("E70", text)])
             length = attribute("omegaconf:OmegaConf").select(config._get_parent(), "rollout.response_length")
-            vars(found).update({} if length is None else {RESPONSE_LENGTH: length})
-        return found
+            vars(made).update({} if length is None else {RESPONSE_LENGTH: length})
+        return made
 
     return convert_and_check

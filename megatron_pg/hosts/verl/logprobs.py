@@ -1,4 +1,4 @@
-"""verl's log-probabilities and entropies by our kernel and our head, in training and in its passes before it."""
+"""verl's log-probabilities and entropies by our kernel and our head, in training and in the passes before it."""
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,7 +15,7 @@ class Logprobs:
     """Log-probabilities of labels at one temperature.
 
     Args:
-        settings: the loss settings; of them kernel, head and padded columns.
+        settings: the loss settings, which give kernel, head and padded columns.
     """
 
     def __init__(self, settings: LossSettings):
@@ -26,7 +26,7 @@ class Logprobs:
     def of_logits(
         self, logits: Tensor, label: Tensor, tp_group: ProcessGroup, *, calculate_entropy: bool
     ) -> dict[str, Tensor]:
-        """What verl's engine makes of vocabulary-parallel logits [..., V / tp], here without its division in place."""
+        """Log-probabilities and entropies from vocabulary-parallel logits [..., V / tp], which are not modified."""
         rows = logits.flatten(0, -2)
         vocabulary = self._vocabulary(rows.shape[1], tp_group)
         logprobs, entropy = label_logprobs(rows, label.flatten(), vocabulary, impl=self._settings.impl)
@@ -42,10 +42,10 @@ class Logprobs:
         reduction: str = "none",
         dist_process_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """verl's fused head [T, 1, H], by ours: chunks of float32 logits, which the backward makes again."""
+        """Our fused head for verl's [T, 1, H]: chunks of float32 logits, which the backward recomputes."""
         vocabulary = self._vocabulary(len(weight), dist_process_group)
         head = Head(mode="recompute", backward=self._settings.head_backward, impl=self._settings.impl)
-        if not self.sequence_parallel:  # else verl has gathered them, and its backward adds up what it scatters
+        if not self.sequence_parallel:  # else verl has gathered them, and its backward reduce-scatters
             hidden = enter(hidden, vocabulary.tp_group, False)
         logprobs, entropy, _ = rows_of(hidden.flatten(0, -2), weight, labels.flatten(), None, vocabulary, head)
         return logprobs, entropy

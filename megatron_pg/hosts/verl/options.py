@@ -1,16 +1,16 @@
-"""What verl's configuration says about our loss: options, its own flags that are ours now, and what is refused.
+"""What verl's configuration says about our loss: options, what our loss inherits, and what it refuses.
 
-What the options leave out is verl's: without any, the loss is the one that its actor's configuration describes. An option takes
-the place of what verl has by default; two that were both set and differ are refused.
+Without our options the loss is the one that verl's actor configuration describes. An option replaces what verl has by
+default; two that were both set and differ are refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from megatron_pg.declarations.choices import AT_ONCE
 from megatron_pg.declarations.objectives import OBJECTIVES
-from megatron_pg.hosts.startup import Checked, TakenOver, check
+from megatron_pg.hosts.startup import CheckedArguments, Inherited, check
 
 RESPONSE_LENGTH = "_megatron_pg_response_length"  # attribute of an actor: verl's rollout.response_length
 KEY = "megatron_pg"  # in override_mcore_model_config, of which verl itself reads other keys only
@@ -37,21 +37,21 @@ MODES = {
     "gpg": Mode("reinforce"),
     "dro": Mode("dro", {"policy_loss.dro_beta": "pg_dro_beta"}),
 }
-_SEQUENCE_MEAN = "seq-mean-token-mean"  # of gspo and sapo in releases of verl where these do not read loss_agg_mode
-_MADE: Mapping[str, Callable[[float], float]] = {"pg_cispo_cap": lambda eps: 1 + eps}  # absolute
+_SEQUENCE_MEAN = "seq-mean-token-mean"  # of gspo and sapo where a release of verl ignores loss_agg_mode
+_SUM_NORM = "seq-mean-token-sum-norm"
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sample_mean",
     "seq-mean-token-sum": "constant",
-    "seq-mean-token-sum-norm": "constant",
+    _SUM_NORM: "constant",
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _REFUSED = ("dynamic_context_parallel", "vanilla_mbridge", "use_megatron_fsdp")  # of the engine
 _NOT_RUN = "was not run with megatron_pg; switch it off"
 
 
-def checked(engine: Any, model: Any, actor: Any | None) -> Checked:
-    """Our arguments of an engine, and verl's that are ours now.
+def checked(engine: Any, model: Any, actor: Any | None) -> CheckedArguments:
+    """Our arguments of an engine, with what they inherit from verl's.
 
     Args:
         engine: its McoreEngineConfig.
@@ -62,99 +62,129 @@ def checked(engine: Any, model: Any, actor: Any | None) -> Checked:
         ArgumentError: with every violation at once.
     """
     given = dict(engine.override_mcore_model_config.get(KEY) or {})
-    taken, refused = list(_of_the_head(engine)), list(_refused(engine, model, given))
+    head, refused = "model.use_fused_kernels", [*_refused(engine, model, given)]
+    inherited = [Inherited(head, "pg_fused_head", "recompute")] if engine.use_fused_kernels else []
     if actor is not None:
-        taken += _of_the_loss(actor, given)
-        refused += _refused_of_the_loss(actor, given)
+        loss = _Loss(actor, given)
+        inherited += loss.inherited()
+        refused += loss.refused()
     facts = {name: value for name, value in vars(engine).items() if name not in _REFUSED}
     return check(
-        "verl", given, megatron=facts | dict(engine.override_transformer_config), taken_over=taken, refused=refused
+        "verl", given, megatron=facts | dict(engine.override_transformer_config), inherited=inherited, refused=refused
     )
 
 
-def _of_the_head(engine: Any) -> Iterator[TakenOver]:
-    if engine.use_fused_kernels:
-        yield TakenOver("model.use_fused_kernels", "pg_fused_head", "recompute")
+class _Loss:
+    """An actor's configuration beside our options."""
 
+    def __init__(self, actor: Any, given: Mapping[str, Any]):
+        self.actor, self.given = actor, given
+        self.mode, self.mean = actor.policy_loss.loss_mode, actor.loss_agg_mode
+        # verl's own setting selects the objective where no option does, and always if it is not verl's default
+        self.is_theirs = self.mode != "vanilla" or not {"pg_objective", "pg_custom_objective_path"} & given.keys()
+        self.numbers = (MODES.get(self.mode, _VANILLA) if self.is_theirs else _VANILLA).numbers
+        self.has_kl = actor.use_kl_loss and actor.kl_loss_coef
+        self.length = vars(actor).get(RESPONSE_LENGTH)
+        is_known = actor.loss_scale_factor is not None or self.length is not None
+        is_ours = {"loss_aggregation", "loss_aggregation_divisor"} & given.keys()
+        self.lacks_divisor = self.mean == _SUM_NORM and not (is_known or is_ours)
 
-def _of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
-    """The actor's flags that were set, and of the others those that no option replaces."""
-    is_theirs, mode = _has_their_objective(actor, given), actor.policy_loss.loss_mode
-    if is_theirs and mode in MODES:
-        yield TakenOver(f"actor.policy_loss.loss_mode {mode}", "pg_objective", MODES[mode].objective)
-    for theirs, ours in _numbers_of(actor, given).items():
-        value, usual = _number(actor, theirs), _USUAL.get(theirs)
-        if (
-            value is not None
-            and (value != usual or (is_theirs and ours not in given))
-            and ours in _read_by(actor, given)
-        ):
-            yield TakenOver(f"actor.{theirs}", ours, _MADE.get(ours, float)(value))
-    yield from _of_the_mean(actor, given)
-    if actor.use_kl_loss:
-        yield TakenOver("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
-        if actor.kl_loss_coef and actor.kl_loss_type in _ESTIMATORS:
+    def inherited(self) -> Iterator[Inherited]:
+        """The actor's flags that were set, and of the others those that no option replaces."""
+        actor, given = self.actor, self.given
+        if self.is_theirs and self.mode in MODES:
+            yield Inherited(f"actor.policy_loss.loss_mode {self.mode}", "pg_objective", MODES[self.mode].objective)
+        for theirs, ours in self.numbers.items():
+            value, usual = self._number(theirs), _USUAL.get(theirs)
+            is_chosen = value != usual or (self.is_theirs and ours not in given)
+            if value is not None and is_chosen and ours in self._reads():
+                yield Inherited(f"actor.{theirs}", ours, float(value) + (ours == "pg_cispo_cap"))  # an absolute cap
+        yield from self._mean()
+        if actor.use_kl_loss:
+            yield Inherited("actor.kl_loss_coef", "pg_kl_coef", float(actor.kl_loss_coef))
+        if self.has_kl and actor.kl_loss_type in _ESTIMATORS:
             estimator = _ESTIMATORS[actor.kl_loss_type]
-            yield TakenOver(f"actor.kl_loss_type {actor.kl_loss_type}", "pg_kl_estimator", estimator)
-    if actor.entropy_coeff:
-        yield TakenOver("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
-    if actor.calculate_entropy and "pg_metrics" not in given:
-        yield TakenOver("actor.calculate_entropy", "pg_metrics", "with_entropy")
-    if _has_further_terms(actor) and "pg_aux_aggregation" not in given:
-        yield TakenOver("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
+            yield Inherited(f"actor.kl_loss_type {actor.kl_loss_type}", "pg_kl_estimator", estimator)
+        if actor.entropy_coeff:
+            yield Inherited("actor.entropy_coeff", "pg_entropy_coef", actor.entropy_coeff)
+        if actor.calculate_entropy and "pg_metrics" not in given:
+            yield Inherited("actor.calculate_entropy", "pg_metrics", "with_entropy")
+        if (actor.entropy_coeff or self.has_kl) and "pg_aux_aggregation" not in given:
+            yield Inherited("actor.loss_agg_mode, for KL and entropy,", "pg_aux_aggregation", "policy")
 
+    def _mean(self) -> Iterator[Inherited]:
+        """How the policy loss is averaged."""
+        source, scale = f"actor.loss_agg_mode {self.mean}", self.actor.loss_scale_factor
+        is_ours = {"loss_aggregation", "custom_pg_loss_reducer_function_path"} & self.given.keys()
+        if self.mean not in _AGGREGATIONS or (is_ours and self.mean == "token-mean") or self.lacks_divisor:
+            return
+        yield Inherited(source, "loss_aggregation", _AGGREGATIONS[self.mean])
+        if self.mean == "seq-mean-token-sum":
+            yield Inherited(source, "loss_aggregation_divisor", 1.0)
+        elif self.mean == _SUM_NORM and scale is not None:
+            yield Inherited("actor.loss_scale_factor", "loss_aggregation_divisor", float(scale))
+        elif self.mean == _SUM_NORM and self.length is not None and "loss_aggregation_divisor" not in self.given:
+            source = "rollout.response_length (actor.loss_scale_factor is null)"
+            yield Inherited(source, "loss_aggregation_divisor", float(self.length))
 
-def _of_the_mean(actor: Any, given: Mapping[str, Any]) -> Iterator[TakenOver]:
-    """How the policy loss is averaged."""
-    name, source = actor.loss_agg_mode, f"actor.loss_agg_mode {actor.loss_agg_mode}"
-    mode = _AGGREGATIONS.get(name)
-    own = "loss_aggregation" in given or "custom_pg_loss_reducer_function_path" in given
-    if mode is None or (own and name == "token-mean") or _divisor_is_unknown(actor, given):
-        return
-    yield TakenOver(source, "loss_aggregation", mode)
-    if name == "seq-mean-token-sum":
-        yield TakenOver(source, "loss_aggregation_divisor", 1.0)
-    elif mode == "constant" and actor.loss_scale_factor is not None:
-        yield TakenOver("actor.loss_scale_factor", "loss_aggregation_divisor", float(actor.loss_scale_factor))
-    elif mode == "constant" and RESPONSE_LENGTH in vars(actor) and "loss_aggregation_divisor" not in given:
-        length = vars(actor)[RESPONSE_LENGTH]
-        yield TakenOver(
-            "rollout.response_length (actor.loss_scale_factor is null)", "loss_aggregation_divisor", float(length)
-        )
+    def _number(self, name: str) -> Any:
+        """A field of the actor; verl reads clip_ratio where a bound is null."""
+        value = attrgetter(name)(self.actor)
+        return self.actor.clip_ratio if value is None and name in _CLIP else value
 
+    def _reads(self) -> set[str]:
+        """Our arguments that the objective in force reads; a custom objective reads all."""
+        if "pg_custom_objective_path" in self.given:
+            return set(_VANILLA.numbers.values())
+        if self.is_theirs:
+            return set(self.numbers.values())
+        declared = OBJECTIVES.get(self.given["pg_objective"])
+        return {number.attribute for number in declared.numbers} if declared else set()
 
-def _has_further_terms(actor: Any) -> bool:
-    return bool(actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef))
+    def refused(self) -> Iterator[str]:
+        """Messages about what the actor asks for and this loss does not support."""
+        actor, given, mode = self.actor, self.given, f"actor.policy_loss.loss_mode={self.mode}"
+        if self.mode not in MODES:
+            yield f"{mode} has no objective of megatron_pg. Use {', '.join(MODES)}, or vanilla with pg_objective."
+        if self.mode == "dro" and actor.policy_loss.dro_beta is None and "pg_dro_beta" not in given:
+            yield f"actor.policy_loss.dro_beta is null, and {mode} needs it. Set it to a positive number."
+        if self.mode != "vanilla" and "pg_custom_objective_path" in given:
+            yield f"{mode} has no effect with pg_custom_objective_path. Remove one of them."
+        yield from self._refused_mean()
+        for name, usual in _USUAL.items():
+            if (value := self._number(name)) != usual and self.numbers.get(name) not in self._reads():
+                yield f"actor.{name}={value} has no effect with {given.get('pg_objective') or mode}; remove it"
+        if self.has_kl and actor.kl_loss_type not in _ESTIMATORS:
+            yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator of ours; use {', '.join(_ESTIMATORS)}"
+        for name in ("calculate_sum_pi_squared", "use_prefix_grouper"):
+            if getattr(actor, name):
+                yield f"actor.{name} {_NOT_RUN}"
+        if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
+            yield (
+                f"loss_aggregation prompt_mean with actor.ppo_epochs={actor.ppo_epochs} cannot tell whether prompt "
+                "groups are whole; use 1"
+            )
 
-
-def _has_their_objective(actor: Any, given: Mapping[str, Any]) -> bool:
-    """Whether verl's own setting says the objective: always if it is not verl's default."""
-    return actor.policy_loss.loss_mode != "vanilla" or not {"pg_objective", "pg_custom_objective_path"} & given.keys()
-
-
-def _numbers_of(actor: Any, given: Mapping[str, Any]) -> Mapping[str, str]:
-    """Our numbers by fields of verl's actor, for the objective in force."""
-    theirs = _has_their_objective(actor, given)
-    return MODES.get(actor.policy_loss.loss_mode, _VANILLA).numbers if theirs else _VANILLA.numbers
-
-
-def _number(actor: Any, name: str) -> Any:
-    """A field of the actor; verl reads clip_ratio where a bound is null."""
-    value = attrgetter(name)(actor)
-    return actor.clip_ratio if value is None and name in _CLIP else value
-
-
-def _read_by(actor: Any, given: Mapping[str, Any]) -> set[str]:
-    """Our arguments that the objective reads; a user's own reads all."""
-    if "pg_custom_objective_path" in given:
-        return set(_VANILLA.numbers.values())
-    if _has_their_objective(actor, given):
-        return set(_numbers_of(actor, given).values())
-    declared = OBJECTIVES.get(given["pg_objective"])
-    return {number.attribute for number in declared.numbers} if declared else set()
+    def _refused_mean(self) -> Iterator[str]:
+        scale, mean = self.actor.loss_scale_factor, f"actor.loss_agg_mode={self.mean}"
+        if self.mean not in _AGGREGATIONS:
+            yield f"{mean} is not a mean over the step; use one of {', '.join(_AGGREGATIONS)}"
+        elif self.mode in ("gspo", "sapo") and self.mean != _SEQUENCE_MEAN and "loss_aggregation" not in self.given:
+            yield (
+                f"{mean} has no effect on actor.policy_loss.loss_mode={self.mode} in some releases of verl. Set it to "
+                f"{_SEQUENCE_MEAN}, or set loss_aggregation."
+            )
+        if scale is not None and self.mean != _SUM_NORM:
+            yield f"actor.loss_scale_factor={scale} has no effect with loss_agg_mode={self.mean}; remove it"
+        if self.lacks_divisor:
+            yield (
+                "actor.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest "
+                "response. Set it to a constant, such as ${data.max_response_length}."
+            )
 
 
 def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Messages about the engine and the model."""
     for name in _REFUSED:
         if getattr(engine, name, False):
             yield f"megatron.{name} {_NOT_RUN}"
@@ -163,58 +193,15 @@ def _refused(engine: Any, model: Any, given: Mapping[str, Any]) -> Iterator[str]
     if model.mtp.enable:
         yield f"model.mtp.enable {_NOT_RUN}"
     if given.get("pg_temperature", 1.0) != 1.0:
-        yield f"pg_temperature {given['pg_temperature']} would be a second temperature beside rollout.temperature of verl, which is used; remove it"
-    asked = [name for name in ("pg_fused_head", "fp32_lm_head") if given.get(name)]
-    if asked and not engine.use_fused_kernels:
         yield (
-            f"{asked[0]} needs model.use_fused_kernels=True, because verl makes logits itself without it; set that, and leave {asked[0]} "
-            "out"
+            f"pg_temperature {given['pg_temperature']} would be a second temperature in addition to verl's "
+            "rollout.temperature; remove it"
         )
-    if given.get("pg_fused_head") in AT_ONCE:
-        yield f"pg_fused_head {given['pg_fused_head']} needs the loss where the head is, and verl's comes later; use recompute"
-
-
-def _refused_of_the_loss(actor: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    mode, mean = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    if mode not in MODES:
-        yield f"actor.policy_loss.loss_mode={mode} has no objective of megatron_pg. Use {', '.join(MODES)}, or vanilla with pg_objective."
-    if mode == "dro" and actor.policy_loss.dro_beta is None and "pg_dro_beta" not in given:
-        yield "actor.policy_loss.dro_beta is null, and actor.policy_loss.loss_mode=dro needs it. Set it to a positive number."
-    if mode != "vanilla" and "pg_custom_objective_path" in given:
-        yield f"actor.policy_loss.loss_mode={mode} has no effect with pg_custom_objective_path. Remove one of them."
-    if mean not in _AGGREGATIONS:
-        yield f"actor.loss_agg_mode={mean} is no mean over the step; use one of {', '.join(_AGGREGATIONS)}"
-    elif mode in ("gspo", "sapo") and mean != _SEQUENCE_MEAN and "loss_aggregation" not in given:
+    heads = [name for name in ("pg_fused_head", "fp32_lm_head") if given.get(name)]
+    if heads and not engine.use_fused_kernels:
         yield (
-            f"actor.loss_agg_mode={mean} has no effect on actor.policy_loss.loss_mode={mode} in some releases of verl. Set it to "
-            f"{_SEQUENCE_MEAN}, or set loss_aggregation."
+            f"{heads[0]} needs model.use_fused_kernels=True, because verl computes the logits itself without it; set "
+            f"that, and remove {heads[0]}"
         )
-    if actor.loss_scale_factor is not None and mean != "seq-mean-token-sum-norm":
-        yield f"actor.loss_scale_factor={actor.loss_scale_factor} has no effect with loss_agg_mode={mean}; remove it"
-    if _divisor_is_unknown(actor, given):
-        yield (
-            "actor.loss_scale_factor is null, so verl divides each micro-batch by the length of its longest response. Set it to a "
-            "constant, such as ${data.max_response_length}."
-        )
-    for theirs, usual in _USUAL.items():
-        if (value := _number(actor, theirs)) != usual and not _reads(actor, given, theirs):
-            name = given.get("pg_objective") or f"actor.policy_loss.loss_mode={mode}"
-            yield f"actor.{theirs}={value} has no effect with {name}; remove it"
-    if actor.use_kl_loss and actor.kl_loss_coef and actor.kl_loss_type not in _ESTIMATORS:
-        yield f"actor.kl_loss_type={actor.kl_loss_type} has no estimator of ours; use {', '.join(_ESTIMATORS)}"
-    for name in ("calculate_sum_pi_squared", "use_prefix_grouper"):
-        if getattr(actor, name):
-            yield f"actor.{name} {_NOT_RUN}"
-    if given.get("loss_aggregation") == "prompt_mean" and actor.ppo_epochs > 1:
-        yield f"loss_aggregation prompt_mean with actor.ppo_epochs={actor.ppo_epochs} cannot tell whether prompt groups are whole; use 1"
-
-
-def _reads(actor: Any, given: Mapping[str, Any], name: str) -> bool:
-    """Whether the objective in force reads this field of the actor."""
-    return _numbers_of(actor, given).get(name) in _read_by(actor, given)
-
-
-def _divisor_is_unknown(actor: Any, given: Mapping[str, Any]) -> bool:
-    is_known = actor.loss_scale_factor is not None or RESPONSE_LENGTH in vars(actor)
-    is_ours = {"loss_aggregation", "loss_aggregation_divisor"} & given.keys()
-    return actor.loss_agg_mode == "seq-mean-token-sum-norm" and not (is_known or is_ours)
+    if (mode := given.get("pg_fused_head")) in AT_ONCE:
+        yield f"pg_fused_head {mode} needs the loss inside the head, and verl computes its loss later; use recompute"

@@ -13,21 +13,21 @@ _RESPONSES = ("response_mask", "old_log_probs", "advantages", *_OPTIONAL, "rm_sc
 
 
 def samples_of(data: Any) -> list[Sample | None]:
-    """The samples of a mini-batch, a TensorDict; None for the rows that verl adds to fill up a batch.
+    """The samples of a mini-batch, a TensorDict; None for the rows that verl adds as padding.
 
-    Prompts are told apart by `uid`, rollouts by `uid` and `session_id`; without a session every row is a rollout of its own.
+    `uid` identifies a prompt, `uid` and `session_id` a rollout; without a session every row is its own rollout.
 
     Raises:
-        StepPlanError: the batch has another form, or what another correction has made of it.
+        StepPlanError: the batch has an unsupported form, or weights of verl's own correction.
     """
     if "rollout_is_weights" in data:
         raise StepPlanError(
-            "the batch has rollout_is_weights of algorithm.rollout_correction, which would correct the loss beside --pg-correction or be "
-            "lost; set algorithm.rollout_correction.rollout_is=null, and pg_correction to what is meant"
+            "the batch has rollout_is_weights of algorithm.rollout_correction, which this loss does not read; set "
+            "algorithm.rollout_correction.rollout_is=null, and use pg_correction"
         )
     if not data["response_mask"].is_nested:
         raise StepPlanError(
-            "response_mask is padded, as verl's trainers before V1 have it, so prompts and responses cannot be told apart; use "
+            "response_mask is padded, as in verl's trainers before V1, so the lengths of responses are not known; use "
             "trainer.use_v1=True"
         )
     rows = {name: _rows(data[name]) for name in ("input_ids", *_RESPONSES) if name in data}
@@ -41,7 +41,7 @@ def _rows(nested: Tensor) -> Sequence[Tensor]:
 
 
 def _column(data: Any, name: str) -> list | None:
-    """One value per row; None where there is no such column."""
+    """One value per row; None without such a column."""
     return data.get(name).tolist() if name in data else None
 
 

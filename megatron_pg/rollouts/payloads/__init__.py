@@ -11,7 +11,7 @@ PAYLOADS: dict[str, Payload] = {
     for payload in (
         TopKTokens("teacher_topk"),
         HiddenStates("teacher_hidden"),
-        SampledTokens("support"),
+        SampledTokens("sampling_mask"),
         TopKTokens("rollout_topk"),
         RoutedExperts("routed_experts"),
     )

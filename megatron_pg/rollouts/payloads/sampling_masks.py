@@ -15,7 +15,7 @@ _IDS = ("ids", "token_ids")  # ours, and vLLM's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenSupport(Rows):
+class SamplingMask(Rows):
     """What could have been sampled at T rows: row t's ids are ids[starts[t] : starts[t] + counts[t]]."""
 
     per_row = ("starts", "counts")
@@ -25,7 +25,7 @@ class TokenSupport(Rows):
     longest: int  # most ids of a row
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor) -> "TokenSupport":
+    def of(cls, ids: Tensor, offsets: Tensor) -> "SamplingMask":
         """Of T rows, from ids [n] int32 and offsets [T + 1] int64; the host waits for their device.
 
         Raises:
@@ -48,7 +48,7 @@ class TokenSupport(Rows):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Support:
+class RecordedMask:
     """One set of ids per response token, concatenated, on the CPU: token k's set is ids[offsets[k] : offsets[k + 1]].
 
     An empty set stands for the whole vocabulary.
@@ -80,17 +80,17 @@ class Support:
         return {"ids": self.ids.tolist(), "offsets": self.offsets.tolist()}
 
 
-class SampledTokens(Payload[Support]):
-    """`Support`; at tokens that the objective does not train it may hold arbitrary integers."""
+class SampledTokens(Payload[RecordedMask]):
+    """`RecordedMask`; at tokens that the objective does not train it may hold arbitrary integers."""
 
     form = (
         "is not the ids that could be sampled. Give a list of ids per response token, or "
         '{"ids": …, "offsets": …}: all lists, concatenated, and where each begins and the last ends.'
     )
 
-    def parse(self, values: Any) -> Support:
+    def parse(self, values: Any) -> RecordedMask:
         """From a list of ids per response token, or a mapping of `ids` (vLLM: `token_ids`) and `offsets`."""
-        if isinstance(values, Support):
+        if isinstance(values, RecordedMask):
             return values
         if isinstance(values, Mapping):
             (name,) = {*values} - {"offsets"}
@@ -100,15 +100,15 @@ class SampledTokens(Payload[Support]):
         else:
             rows = [row.tolist() if isinstance(row, (Tensor, np.ndarray)) else list(row) for row in values]
             ids, offsets = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])
-        return Support(ids=_vector(ids, np.int32), offsets=_vector(offsets, np.int64))
+        return RecordedMask(ids=_vector(ids, np.int32), offsets=_vector(offsets, np.int64))
 
     def check(self, record: Any, sample: Tokens) -> None:
         """Raise ValueError for other shapes or dtypes, and for a token of the objective with wrong ids."""
         label = f"{self.name} of sample {sample.sample_id}"
-        is_record = isinstance(record, Support) and is_plain(record.ids, 1, torch.int32)
+        is_record = isinstance(record, RecordedMask) and is_plain(record.ids, 1, torch.int32)
         if not is_record or not is_plain(record.offsets, 1, torch.int64):
             raise ValueError(
-                f"{label} is not a Support of [n] int32 and [R + 1] int64 on the CPU. Use Sample.build, which takes lists."
+                f"{label} is not a RecordedMask of [n] int32 and [R + 1] int64 on the CPU. Use Sample.build, which takes lists."
             )
         offsets, length = record.offsets, sample.response_length
         ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else None
@@ -120,28 +120,28 @@ class SampledTokens(Payload[Support]):
             )
         check_ids(record, sample.loss_mask & (sample.term == POLICY), sample.sample_id)
 
-    def to_json(self, record: Support) -> dict[str, list[int]]:
+    def to_json(self, record: RecordedMask) -> dict[str, list[int]]:
         """Ids and offsets."""
         return record.lists()
 
-    def tensors(self, record: Support) -> tuple[Tensor, ...]:
+    def tensors(self, record: RecordedMask) -> tuple[Tensor, ...]:
         """Ids and offsets."""
         return record.ids, record.offsets
 
     def rows(
         self,
-        records: Sequence[Support | None],
+        records: Sequence[RecordedMask | None],
         lengths: Sequence[int],
         here: Callable[[Tensor], Tensor],
         is_read: Tensor,
-    ) -> TokenSupport | None:
+    ) -> SamplingMask | None:
         """Rows at which no term reads it have the whole vocabulary; None if all rows do."""
         if all(record is None for record in records):
             return None
         without = [torch.zeros(length, dtype=torch.int64) for length in lengths]
         counts = torch.cat([n if record is None else record.counts for record, n in zip(records, without, strict=True)])
         ids = torch.cat([record.ids for record in records if record is not None])
-        whole = TokenSupport.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).map(here)
+        whole = SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).map(here)
         whole = replace(whole, counts=torch.where(is_read, whole.counts, 0))
         return whole if whole.counts.any() else None
 
@@ -157,7 +157,7 @@ def _vector(values: Any, dtype: Any) -> Tensor:
     return torch.from_numpy(array)
 
 
-def check_ids(record: Support, trained: Tensor, label: str) -> None:
+def check_ids(record: RecordedMask, trained: Tensor, label: str) -> None:
     """Refuse negative ids and repeated ids at the `trained` tokens [R].
 
     Raises:
@@ -172,5 +172,5 @@ def check_ids(record: Support, trained: Tensor, label: str) -> None:
     }.items():
         if (k := first_trained(record.any_of(wrong), trained)) is not None:
             raise ValueError(
-                f"support of sample {label} {mistake}: at response token {k}. Mask the token or repair the record."
+                f"sampling_mask of sample {label} {mistake}: at response token {k}. Mask the token or repair the record."
             )

@@ -31,7 +31,7 @@ FAST = [
     "tp2s-prompt_mean-fused-terms",
     *("dp2-constant-fused-whole", "cp2t-sample_mean-recompute-whole", "tp2s-token_mean-fused-whole"),
     *("pp2v-prompt_mean-fused-whole", "tp2-constant-recompute-whole-tied"),
-    *("tp2s-constant-fused-support", "cp2t-sample_mean-support", "tp2-token_mean-recompute-support"),
+    *("tp2s-constant-fused-kept", "cp2t-sample_mean-kept", "tp2-token_mean-recompute-kept"),
     *("dp2-constant-klcov", "cp2t-token_mean-klcov", "tp2s-sample_mean-fused-klcov", "pp2v-prompt_mean-klcov"),
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
@@ -74,8 +74,8 @@ GSPO = [
     for mode in MODES
     for head in ("", "-recompute")
 ]
-SUPPORTS = [
-    f"{layout}-{mode}-support{head}"
+SAMPLING_MASKS = [
+    f"{layout}-{mode}-kept{head}"
     for layout in ("dp2", "dp2t", "tp2s", "pp2", "cp2", "cp2t")
     for mode in MODES
     for head in ("", "-fused", "-recompute")
@@ -107,7 +107,7 @@ FULL = [
     *GSPO,
     *TERMS,
     *WHOLE,
-    *SUPPORTS,
+    *SAMPLING_MASKS,
     *EXPERTS,
     *(f"cp2-{mode}-experts" for mode in MODES),
     *("-".join(parts) + option for parts in product(TWO, MODES) for option in [*OPTIONS, *HEADS]),
@@ -199,8 +199,8 @@ PIECES = [
 PIECES_4 = ["ep2pp2v-sample_mean-experts", "ep2pp2v-token_mean-experts-mtp", "ep2pp2v-constant-experts-fused"]
 # whole: loss terms over a teacher's whole vocabulary, in the fused head
 REFERENCES += [*(f"dp1-{mode}-whole" for mode in MODES), "dp1-constant-tied-whole"]
-# support: samples say what could be sampled
-REFERENCES += [f"dp1-{mode}-support" for mode in MODES]
+# sampling mask: samples say what could be sampled
+REFERENCES += [f"dp1-{mode}-kept" for mode in MODES]
 REFERENCES += ["dp1-sample_mean-experts-replay", "dp1-token_mean-experts-replay", "dp1-sample_mean-experts-choice"]
 # dynamic: every micro-batch is cut over ranks of its own; rope: with rotary embeddings, which Megatron's layers slice themselves.
 DYNAMIC = ["dp2t-sample_mean-rope-dynamic", "cp2t-token_mean-rope-dynamic"]
@@ -286,8 +286,8 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
         "pg_term",
         "pg_teacher_tail_floor",
         "pg_teacher_head",
-        "pg_support_missing",
-        "pg_entropy_support",
+        "pg_sampling_mask_missing",
+        "pg_sampling_mask_entropy",
         "pg_mtp_aggregation",
         "pg_grad_divisor",
     ),
@@ -314,11 +314,11 @@ STARTUP = [  # arguments that rank 1 has otherwise; source: the reducer's file
 FAULTS = {
     "dp2-constant-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
     "dp2-constant-mtp-mtpnan": "NonFiniteLossError: non-finite loss of multi-token prediction at rank 1 (1 ranks)",
-    "dp2-constant-mtp-depths": "the model has mtp_num_layers=1, the arguments say 2, so predictions would have no weight",
+    "dp2-constant-mtp-depths": "the model has mtp_num_layers=1, the arguments say 2, so predictions have no weight",
     "pp2-token_mean-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
     "pp2v-token_mean-nan": "NonFiniteLossError: non-finite loss at rank 1, sample",
-    "tp2-constant-peers": "ContractError: step plan differs between ranks 0 and 1",
-    "cp2-sample_mean-peers": "ContractError: step plan differs between ranks 0 and 1",
+    "tp2-constant-peers": "ScheduleError: step plan differs between ranks 0 and 1",
+    "cp2-sample_mean-peers": "ScheduleError: step plan differs between ranks 0 and 1",
     "dp2-constant-ended": "rank 1: the data ended after 1 of the 2 micro-batches of this step",
     "tp2-constant-ended": "the data ended after 1 of the 2 micro-batches of this step",
     "pp2-token_mean-raises": "RuntimeError: the sampler broke",
@@ -326,26 +326,26 @@ FAULTS = {
     "dp2-constant-detached": "call PolicyGradientStep.attach",
     "pp2-token_mean-detached": "call PolicyGradientStep.attach",
     "dp2-sample_mean-reducer": "rank 1: RuntimeError: my reducer broke",
-    "tp2-constant-advantages": "ContractError: step plan differs between ranks 0 and 1",
-    "tp2-constant-vocabulary": "holds token id 16, the vocabulary has 16",
-    "dp2-constant-positions": "holds a document of 25 positions, the model has 24",
+    "tp2-constant-advantages": "ScheduleError: step plan differs between ranks 0 and 1",
+    "tp2-constant-vocabulary": "contains token id 16, and the vocabulary has 16",
+    "dp2-constant-positions": "contains a sample of 25 positions, and the model has 24",
     "dp2-constant-unreduced": "config.finalize_model_grads_func is None",
     "pp2-constant-columns": "--pg-vocab-size 17 is more than the 16 columns of the model's logits",
     "pp2-constant-fused-bias": "the output layer has a bias, which the float32 head would leave out",
     "pp2-constant-fp32-bias": "the output layer has a bias, which the float32 head would leave out",
     "pp2-constant-fused-telayer": "need Megatron's ColumnParallelLinear as the output layer, and it is rank_faults.TELayer",
     "pp2-constant-fused-softcap": "--pg-fused-head computes the product of the output layer and nothing else, and rank_faults.Capped has",
-    "pp2-constant-fused-scaled": "ContractError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
-    "tp2-constant-fused-scaled": "ContractError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
-    "dp2-constant-mtp-fused-scaled": "ContractError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
-    "pp2-constant-fp32-bypassed": "ContractError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model",
-    "dp2-constant-mtp-fp32-bypassed": "ContractError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and",
-    "dp2t-constant-state": "the rows are packed (thd) and the model has MambaMixer layers, whose state must begin anew",
-    "pp2-token_mean-shape": "pipeline parallelism sends (",
+    "pp2-constant-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
+    "tp2-constant-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
+    "dp2-constant-mtp-fused-scaled": "ScheduleError: --pg-fused-head takes the hidden states of the output layer, and the model changes",
+    "pp2-constant-fp32-bypassed": "ScheduleError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and the model",
+    "dp2-constant-mtp-fp32-bypassed": "ScheduleError: --fp32-lm-head and --pg-fused-head replace the product of the output layer, and",
+    "dp2t-constant-state": "the rows are packed (thd) and the model has MambaMixer layers, whose state must be reset",
+    "pp2-token_mean-shape": "pipeline stages exchange (",
     "dp2-token_mean-flag": "built with calculate_per_token_loss=True, the arguments say False",
     "dp2-sample_mean-nanold": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs nan",
     "dp2-token_mean-nanadvantage": "non-finite loss at rank 1, sample 1 (number 0 of its micro-batch), response token 0 with old_logprobs -",
-    "tp2-constant-nanold": "ContractError: step plan differs between ranks 0 and 1",
+    "tp2-constant-nanold": "ScheduleError: step plan differs between ranks 0 and 1",
     "dp2-constant-buildold": "rank 1: old_logprobs of sample 1 is nan at response token 0",
     "dp2-constant-buildadvantage": "rank 1: advantages of sample 1 is inf at response token 0",
     "dp2-constant-positive": "rank 1: old_logprobs of sample 1 reach 0.7",
@@ -361,29 +361,29 @@ FAULTS = {
     "dp2-constant-noteacher": "rank 0: sample 0 has no teacher_logprobs, which --pg-term teacher:opd needs",
     "dp2-constant-topkabsent": "rank 1: sample 1 has no teacher_topk, which --pg-term wide:topk_forward_kl needs",
     "dp2-constant-topkempty": "rank 1: teacher_topk of sample 1 has no id at response token",
-    "tp2-constant-topkbeyond": "holds token id 16 at response token",
+    "tp2-constant-topkbeyond": "contains token id 16 at response token",
     "dp2-constant-whole-wholeabsent": "rank 1: sample 1 has no teacher_hidden, which --pg-term wide:full_jsd needs",
     "dp2-constant-whole-wholewidth": "rank 1: teacher_hidden of sample 1 have width 5, and the rows of --pg-teacher-head have 6",
     "dp2-constant-whole-wholenan": "rank 1: teacher_hidden of sample 1 hold a number that is not finite at response token",
-    "tp2-constant-whole-wholeother": "ContractError: step plan differs between ranks 0 and 1",
+    "tp2-constant-whole-wholeother": "ScheduleError: step plan differs between ranks 0 and 1",
     "pp2-constant-whole-wholecolumns": "--pg-teacher-head has 15 rows and the student 16 columns",
-    "dp2-constant-supportnowhere": "data-parallel rank 0 has samples with a support and rank 1 has none",
-    "dp2-constant-supportabsent": "rank 1: sample 1 has no support while others of the step have one",
-    "dp2-constant-supportoutside": "rank 1: support of sample 1 does not hold token",
-    "pp2-token_mean-supportoutside": "rank 1: support of sample 0 does not hold token",
-    "dp2-constant-supportbeyond": "rank 1: support of sample 1 holds token id 16 at response token",
-    "dp2-constant-supportwhole": "rank 1: old_logprobs of sample 1 is -",
-    "tp2-constant-supportother": "ContractError: step plan differs between ranks 0 and 1",
-    "dp2-constant-supporttaught": "--pg-term teacher:ce reads log-probabilities over the whole vocabulary at response token",
+    "dp2-constant-keptnowhere": "data-parallel rank 0 has samples with a sampling mask and rank 1 has none",
+    "dp2-constant-keptabsent": "rank 1: sample 1 has no sampling mask while others of the step have one",
+    "dp2-constant-keptoutside": "rank 1: sampling_mask of sample 1 does not hold token",
+    "pp2-token_mean-keptoutside": "rank 1: sampling_mask of sample 0 does not hold token",
+    "dp2-constant-keptbeyond": "rank 1: sampling_mask of sample 1 holds token id 16 at response token",
+    "dp2-constant-keptwhole": "rank 1: old_logprobs of sample 1 is -",
+    "tp2-constant-keptother": "ScheduleError: step plan differs between ranks 0 and 1",
+    "dp2-constant-kepttaught": "--pg-term teacher:ce reads log-probabilities over the whole vocabulary at response token",
     "pp2-token_mean-norollout": "has no rollout_logprobs, which --pg-correction tis needs",
     "dp2-constant-huge": "rank 1: advantages of sample 1 is 1e+200 at response token",
     "dp2-constant-dict": "rank 1: the data iterator gave a dict, not a PackedBatch",
     "dp2t-constant-docs-breaks": "rank 1: RuntimeError: the sampler broke",
     "tp2t-constant-docs-breaks": "RuntimeError: the sampler broke",
     "pp2t-token_mean-docs-breaks": "RuntimeError: the sampler broke",
-    "dp2t-constant-docs-masked": "the step has no trained token, so nothing can be learned from it. Leave fully masked samples out",
+    "dp2t-constant-docs-masked": "the step has no trained token. Leave fully masked samples out",
     "dp2t-constant-docs-toolong": "rank 1: document a long one has 73 tokens and a micro-batch holds 12",
-    "tp2t-constant-docs-unequal": "ContractError: step plan differs between ranks 0 and 1",
+    "tp2t-constant-docs-unequal": "ScheduleError: step plan differs between ranks 0 and 1",
     "dp2t-prompt_mean-docs-divided": "has samples on data-parallel ranks 0 and 1, so --docs-per-step could split it between steps",
     "pp2-token_mean-docs-detached": "call PolicyGradientStep.attach",
     "dp2-token_mean-docs-short": "EndOfDocuments: the documents have ended: 0 were trained, ",
@@ -407,7 +407,7 @@ def reference_of(case: str) -> str:
             "terms",
             "whole",
             "klcov",
-            "support",
+            "kept",
         )
         if name in words[2:]
     ]

@@ -18,18 +18,15 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.batch import PackedBatch, pack, slice_batch
+from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.kernels import LossTerms
 from megatron_pg.objectives import objective_of
 from megatron_pg.objectives.corrections.correction import NONE, Correction
-from megatron_pg.plan.microbatches import count
-from megatron_pg.plan.plan import plan_from_table
-from megatron_pg.plan.selection import select
+from megatron_pg.plan.planned_step import PlannedStep
 from megatron_pg.plan.settings import LossSettings, metrics_of
-from megatron_pg.plan.weights import token_weights
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.loss import microbatch_loss
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 
@@ -136,33 +133,24 @@ def _run_rank(rank: int, steps: Sequence[Step], layout: Layout) -> list[SimpleNa
 
 
 def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_group, context_group) -> SimpleNamespace:
-    d, c, t = layout.coordinates(rank)
+    d, _, t = layout.coordinates(rank)
     samples, logits, loss, cells = step.samples, step.logits, step.loss, step.cells
     batches = step.batches[d] if step.batches else [_pack([samples[i] for i in cell], layout) for cell in cells[d]]
-    table, factors = select(batches, count(batches, loss, data_group), loss, data_group)
     rule = replace(loss.plan_rule, numbers_may_repeat=False)  # one process has numbered the samples
-    plan = plan_from_table(table, rule, error=None, group=data_group)
-    locals_, leaves, first = [], [], 0
-    for batch, own, cell in zip(batches, factors, cells[d], strict=True):
-        local = slice_batch(
-            batch,
-            token_weights(batch, plan, first, factors=own, settings=loss),
-            cp_rank=c,
-            cp_size=layout.context,
-            sequences=loss.terms.reads_sequences,
-            cp_group=context_group if layout.context > 1 else None,
-        )
-        first += len(cell)
-        locals_.append(local)
-        leaves.append(_leaf(locals_[-1], [logits[i] for i in cell], t, layout.tensor, step.filling))
-    contract = Contract(
+    planned = PlannedStep.of(lambda: batches, loss, group=data_group, rule=rule)
+    locals_ = planned.slices(lambda _: context_group)
+    leaves = [
+        _leaf(local, [logits[i] for i in cell], t, layout.tensor, step.filling)
+        for local, cell in zip(locals_, cells[d], strict=True)
+    ]
+    scaling = LossScaling(
         per_token=loss.per_token,
         num_microbatches=len(batches),
         data_parallel_size=layout.data,
         context_parallel_size=layout.context,
     )
     group = tensor_group if layout.tensor > 1 else None
-    outputs, reports, counted = _schedule(locals_, leaves, contract, loss, layout, group)
+    outputs, reports, counted = _schedule(locals_, leaves, scaling, loss, layout, group)
     pieces = [_sample_rows(local, leaf, cell) for local, leaf, cell in zip(locals_, leaves, cells[d], strict=True)]
     return SimpleNamespace(
         rank=rank,
@@ -171,23 +159,23 @@ def _run_rank_step(rank: int, step: Step, layout: Layout, data_group, tensor_gro
         counted=counted,
         partials=torch.stack([output.partial for output in outputs]),
         num_nonfinite=sum(int(output.nonfinite[0]) for output in outputs),
-        plan=plan,
+        plan=planned.plan,
     )
 
 
-def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: Layout, tp_group):
+def _schedule(locals_, leaves, scaling: LossScaling, loss: LossSettings, layout: Layout, tp_group):
     """Megatron's schedule over this rank's micro-batches."""
     outputs, finalized = [], []
 
     def forward_step(data_iterator, model):
         local, leaf = next(data_iterator)
         with torch._C.DisableTorchFunction():  # the mode below is for Megatron, and slow
-            total, found = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local, loss, tp_group)
+            total, found = microbatch_loss(leaf.reshape(-1, leaf.shape[-1]), local.fields, loss, tp_group)
         outputs.append(found)
-        return total, lambda out: contract.outputs(out, policy=found.policy)
+        return total, lambda out: scaling.outputs(out, policy=found.policy)
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=contract.per_token
+        num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=scaling.per_token
     )
     config.finalize_model_grads_func = lambda model, count, **rest: finalized.append(count)
     model = torch.nn.Module()
@@ -211,7 +199,7 @@ def _schedule(locals_, leaves, contract: Contract, loss: LossSettings, layout: L
             micro_batch_size=0,
             pg_collection=groups,
         )
-    return outputs, reports, int(finalized[0]) if contract.per_token else 0
+    return outputs, reports, int(finalized[0]) if scaling.per_token else 0
 
 
 def _pack(samples: Sequence[Sample], layout: Layout) -> PackedBatch:

@@ -115,7 +115,7 @@ class Flags:
             pg_teacher_head=teacher_head() if have_whole(self.terms) else None,
             pg_fused_head="recompute" if have_whole(self.terms) else None,
             pg_metrics="with_entropy",
-            pg_entropy_support="kept" if self.keeps_entropy else "full",
+            pg_sampling_mask_entropy="kept" if self.keeps_entropy else "full",
             pg_kernel="torch",
             padded_vocab_size=cases.VOCABULARY,
         )
@@ -249,7 +249,7 @@ def documents(
             **{short: _array(getattr(s, name)) for name, short in FIELDS.items()},
             whole=None if s.teacher_hidden is None else s.teacher_hidden.double().numpy(),
             topk=None if s.teacher_topk is None else list(zip(*s.teacher_topk.lists().values(), strict=True)),
-            sets=None if s.support is None else sets_of(s),
+            sets=None if s.sampling_mask is None else sets_of(s),
             keeps_entropy=keeps_entropy,
             rollout_id=s.rollout_id,
             prompt_id=s.prompt_id,
@@ -259,7 +259,7 @@ def documents(
 
 
 def sets_of(sample: Sample) -> list[list[int]]:
-    ids, offsets = sample.support.lists().values()
+    ids, offsets = sample.sampling_mask.lists().values()
     return [ids[start:end] for start, end in itertools.pairwise(offsets)]
 
 

@@ -24,7 +24,7 @@ import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 SIZE = 3  # parameters of the toy model: the loss of a micro-batch is linear in them
 
@@ -76,7 +76,7 @@ def gradient(cut: Cut, returned, *, per_token: bool, averages: bool = False) -> 
 
 def error_of(cut: Cut, *, per_token: bool, num_positions: int | None, averages: bool = False) -> float:
     """Worst error of gradient and reported objective, relative to the sum of magnitudes."""
-    contract = Contract(
+    scaling = LossScaling(
         per_token=per_token,
         num_microbatches=cut.microbatches,
         data_parallel_size=cut.data,
@@ -84,7 +84,7 @@ def error_of(cut: Cut, *, per_token: bool, num_positions: int | None, averages: 
         num_positions=num_positions,
         averages=averages,
     )
-    returned = partial(_outputs, contract)
+    returned = partial(_outputs, scaling)
     found, report = gradient(cut, returned, per_token=per_token, averages=averages)
     table = torch.stack(cut.weights)
     expected, scale = table.sum(dim=0), table.abs().sum()
@@ -94,8 +94,8 @@ def error_of(cut: Cut, *, per_token: bool, num_positions: int | None, averages: 
     return error if math.isfinite(error) else float("inf")
 
 
-def _outputs(contract: Contract, total: Tensor, count: int) -> tuple:
-    return contract.outputs(total, num_positions=count)
+def _outputs(scaling: LossScaling, total: Tensor, count: int) -> tuple:
+    return scaling.outputs(total, num_positions=count)
 
 
 def is_exact(cut: Cut, returned, *, per_token: bool) -> bool:

@@ -1,7 +1,7 @@
 """What the tests of hosts share: a model, samples, settings and the gradients and metrics that they should have.
 
-The gradients come from the oracle of the objectives, plain loops over documents, through a model of an embedding and a head
-by hand.
+The gradients come from the oracle of the objectives, plain loops over documents, through a model of an embedding and a
+head by hand.
 """
 
 import itertools
@@ -50,7 +50,7 @@ OBJECTIVES = {
     ),
     "kl": ({**_CLIP, "pg_kl_coef": 0.3, "pg_kl_estimator": "k3"}, {"kl_coef": 0.3, "kl_estimator": "k3"}),
 }
-TERMS = {  # and what a host's own flags say; for hosts whose batches have a teacher's log-probabilities and the samples' origins
+TERMS = {  # for hosts whose batches contain a teacher's log-probabilities and the samples' origins
     "opd": (
         {**_CLIP, "pg_term": ["teacher:opd,on=rl,weight=0.3,aggregation=policy"]},
         {"kl_coef": 0.3, "kl_estimator": "k3_weighted", "aux_aggregation": "policy"},
@@ -102,39 +102,30 @@ class Case:
 
 
 def cases(full: bool) -> Iterator[Case]:
-    """Every combination, or one in which every value occurs with every other kind's, as far as a handful has room."""
+    """Every combination; or one in which every value occurs with every other kind's, as far as 16 cases allow."""
     steps = [(12, False), (4, False), (6, True), (2, True)]
+    drawn: list[tuple] = list(itertools.product(AGGREGATIONS, OBJECTIVES, HEADS, (False, True), steps))
     if not full:
-        kinds = list(itertools.product(AGGREGATIONS, OBJECTIVES))
-        for i, (aggregation, objective) in enumerate(kinds):
-            count, fan_out = steps[(i + i // 4) % 4]
-            head = list(HEADS)[i % 4 ^ i // 4]
-            head = "recompute" if objective == "gspo" and head in AT_ONCE else head
-            yield Case(
-                aggregation=aggregation,
-                objective=objective,
-                head=head,
-                per_token=i % 3 == 0,
-                rollouts_per_step=count,
-                fan_out=fan_out,
-            )
-        return
-    for aggregation, objective, head in itertools.product(AGGREGATIONS, OBJECTIVES, HEADS):
+        pairs = enumerate(itertools.product(AGGREGATIONS, OBJECTIVES))
+        heads = list(HEADS)
+        drawn = [(*pair, heads[i % 4 ^ i // 4], i % 3 == 0, steps[(i + i // 4) % 4]) for i, pair in pairs]
+    for aggregation, objective, head, per_token, (count, fan_out) in drawn:
         if head in AT_ONCE and objective == "gspo":
-            continue
-        for per_token, (count, fan_out) in itertools.product((False, True), steps):
-            yield Case(
-                aggregation=aggregation,
-                objective=objective,
-                head=head,
-                per_token=per_token,
-                rollouts_per_step=count,
-                fan_out=fan_out,
-            )
+            if full:
+                continue
+            head = "recompute"
+        yield Case(
+            aggregation=aggregation,
+            objective=objective,
+            head=head,
+            per_token=per_token,
+            rollouts_per_step=count,
+            fan_out=fan_out,
+        )
 
 
-def samples(*, fan_out: bool = False) -> list[Sample]:
-    """A rollout, its masks with holes, one sample fully masked; old, rollout's and reference's log-probabilities differ."""
+def samples(*, fan_out: bool = False, masked: int | None = 6) -> list[Sample]:
+    """A rollout with holes in its masks, sample `masked` fully masked, and three different log-probabilities."""
     rng, found = random.Random(5), []
     for i, length in enumerate(LENGTHS):
         mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
@@ -145,7 +136,7 @@ def samples(*, fan_out: bool = False) -> list[Sample]:
             Sample.build(
                 tokens=[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5) + length)],
                 response_length=length,
-                loss_mask=[0] * length if i == 6 else mask,
+                loss_mask=[0] * length if i == masked else mask,
                 old_logprobs=old,
                 rollout_logprobs=near(),
                 ref_logprobs=near(),
@@ -164,8 +155,10 @@ def samples(*, fan_out: bool = False) -> list[Sample]:
 
 
 class Toy(MegatronModule):
-    """Logits of the next token from the token alone, so that context parallelism needs no attention; stages of a pipeline
-    have the embedding or the output layer."""
+    """Logits of the next token from the token only, so that context parallelism needs no attention.
+
+    Pipeline stages have the embedding or the output layer.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
@@ -175,7 +168,8 @@ class Toy(MegatronModule):
             parallel_state.is_pipeline_first_stage(),
             parallel_state.is_pipeline_last_stage(),
         )
-        self.share_embeddings_and_output_weights, self.position_embedding_type = False, "none"  # finalize asks
+        self.share_embeddings_and_output_weights, self.position_embedding_type = False, "none"  # finalize reads them
+        self.vocab_size = VOCABULARY
         self._given = None  # by the stage before
         if self.pre_process:
             self.embedding = torch.nn.Parameter(embedding.float())
@@ -186,12 +180,17 @@ class Toy(MegatronModule):
             rank, size = (f() for f in (parallel_state.get_tensor_model_parallel_rank, _tp_size))
             self.output_layer.weight.data.copy_(head.chunk(size)[rank])
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, **rest):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, *, labels=None, **rest):
         hidden = self.embedding[input_ids].transpose(0, 1).contiguous() if self.pre_process else self._given
         if not self.post_process:
             return hidden
         logits, _ = self.output_layer(hidden)
+        if labels is not None:
+            return self.compute_language_model_loss(labels, logits.float())
         return logits.transpose(0, 1).contiguous().float()
+
+    def compute_language_model_loss(self, labels, logits):
+        raise NotImplementedError("a policy-gradient step replaces it")
 
     def set_input_tensor(self, tensor):
         self._given = tensor[0] if isinstance(tensor, list) else tensor
@@ -217,7 +216,7 @@ def model(*, per_token: bool, wrap: Callable = DistributedDataParallel) -> Distr
         moe_token_dispatcher_type="alltoall",  # asked for by the line above, experts or none
         finalize_model_grads_func=finalize_model_grads,
     )
-    return wrap(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), Toy(config))
+    return wrap(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module=Toy(config))
 
 
 def gradients(model: DistributedDataParallel) -> list[Tensor]:

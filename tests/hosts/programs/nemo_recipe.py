@@ -4,9 +4,9 @@ import importlib
 import os
 from typing import Any
 
+import host_cases as hosts
 import nemo_oracle
 import nemo_trainer
-import slime_recipe
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -42,7 +42,7 @@ UNCLAMPED = {"kl_input_clamp_value": None, "kl_output_clamp_value": None}
 
 
 class Toy(MegatronModule):
-    """Logits of the next token from the token alone, vocabulary-parallel, so that context parallelism needs no attention."""
+    """Vocabulary-parallel logits of the next token from the token only; context parallelism needs no attention."""
 
     def __init__(self, config: TransformerConfig, *, whole: bool = False):
         super().__init__(config)
@@ -61,6 +61,10 @@ class Toy(MegatronModule):
         pass
 
 
+def config() -> TransformerConfig:
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
+
+
 def part(head: Tensor) -> Tensor:
     """This tensor-parallel rank's rows."""
     parts = head.chunk(parallel_state.get_tensor_model_parallel_world_size())
@@ -69,10 +73,10 @@ def part(head: Tensor) -> Tensor:
 
 def build() -> DistributedDataParallel:
     """Megatron's wrapper as NeMo-RL asks for it."""
-    config = slime_recipe.config(per_token=True)
-    config.finalize_model_grads_func = finalize_model_grads
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
-    return DistributedDataParallel(config, settings, Toy(config))
+    settings = config()
+    settings.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
+    return DistributedDataParallel(settings, ddp, Toy(settings))
 
 
 def options(**chosen: object) -> Any:
@@ -86,7 +90,7 @@ def train(
     model = build()
     found, results = nemo_trainer.train(
         model,
-        lambda: slime_recipe.gradients(model),
+        lambda: [parameter.main_grad.clone() for parameter in model.module.parameters()],
         nemo_oracle.batch() if batch is None else batch,
         loss_fn,
         rows=rows,
@@ -98,7 +102,7 @@ def train(
 
 def expected(case: Case, steps_of: int = ROWS) -> list[Found]:
     """Of every step."""
-    parameters = list(Toy(slime_recipe.config(per_token=True), whole=True).parameters())
+    parameters = list(Toy(config(), whole=True).parameters())
     batch = nemo_oracle.batch()
     return [
         nemo_oracle.oracle(parameters, nemo_oracle.rows_of(batch, first, first + steps_of), case)
@@ -109,8 +113,7 @@ def expected(case: Case, steps_of: int = ROWS) -> list[Found]:
 def error_of(found: list[list[Tensor]], steps: list[Found]) -> float:
     """The largest of any rank."""
     errors = [
-        slime_recipe.error(mine, [step.gradients[0], part(step.gradients[1])])
-        for mine, step in zip(found, steps, strict=True)
+        hosts.error(mine, [step.gradients[0], part(step.gradients[1])]) for mine, step in zip(found, steps, strict=True)
     ]
     worst = torch.tensor(max(errors), dtype=torch.float64)
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
@@ -153,7 +156,7 @@ MEANS = ("new_logprobs", "old_logprobs", "ratio_new_old", "mean_abs_log_ratio", 
 
 
 def metrics_error(logged: dict[str, float], steps: list[Found], case: Case) -> float:
-    """The largest relative error; sums are means over the steps, and means over documents are over those of all steps."""
+    """The largest relative error; sums are averaged over the steps, means over samples are over all steps."""
     names = {name: name for name in HOST} | {"pg/pg_loss": "pg_loss", "pg/num_tokens": "num_tokens"}
     if case.kl:
         names["pg/kl_loss"] = "kl_loss"
@@ -207,7 +210,7 @@ def beside_each_other(*, rows: str) -> dict[str, float]:
     found = {}
     for name, given in cases.items():
         (expected_, _), (mine, _) = (train(loss_class(options(**given)), rows=rows) for loss_class in both)
-        found[name] = slime_recipe.error(mine[0], [gradient.double() for gradient in expected_[0]])
+        found[name] = hosts.error(mine[0], [gradient.double() for gradient in expected_[0]])
     return found
 
 

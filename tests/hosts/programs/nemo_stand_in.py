@@ -1,4 +1,4 @@
-"""Modules with NeMo-RL's names and interfaces, and a `Policy.train` in one process that shards, packs and adds up like its own."""
+"""Modules with NeMo-RL's names and interfaces; `Policy.train` shards, packs and sums in one process as NeMo-RL does."""
 
 import enum
 import pickle

@@ -1,8 +1,9 @@
 """One `Policy.train` of NeMo-RL, from a checkout, on real ranks: the driver's sharding and packing, each rank's whole
 `MegatronPolicyWorkerImpl.train` with its micro-batches, loss wrappers and metrics, and the driver's aggregation.
 
-Not theirs: the model, an optimizer that keeps the gradients, and the group of workers, which are this job's ranks; every rank
-plays the driver, too. Packages that are not installed are stand-ins, and so is what newer releases of Megatron have.
+Not theirs: the model, an optimizer that keeps the gradients, and the group of workers, which are this job's ranks;
+every rank plays the driver, too. Packages that are not installed are stand-ins, and so is what newer releases of
+Megatron have.
 """
 
 import importlib
@@ -24,32 +25,9 @@ from megatron.core.transformer import enums
 from torch import Tensor
 
 PACKAGES = (
-    *(
-        "aiohttp",
-        "datasets",
-        "fastapi",
-        "huggingface_hub",
-        "hydra",
-        "mlflow",
-        "nvtx",
-        "omegaconf",
-        "pandas",
-        "prometheus_client",
-    ),
-    *(
-        "pynvml",
-        "ray",
-        "rich",
-        "scipy",
-        "soundfile",
-        "swanlab",
-        "tensordict",
-        "torchdata",
-        "tqdm",
-        "transformers",
-        "uvicorn",
-    ),
-    *("vllm", "wandb", "zmq"),
+    *("aiohttp", "datasets", "fastapi", "huggingface_hub", "hydra", "mlflow", "nvtx", "omegaconf", "pandas"),
+    *("prometheus_client", "pynvml", "ray", "rich", "scipy", "soundfile", "swanlab", "tensordict", "torchdata"),
+    *("tqdm", "transformers", "uvicorn", "vllm", "wandb", "zmq"),
 )
 ABSENT = (
     "megatron.bridge",
@@ -126,7 +104,7 @@ class Optimizer:
 
 
 class Workers:
-    """This job's ranks as the driver sees them: shard i is for data-parallel rank i, whose first context- and tensor-parallel rank answers."""
+    """This job's ranks for the driver: shard i is for data-parallel rank i, and its first rank answers."""
 
     cluster = SimpleNamespace(world_size=lambda: torch.distributed.get_world_size())
 

@@ -1,4 +1,4 @@
-"""The two files of a user of slime or miles: our reducers as docs/recipes.md writes them down, and one of their own form."""
+"""Two files of a user of slime or miles: our reducers from docs/recipes.md, and a reducer of their own form."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ DIVISOR = {THEIR_DIVISOR}
 def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
     assert mpu.get_context_parallel_world_size() == 1
     def token_sum(x):
-        return sum((part * mask).sum() for part, mask in zip(x.split(response_lengths, dim=0), loss_masks, strict=False))
+        parts = zip(x.split(response_lengths, dim=0), loss_masks, strict=False)
+        return sum((part * mask).sum() for part, mask in parts)
     return token_sum if calculate_per_token_loss else lambda x: token_sum(x) / DIVISOR
 """
 

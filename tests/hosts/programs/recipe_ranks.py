@@ -1,6 +1,7 @@
 """Recipes on real ranks over gloo: a script that leaves each one's figures as a file.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/hosts/programs/recipe_ranks.py OUT_DIR rl_recipe slime_recipe
+    python -m torch.distributed.run --nproc-per-node 2 tests/hosts/programs/recipe_ranks.py OUT_DIR rl_recipe
+    slime_recipe
 
 `tests`, `examples`, `examples/recipes` and the package are on PYTHONPATH.
 """

@@ -1,4 +1,4 @@
-"""examples/recipes/megatron_rl.py on real ranks (`recipe_ranks`): gradients of one step through schedule, DDP and finalize.
+"""examples/recipes/megatron_rl.py on real ranks (`recipe_ranks`): gradients through schedule, DDP and finalize.
 
 The wrapped forward step is a stand-in with the batches, shapes and tuple of train_rl.py, which no wheel carries. With
 MEGATRON_LM naming a checkout of Megatron-LM, whose core must be the importable one, it is train_rl.py's own.

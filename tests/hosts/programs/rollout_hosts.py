@@ -16,36 +16,19 @@ from megatron_pg.rollouts.sample import Sample
 
 Train = Callable[[Case, Sequence[Sample], Namespace], tuple[list[list[Tensor]], list[dict]]]
 OFF = (
-    *(
-        "use_rollout_routing_replay",
-        "keep_old_actor",
-        "use_critic",
-        "use_routing_replay",
-        "log_multi_turn",
-        "log_passrate",
-    ),
-    *("log_correct_samples", "overlap_grad_reduce", "overlap_param_gather", "align_param_gather", "align_grad_reduce"),
-    *(
-        "reset_optimizer_states",
-        "manual_gc",
-        "use_distributed_optimizer",
-        "use_wandb",
-        "use_tensorboard",
-        "offload_train",
-    ),
-    *("wandb_always_use_train_step", "use_rollout_entropy", "use_unbiased_kl", "use_rollout_logprobs", "use_kl_loss"),
-    *("use_rollout_indexer_replay", "debug_disable_optimizer", "empty_unused_memory", "use_fault_tolerance"),
+    *("use_rollout_routing_replay", "keep_old_actor", "use_critic", "use_routing_replay", "log_multi_turn"),
+    *("log_passrate", "log_correct_samples", "overlap_grad_reduce", "overlap_param_gather", "align_param_gather"),
+    *("align_grad_reduce", "reset_optimizer_states", "manual_gc", "use_distributed_optimizer", "use_wandb"),
+    *("use_tensorboard", "offload_train", "wandb_always_use_train_step", "use_rollout_entropy", "use_unbiased_kl"),
+    *("use_rollout_logprobs", "use_kl_loss", "use_rollout_indexer_replay", "debug_disable_optimizer"),
+    *("empty_unused_memory", "use_fault_tolerance"),
 )
 ABSENT = (
-    *(
-        "save_debug_train_data",
-        "custom_megatron_init_path",
-        "rollout_data_postprocess_path",
-        "custom_loss_function_path",
-    ),
-    *("custom_megatron_before_train_step_hook_path", "custom_megatron_before_log_prob_hook_path"),
-    *("custom_tis_function_path", "save_debug_rollout_data", "ref_update_interval", "ci_save_grad_norm"),
-    *("ci_load_grad_norm", "dump_details", "num_experts", "pg_metrics_file", "compress_ratios"),
+    *("save_debug_train_data", "custom_megatron_init_path", "rollout_data_postprocess_path"),
+    *("custom_loss_function_path", "custom_megatron_before_train_step_hook_path"),
+    *("custom_megatron_before_log_prob_hook_path", "custom_tis_function_path", "save_debug_rollout_data"),
+    *("ref_update_interval", "ci_save_grad_norm", "ci_load_grad_norm", "dump_details", "num_experts"),
+    *("pg_metrics_file", "compress_ratios"),
 )
 # Rows of their own for each sample, miles' --qkv-format bshd, two in a micro-batch.
 PADDED = {"qkv_format": "bshd", "use_dynamic_batch_size": False, "micro_batch_size": 2}
@@ -64,7 +47,7 @@ TERM_CASES = [
     Case(objective="their tis", rollouts_per_step=4),
     Case(objective="their tis", aggregation="token_mean", head="forward"),
 ]
-OF_MILES = {"opd", "their tis"}  # whose batches name no loss terms and no supports
+OF_MILES = {"opd", "their tis"}  # whose batches name no loss terms and no sampling masks
 MEASURED = Case(aggregation="constant", objective="kl", rollouts_per_step=4)  # whose metrics are compared
 
 

@@ -1,7 +1,7 @@
 """A trainer with the hooks of slime or of miles and none of their code, for proofs where no checkout is at hand.
 
-It cuts a rollout into steps and micro-batches, calls the hooks where those two call them, with their names and arguments, and
-multiplies what the loss function returns as they do.
+It cuts a rollout into steps and micro-batches, calls the hooks where those two call them, with their names and
+arguments, and multiplies what the loss function returns as they do.
 """
 
 import argparse
@@ -196,8 +196,8 @@ def train(
 ) -> tuple[list[list[Tensor]], list[dict]]:
     """Gradients of every optimizer step of a rollout, and what the logger was given.
 
-    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the model makes its
-    logits without the product of its output layer.
+    `own`: as for `step`; `copies`: the trainer copies the samples' tokens after the steps are planned; `bypasses`: the
+    model makes its logits without the product of its output layer.
     """
     _logged.clear()
     actor = sys.modules[f"{host}.backends.megatron_utils.actor"]

@@ -1,8 +1,8 @@
 """Our adapter in slime's own loop, from samples to gradients (`recipe_ranks`), where SLIME names a checkout.
 
-Theirs: samples to training data, the schedule that cuts them, each rank's data, the advantages, `train_actor` with its steps,
-batches, loss function and schedule. Not theirs: the model, an optimizer that keeps the gradients, and the passes for old and
-reference log-probabilities, which give those of the samples.
+Theirs: samples to training data, the schedule that cuts them, each rank's data, the advantages, `train_actor` with its
+steps, batches, loss function and schedule. Not theirs: the model, an optimizer that keeps the gradients, and the passes
+for old and reference log-probabilities, which give those of the samples.
 """
 
 import importlib

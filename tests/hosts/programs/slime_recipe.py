@@ -1,12 +1,11 @@
-"""Reducers both ways on real ranks (`recipe_ranks`): gradients of one step through Megatron's schedule, DDP and finalize.
+"""Reducers both ways on real ranks (`recipe_ranks`): gradients through Megatron's schedule, DDP and finalize.
 
-Ours in a trainer that divides like slime and miles, theirs in our flag. The trainer is a stand-in, and so is their reducer
-file; with SLIME or MILES naming a checkout the trainer is their own (`their_trainers`), and the file the one of the examples
-of miles.
+Ours in a trainer that divides like slime and miles, theirs in our flag. The trainer is a stand-in, and so is their
+reducer file; with SLIME or MILES naming a checkout the trainer is their own (`their_trainers`), and the file the one of
+the examples of miles.
 """
 
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +13,14 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import host_cases as hosts
 import recipe_files
 import stand_ins
 import their_trainers
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.enums import ModelType
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import MegatronModule, TransformerConfig
 from recipe_files import THEIR_DIVISOR
 from their_trainers import EPS_HIGH, EPS_LOW
 from torch import Tensor
@@ -37,59 +35,10 @@ from megatron_pg.reducers.custom import load_custom_reducer
 from megatron_pg.rollouts.sample import Sample
 from megatron_pg.step.forward_step import PolicyGradientStep
 
-VOCABULARY, WIDTH, ROWS = 13, 6, 2
-LENGTHS = [1, 7, 2, 9, 5, 3, 8, 1, 6, 4, 6, 2]  # of the responses
+ROWS = 2
 LAYOUTS = {"dp2": 1, "cp2": 2}  # context-parallel size
 SAMPLE_MEAN = "megatron_pg.cp_utils.get_sum_of_sample_mean"
 OF_MILES = "examples.experimental.DrGRPO.custom_reducer.get_pg_loss_reducer"  # divides by 1000 too
-
-
-class Toy(MegatronModule):
-    """Logits of the next token from the token alone, so that context parallelism needs no attention."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__(config)
-        generator = torch.Generator().manual_seed(3)
-        self.embedding = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=generator))
-        self.head = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=generator))
-        self.model_type = ModelType.encoder_or_decoder
-        self.post_process, self.vocab_size, self.position_embedding_type = True, VOCABULARY, "none"
-
-    def forward(self, input_ids, position_ids=None, attention_mask=None, *, labels=None, **rest):
-        logits = self.embedding[input_ids] @ self.head.T  # [b, s, V]
-        return logits if labels is None else self.compute_language_model_loss(labels, logits.transpose(0, 1))
-
-    def compute_language_model_loss(self, labels, logits):
-        raise NotImplementedError("a policy-gradient step brings its own")
-
-    def set_input_tensor(self, tensor):
-        pass
-
-
-def step(*, masked: bool = False, fan_out: bool = False) -> list[Sample]:
-    """The samples of a step, their masks with holes; the reward is every token's advantage.
-
-    masked: one sample trains no token. fan_out: two samples share a rollout.
-    """
-    rng, samples = random.Random(5), []
-    for i, length in enumerate(LENGTHS):
-        mask = [int(k == 0 or rng.random() < 0.7) for k in range(length)]
-        reward = rng.uniform(-1.0, 1.0)
-        samples.append(
-            Sample.build(
-                tokens=[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5) + length)],
-                response_length=length,
-                loss_mask=[0] * length if masked and i == 3 else mask,
-                old_logprobs=[rng.uniform(-4.0, -1.0) for _ in mask],
-                advantage=reward,
-                reward=reward,
-                rollout_id=i // 2 if fan_out else i,
-                prompt_id=i // 4,
-                sample_id=str(i),
-                step=0,
-            )
-        )
-    return samples
 
 
 # --- what the gradients should be ---
@@ -104,8 +53,8 @@ def num_rollouts(samples: Sequence[Sample]) -> int:
 
 
 def oracle(samples: Sequence[Sample], denominators: Sequence[float]) -> list[Tensor]:
-    """Every parameter's gradient of sum over samples i, trained tokens t of loss_it / d_i, by plain loops in float64."""
-    embedding, head = (p.detach().double().requires_grad_() for p in Toy(config(per_token=False)).parameters())
+    """Gradients of the sum over samples i and trained tokens t of loss_it / d_i, by plain loops in float64."""
+    embedding, head = (parameter.requires_grad_() for parameter in hosts.parameters())
     total = torch.zeros((), dtype=torch.float64)
     for sample, denominator in zip(samples, denominators, strict=True):
         tokens = sample.tokens.tolist()
@@ -120,30 +69,7 @@ def oracle(samples: Sequence[Sample], denominators: Sequence[float]) -> list[Ten
     return list(torch.autograd.grad(total, (embedding, head)))
 
 
-def error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest over the parameters of the largest difference over the largest entry."""
-    pairs = zip(found, expected, strict=True)
-    return max(float((f.double() - e).abs().max() / e.abs().max()) for f, e in pairs)
-
-
 # --- one step ---
-
-
-def config(*, per_token: bool) -> TransformerConfig:
-    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=per_token)
-
-
-def build(per_token: bool) -> DistributedDataParallel:
-    return wrap(Toy(config(per_token=per_token)))
-
-
-def wrap(model: Toy) -> DistributedDataParallel:
-    model.config.finalize_model_grads_func = finalize_model_grads
-    return DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-
-
-def gradients(model: DistributedDataParallel) -> list[Tensor]:
-    return [parameter.main_grad.clone() for parameter in model.module.parameters()]
 
 
 def micro_batches(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -184,9 +110,9 @@ def stand_in(samples: Sequence[Sample], path: str, *, per_token: bool) -> list[T
             return loss * cp_size, sum(mask.sum().clamp(min=1) for mask in masks).int(), {}
         return loss * len(batches) / num_rollouts(samples) * ranks, torch.tensor(1, dtype=torch.int), {}
 
-    model = build(per_token)
+    model = hosts.model(per_token=per_token)
     get_forward_backward_func()(**schedule(forward_step, iter(batches), model, len(batches)))
-    return gradients(model)
+    return hosts.gradients(model)
 
 
 def index_of(sample: Sample) -> Tensor:
@@ -217,13 +143,15 @@ def ours(samples: Sequence[Sample], path: str, *, per_token: bool) -> list[Tenso
         metrics=Reduction("none"),
     )
     step = PolicyGradientStep(settings)
-    model = wrap(step.attach(Toy(config(per_token=per_token))))
+    model = hosts.model(
+        per_token=per_token, wrap=lambda *given, module: DistributedDataParallel(*given, step.attach(module))
+    )
     cp_size = parallel_state.get_context_parallel_world_size()
     batches = [pack(batch, qkv_format="thd", cp_size=cp_size) for batch in micro_batches(samples)]
     step.forward_backward(
         get_forward_backward_func(), **schedule(step.forward_step, iter(batches), model, len(batches))
     )
-    return gradients(model)
+    return hosts.gradients(model)
 
 
 # --- the cases ---
@@ -233,7 +161,8 @@ Train = Callable[..., list[Tensor]]  # (samples, path of the reducer or None, pe
 
 def exact(train: Train) -> dict[str, float]:
     """Our reducers, against the aggregation that each of them is."""
-    samples, counts = step(), trained(step())
+    samples = hosts.samples(masked=None)
+    counts = trained(samples)
     n = num_rollouts(samples)
     cases = {
         "sample_mean": (SAMPLE_MEAN, False, [n * count for count in counts]),
@@ -242,20 +171,20 @@ def exact(train: Train) -> dict[str, float]:
         "constant, L = 1": ("my_reducers.token_sum", False, [float(n)] * len(counts)),
     }
     return {
-        name: error(train(samples, path, per_token=per_token), oracle(samples, denominators))
+        name: hosts.error(train(samples, path, per_token=per_token), oracle(samples, denominators))
         for name, (path, per_token, denominators) in cases.items()
     }
 
 
 def edges(train: Train) -> dict[str, float]:
-    """What four arguments can't say: their count gives a masked sample one token, and siblings of a rollout are apart."""
-    masked, siblings = step(masked=True), step(fan_out=True)
+    """Limits of four arguments: a masked sample counts one token, and samples of a rollout are not known."""
+    masked, siblings = hosts.samples(), hosts.samples(masked=None, fan_out=True)
     found, tokens = train(masked, SAMPLE_MEAN, per_token=True), sum(trained(masked))
     apart = [num_rollouts(siblings) * count for count in trained(siblings)]
     return {
-        "token_mean, a masked sample": error(found, oracle(masked, [tokens] * len(masked))),
-        "a masked sample counted as one token": error(found, oracle(masked, [tokens + 1] * len(masked))),
-        "mean over rollouts of sums of sample means": error(
+        "token_mean, a masked sample": hosts.error(found, oracle(masked, [tokens] * len(masked))),
+        "a masked sample counted as one token": hosts.error(found, oracle(masked, [tokens + 1] * len(masked))),
+        "mean over rollouts of sums of sample means": hosts.error(
             train(siblings, SAMPLE_MEAN, per_token=False), oracle(siblings, apart)
         ),
     }
@@ -263,22 +192,26 @@ def edges(train: Train) -> dict[str, float]:
 
 def default(train: Train) -> dict[str, float]:
     """Their trainer without a custom reducer, two samples a rollout."""
-    samples = step(fan_out=True)
+    samples = hosts.samples(masked=None, fan_out=True)
     totals: dict[object, int] = {}
     for sample, count in zip(samples, trained(samples), strict=True):
         totals[sample.rollout_id] = totals.get(sample.rollout_id, 0) + count
     denominators = [len(totals) * totals[sample.rollout_id] for sample in samples]
     return {
-        "no reducer: mean over rollouts": error(train(samples, None, per_token=False), oracle(samples, denominators))
+        "no reducer: mean over rollouts": hosts.error(
+            train(samples, None, per_token=False), oracle(samples, denominators)
+        )
     }
 
 
 def theirs_in_ours(path: str) -> dict[str, float]:
-    samples = step()
+    samples = hosts.samples(masked=None)
     n, tokens = num_rollouts(samples), sum(trained(samples))
     return {
-        "flag off": error(ours(samples, path, per_token=False), oracle(samples, [n * THEIR_DIVISOR] * len(samples))),
-        "flag on": error(ours(samples, path, per_token=True), oracle(samples, [tokens] * len(samples))),
+        "flag off": hosts.error(
+            ours(samples, path, per_token=False), oracle(samples, [n * THEIR_DIVISOR] * len(samples))
+        ),
+        "flag on": hosts.error(ours(samples, path, per_token=True), oracle(samples, [tokens] * len(samples))),
     }
 
 
@@ -304,7 +237,12 @@ def figures() -> dict[str, object]:
             if not steps:
                 result[layout] = exact(stand_in) | edges(stand_in)
             for name, their_step in steps.items():
-                train = partial(their_trainers.train, their_step, build, gradients)
+                train = partial(
+                    their_trainers.train,
+                    their_step,
+                    lambda per_token: hosts.model(per_token=per_token),
+                    hosts.gradients,
+                )
                 result[f"{name}, {layout}"] = exact(train) | edges(train) | default(train)
             if cp_size == 1:
                 result["theirs in ours"] = theirs_in_ours(path)

@@ -1,8 +1,9 @@
-"""One optimizer step of slime or miles, from a checkout: their data, their loss and their division by ranks and rollouts.
+"""One optimizer step of slime or miles from a checkout: their data, loss, and division by ranks and rollouts.
 
-Theirs: the conversion of samples to training data, the schedule that cuts it over ranks and micro-batches, each rank's data,
-the advantages, the batches, the loss and `train_one_step`. Not theirs: the model, and an optimizer that keeps the gradients.
-Packages that are not installed are stand-ins: empty, but for the object store of ray, which hands back what it is given.
+Theirs: the conversion of samples to training data, the schedule that cuts it over ranks and micro-batches, each rank's
+data, the advantages, the batches, the loss and `train_one_step`. Not theirs: the model, and an optimizer that keeps the
+gradients. Packages that are not installed are stand-ins: empty, but for the object store of ray, which hands back what
+it is given.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """verl's own training step on a toy model, from its wheel: `TrainingWorker.train_mini_batch` and everything below it.
 
-Theirs: the cut into mini-batches and micro-batches, the engine with its forward pass, loss function and contract, the optimizer
-step, the metrics on their way to the driver. Not theirs: the model, an optimizer that keeps the gradients, and packages that are
-not installed and that nothing here needs (`Absent`).
+Theirs: the cut into mini-batches and micro-batches, the engine with its forward pass, loss function and contract, the
+optimizer step, the metrics on their way to the driver. Not theirs: the model, an optimizer that keeps the gradients,
+and packages that are not installed and that nothing here needs (`Absent`).
 """
 
 import importlib
@@ -45,7 +45,7 @@ class _Class(type):
 
 
 class Absent:
-    """Makes packages importable, installed or not, so that no run depends on the machine; what they hold are empty classes."""
+    """Makes packages importable, installed or not, as empty classes, so that no run depends on the machine."""
 
     def __init__(self, packages: Sequence[str], held: Mapping[str, dict[str, Any]]):
         self._packages, self._held = packages, held
@@ -166,7 +166,7 @@ def build(*, per_token: bool) -> DistributedDataParallel:
 
 
 class Optimizer:
-    """Keeps the gradients that it is asked to step with: for each step those of embedding (0) and head (1) that this rank has."""
+    """Keeps the gradients of each step: those of embedding (0) and head (1) that this rank has."""
 
     def __init__(self, model: DistributedDataParallel):
         self._model, self.found, self.param_groups = model, [], [{"lr": 0.5}]
@@ -210,7 +210,7 @@ def worker(
     model: DistributedDataParallel | None = None,
     optimizer: Any = None,
 ) -> Any:
-    """Their TrainingWorker with the engine of their registry, or a given one; with the toy, or a given model and its optimizer."""
+    """Their TrainingWorker with a given engine or that of their registry, and a given model or the toy."""
     name = SimpleNamespace(enable=False, enable_train=False)
     model_config = {
         "model_type": "language_model",

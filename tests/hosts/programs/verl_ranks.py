@@ -85,7 +85,7 @@ def logprobs_of(tokens: Sequence[int], start: int) -> list[float]:
 
 
 def batch(*, one_each: bool = False) -> list[Sample]:
-    """Three prompts with two rollouts, one of three samples, which lie on two ranks; with `one_each`, each sample is a rollout."""
+    """Three prompts with two rollouts, one of three samples on two ranks; with `one_each` each sample is a rollout."""
     rng, samples = random.Random(11), []
     for i, length in enumerate(LENGTHS):
         start = rng.randrange(1, 5)
@@ -306,7 +306,7 @@ _NUMBERS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15, "clip_ratio_c": 1.6,
 
 
 def modes(verl: SimpleNamespace) -> dict[str, list[float]]:
-    """Errors of loss and gradient of our objective against verl's own policy loss, by its name, on random tokens in float64."""
+    """By mode: errors of loss and gradient of our objective against verl's policy loss, random tokens, float64."""
     alone = [torch.distributed.new_group([r]) for r in range(torch.distributed.get_world_size())]
     mine, found = alone[torch.distributed.get_rank()], {}
     generator = torch.Generator().manual_seed(7)
@@ -401,7 +401,7 @@ def passes(verl: SimpleNamespace, *, fused: bool, temperature: float) -> float:
 
 
 def resumed(verl: SimpleNamespace, folder: Path) -> list[list[int]]:
-    """The steps in metrics.jsonl of a run and of one that goes on from its checkpoint, and those that are superseded."""
+    """The steps in metrics.jsonl of a run and of its continuation, and the superseded steps."""
     path = folder / "resumed.jsonl"
     for is_first in (True, False):
         worker = host.worker(verl, host.actor_config(verl, options={"pg_metrics_file": str(path)}))

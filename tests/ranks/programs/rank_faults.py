@@ -44,7 +44,7 @@ def settings(fault: str, loss: LossSettings) -> LossSettings:
         return dataclasses.replace(
             loss, terms=dataclasses.replace(loss.terms, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3"))
         )
-    if fault == "supporttaught":
+    if fault == "kepttaught":
         teacher = LossTerm(name="teacher", kind="ce", aggregation="token_mean", on="rl")
         return dataclasses.replace(loss, terms=dataclasses.replace(loss.terms, further=(teacher,)))
     if fault == "noteacher":
@@ -150,7 +150,7 @@ class TELayer(torch.nn.Module):
 def batches(fault: str, parts: list[list], pack_all: Callable[[list[list]], list]) -> Iterator:
     """The step's micro-batches, with the fault in them; what fails to build fails inside the iterator."""
     parts = taught(parts) if fault.startswith("topk") else parts
-    parts = supported(parts) if fault.startswith("support") else parts
+    parts = with_sampling_masks(parts) if fault.startswith("kept") else parts
     change = DATA_FAULTS.get(fault)
     if change is not None and (on_rank_1() or fault in ON_EVERY_RANK):
         parts = change(parts)
@@ -272,19 +272,19 @@ def poisoned_states(parts: list[list[Sample]]) -> list[list[Sample]]:
     raise AssertionError("a number that is not finite was taken")
 
 
-def supported(parts: list[list[Sample]]) -> list[list[Sample]]:
+def with_sampling_masks(parts: list[list[Sample]]) -> list[list[Sample]]:
     """With the sampled token and another for each response token."""
     for sample in (sample for part in parts for sample in part):
         sets = [[token, (token + 1) % VOCABULARY] for token in sample.tokens[-sample.response_length :].tolist()]
-        object.__setattr__(sample, "support", PAYLOADS["support"].of(sets, sample.sample_id))
+        object.__setattr__(sample, "sampling_mask", PAYLOADS["sampling_mask"].of(sets, sample.sample_id))
     return parts
 
 
-def support_changed(parts: list[list[Sample]], change: Callable[[int], list[int]]) -> list[list[Sample]]:
+def sampling_mask_changed(parts: list[list[Sample]], change: Callable[[int], list[int]]) -> list[list[Sample]]:
     """At every response token of one sample: its set, from the token."""
     sample = trained(parts)
     sets = list(map(change, sample.tokens[-sample.response_length :].tolist()))
-    object.__setattr__(sample, "support", PAYLOADS["support"].of(sets, sample.sample_id))
+    object.__setattr__(sample, "sampling_mask", PAYLOADS["sampling_mask"].of(sets, sample.sample_id))
     return parts
 
 
@@ -325,12 +325,12 @@ DATA_FAULTS = {
     "wholewidth": lambda parts: change_one(parts, teacher_hidden=trained(parts).teacher_hidden[:, :5]),
     "wholeother": lambda parts: change_one(parts, teacher_hidden=trained(parts).teacher_hidden * 2),
     "wholenan": poisoned_states,
-    "supportnowhere": lambda parts: change_all(parts, support=None),
-    "supportabsent": lambda parts: change_one(parts, support=None),
-    "supportoutside": lambda parts: support_changed(parts, lambda token: [(token + 1) % VOCABULARY]),
-    "supportbeyond": lambda parts: support_changed(parts, lambda token: [token, VOCABULARY]),
-    "supportother": lambda parts: support_changed(parts, lambda token: [token, (token + 2) % VOCABULARY]),
-    "supportwhole": lambda parts: support_changed(parts, lambda token: [token]),
+    "keptnowhere": lambda parts: change_all(parts, sampling_mask=None),
+    "keptabsent": lambda parts: change_one(parts, sampling_mask=None),
+    "keptoutside": lambda parts: sampling_mask_changed(parts, lambda token: [(token + 1) % VOCABULARY]),
+    "keptbeyond": lambda parts: sampling_mask_changed(parts, lambda token: [token, VOCABULARY]),
+    "keptother": lambda parts: sampling_mask_changed(parts, lambda token: [token, (token + 2) % VOCABULARY]),
+    "keptwhole": lambda parts: sampling_mask_changed(parts, lambda token: [token]),
     "topkbeyond": lambda parts: taught(parts, token=VOCABULARY),
 }
 
@@ -383,8 +383,8 @@ OWN = {
     "pg_term": (None, ["sft:ce"]),
     "pg_teacher_tail_floor": (None, 0.5),
     "pg_teacher_head": (None, "teacher.safetensors"),
-    "pg_support_missing": ("error", "mask"),
-    "pg_entropy_support": ("full", "kept"),
+    "pg_sampling_mask_missing": ("error", "mask"),
+    "pg_sampling_mask_entropy": ("full", "kept"),
     "pg_mtp_aggregation": ("token_mean", "policy"),
     "pg_grad_divisor": (1.0, 64.0),
     "docs_per_step": (0, 8),

@@ -52,7 +52,7 @@ OPTIONS = (
         "apart",
         "pieces",
         "terms",
-        "support",
+        "kept",
         "whole",
     ),
     *(*LOSSES, "activations", "replay", "choice", "rope", "dynamic", *FSDP),

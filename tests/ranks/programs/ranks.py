@@ -93,8 +93,8 @@ def samples(options: frozenset[str] = frozenset()):
     if options & {"terms", "whole"}:
         step = [mixed(sample, number) for number, sample in enumerate(step)]
         return [taught(sample, number) for number, sample in enumerate(step)] if "whole" in options else step
-    if "support" in options:
-        return [supported(sample, rng) for sample in step]
+    if "kept" in options:
+        return [with_sampling_masks(sample, rng) for sample in step]
     if "replay" not in options:
         return step
     chosen = [[[rng.sample(range(EXPERTS), 2) for _ in range(LAYERS)] for _ in each.tokens[1:]] for each in step]
@@ -149,16 +149,18 @@ def mixed(sample: Sample, number: int) -> Sample:
     return replace(sample, teacher_logprobs=teacher, masks={"echo": ~sample.loss_mask} if number % 3 else {})
 
 
-def supported(sample: Sample, rng: random.Random) -> Sample:
+def with_sampling_masks(sample: Sample, rng: random.Random) -> Sample:
     """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is certain."""
     sets = []
     for token in sample.tokens[-sample.response_length :].tolist():
         size = rng.randint(0, 6)
         sets.append([token, *rng.sample(sorted({*range(VOCABULARY)} - {token}), size - 1)] if size else [])
-    support = PAYLOADS["support"].of(sets, sample.sample_id)
+    sampling_mask = PAYLOADS["sampling_mask"].of(sets, sample.sample_id)
     known = {name: getattr(sample, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
-    certain = {n: torch.where(support.counts == 1, 0.0, values) for n, values in known.items() if values is not None}
-    return replace(sample, support=support, **certain)
+    certain = {
+        n: torch.where(sampling_mask.counts == 1, 0.0, values) for n, values in known.items() if values is not None
+    }
+    return replace(sample, sampling_mask=sampling_mask, **certain)
 
 
 def likeliest(sample: Sample, number: int) -> TokenSets:

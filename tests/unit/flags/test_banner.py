@@ -242,12 +242,14 @@ def test_the_banner_says_what_a_step_is(overrides, step):
 
 def test_the_banner_says_what_is_not_the_default():
     plain = banner(validate_args(arguments()))
-    assert "support" not in plain
+    assert "sampling mask" not in plain
     text = banner(
-        validate_args(arguments(pg_entropy_support="kept", pg_metrics="with_entropy", pg_support_missing="mask"))
+        validate_args(
+            arguments(pg_sampling_mask_entropy="kept", pg_metrics="with_entropy", pg_sampling_mask_missing="mask")
+        )
     )
-    assert "over what could be sampled, where samples say it  (--pg-entropy-support kept)" in text
-    assert "trained tokens that it does not hold are masked  (--pg-support-missing mask)" in text
+    assert "over what could be sampled, where samples say it  (--pg-sampling-mask-entropy kept)" in text
+    assert "trained tokens that it does not hold are masked  (--pg-sampling-mask-missing mask)" in text
 
 
 def test_the_banner_needs_no_megatron_attribute():

@@ -86,7 +86,7 @@ def test_the_banner_says_the_whole_sum():
 def test_a_text_is_parsed_once_in_a_startup(monkeypatch):
     texts, parsed = ("once_a:ce", "once_b:opd,on=rl", "once_c:entropy,on=rl"), []
     monkeypatch.setattr(term_text, "is_term", lambda name: parsed.append(name) or is_term(name))
-    args = validate_args(arguments(**terms(*texts, pg_kernel="torch", pg_entropy_support="kept")))
+    args = validate_args(arguments(**terms(*texts, pg_kernel="torch", pg_sampling_mask_entropy="kept")))
     banner(args)
     LossSettings.from_args(args)
     validate_args(args)

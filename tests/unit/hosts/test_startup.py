@@ -8,19 +8,19 @@ import pytest
 from processes import environment
 
 from megatron_pg.args import ArgumentError
-from megatron_pg.hosts.startup import TakenOver, check, check_signature, start
+from megatron_pg.hosts.startup import Inherited, check, check_signature, start
 from megatron_pg.plan.settings import LossSettings
 
 
 def rows_of(given=(), **rest) -> dict[str, str]:
-    return start("host", check("host", dict(given), megatron={}, **rest), contract="as it does", says=False)[1]
+    return start("host", check("host", dict(given), megatron={}, **rest), scaling="as it does", says=False)[1]
 
 
-def test_what_is_not_given_has_its_default_and_the_contract_is_the_hosts():
+def test_what_is_not_given_has_its_default_and_the_loss_scaling_is_the_hosts():
     rows = rows_of()
     assert rows["pg_loss"].endswith("(--loss-aggregation sample_mean)")
     assert rows["host"] == "as it does"
-    assert not {"Megatron", "layout", "taken over"} & rows.keys()
+    assert not {"Megatron", "layout", "inherited"} & rows.keys()
 
 
 def test_megatrons_own_loop_is_not_looked_at():
@@ -50,23 +50,23 @@ def test_multi_token_prediction_stays_the_hosts():
 @pytest.mark.parametrize(
     ("given", "flag", "value"),
     [
-        ({}, TakenOver("--clip", "pg_clip_eps_low", 0.3), 0.3),
-        ({"pg_clip_eps_low": 0.3}, TakenOver("--clip", "pg_clip_eps_low", 0.3), 0.3),
-        ({"pg_clip_eps_low": 0.1}, TakenOver("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.1),
-        ({}, TakenOver("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.2),
+        ({}, Inherited("--clip", "pg_clip_eps_low", 0.3), 0.3),
+        ({"pg_clip_eps_low": 0.3}, Inherited("--clip", "pg_clip_eps_low", 0.3), 0.3),
+        ({"pg_clip_eps_low": 0.1}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.1),
+        ({}, Inherited("--clip", "pg_clip_eps_low", 0.2, is_default=True), 0.2),
     ],
 )
 def test_a_flag_of_the_host_stands_for_ours(given, flag, value):
-    checked = check("host", given, megatron={}, taken_over=[flag])
+    checked = check("host", given, megatron={}, inherited=[flag])
     assert checked.args.pg_clip_eps_low == value
-    said = [] if value == 0.1 else [("taken over", f"--clip is --pg-clip-eps-low {value}")]
+    said = [] if value == 0.1 else [("inherited", f"--clip is --pg-clip-eps-low {value}")]
     assert checked.rows == said
 
 
 def test_two_flags_of_one_loss_that_differ_are_refused():
-    flag = TakenOver("--clip", "pg_clip_eps_low", 0.2)
-    with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 say different things"):
-        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, taken_over=[flag])
+    flag = Inherited("--clip", "pg_clip_eps_low", 0.2)
+    with pytest.raises(ArgumentError, match=r"--clip of host, 0.2, and --pg-clip-eps-low 0.1 contradict each other"):
+        check("host", {"pg_clip_eps_low": 0.1}, megatron={}, inherited=[flag])
 
 
 def test_every_violation_is_in_one_error():
@@ -76,10 +76,10 @@ def test_every_violation_is_in_one_error():
         check("host", given, megatron={}, refused=["their flag cannot go with this loss; remove it"])
     text = str(refused.value)
     for part in (
-        "pg_objektive is no argument of megatron_pg; did you mean pg_objective?",
+        "pg_objektive is not an argument of megatron_pg; did you mean pg_objective?",
         "their flag cannot",
         "--pg-dry-run ends",
-        "--docs-per-step 3 cuts steps",
+        "--docs-per-step 3 sets the size of steps",
         "--pg-correction top_entropy reads old_entropies, which the host",
         "--pg-temperature",
     ):
@@ -100,7 +100,7 @@ def test_a_launcher_without_its_host_says_so_in_a_message(name, tmp_path):
     command = [sys.executable, "-m", f"megatron_pg.{name}", "train.py"]
     found = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert f"is not there (No module named '{name}" in found.stderr
+    assert f"does not exist (No module named '{name}" in found.stderr
     assert "Traceback" not in found.stderr
 
 
@@ -119,8 +119,8 @@ def test_a_host_with_the_known_parameters_passes(host):
     ("path", "message"),
     [
         ("some_host:hook", r"some_host:hook takes \(args, batch, more\), not \(batch, args\) as in host 1"),
-        ("some_host:other", r"some_host:other is not there .* as in host 1"),
-        ("no_such_host:hook", r"no_such_host:hook is not there .* as in host 1"),
+        ("some_host:other", r"some_host:other does not exist .* as in host 1"),
+        ("no_such_host:hook", r"no_such_host:hook does not exist .* as in host 1"),
     ],
 )
 def test_a_host_that_has_changed_is_named(host, path, message):

@@ -226,7 +226,7 @@ def test_a_loss_that_did_not_run_once_for_every_sample_stops_every_rank(forwards
         for members in forwards if rank == 0 else [[0, 1], [2, 3]]:
             local = step.slice(members, [len(samples[i].tokens) for i in members])
             step.loss(local, row(logits, members), None, 1.0)
-        with pytest.raises(HostLossError, match="was not computed once for every sample of the step"):
+        with pytest.raises(HostLossError, match="was not computed exactly once for every sample of the step"):
             step.finish(reports=True)
 
     threads.run(2, work)

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_pg.hosts.head import HostHead
 from megatron_pg.lm_head.output_layer import DeferredHead, check_layer, compute_in_float32
 from megatron_pg.metrics import Reduction
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.step.findings import gather_found
 from megatron_pg.step.loss import Diagnostics
 
@@ -188,7 +188,7 @@ def test_a_refusal_on_the_last_stage_stops_every_rank():
             head.install([SimpleNamespace(output_layer=layer) if rank else SimpleNamespace()])
         return type(error.value).__name__
 
-    assert threads.run(2, work) == ["ContractError"] * 2
+    assert threads.run(2, work) == ["ScheduleError"] * 2
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, Capped, Bypassing])
@@ -223,8 +223,8 @@ def test_a_mistake_on_one_rank_is_a_named_error_of_the_step_on_every_rank(mistak
         nothing = torch.tensor([0.0, torch.inf, 0.0], dtype=torch.float64)
         partial = torch.zeros(metrics.width, dtype=torch.float64)
         found = {local: Diagnostics(None, partial, nothing, **(mistake if rank else {}))}
-        with pytest.raises(ContractError, match=rf"^{message} .* \(rank 1, 1 ranks\)") as error:
+        with pytest.raises(ScheduleError, match=rf"^{message} .* \(rank 1, 1 ranks\)") as error:
             gather_found(found, metrics, reports=True)
         return type(error.value).__name__
 
-    assert threads.run(2, work) == ["ContractError"] * 2
+    assert threads.run(2, work) == ["ScheduleError"] * 2

@@ -1,4 +1,4 @@
-"""Faults seeded into a small GPT's rollouts are named; the estimates against what is known; the statistics against plain sums."""
+"""Faults seeded into a small GPT's rollouts are named, with their sizes; the statistics agree with plain sums."""
 
 import math
 import random
@@ -137,7 +137,7 @@ def test_a_minority_of_doubtful_values_leaves_other_causes_untold():
 
 
 def test_a_few_permuted_ids_are_not_called_routing(world):
-    """Six frequent tokens mean one another to the trainer; it expects them, so that no test of the vocabulary can see it."""
+    """Six frequent tokens are permuted for the trainer, which expects them; no test of the vocabulary notices it."""
     with torch.no_grad():
         drawn = clean(world)
         frequent = drawn.tokens.flatten().bincount().argsort(descending=True)[6:12]
@@ -201,7 +201,7 @@ def test_other_weights_of_one_age_are_no_dropout_and_no_head(size, world):
 
 
 def test_dropout_varies_where_the_tokens_so_far_are_the_same(world):
-    """Samples of one prompt: log π of a token differs between them, log q does not; it is proof without an assumption on noise."""
+    """Samples of one prompt: log π of a token differs between them, log q does not; no noise model is needed."""
     several = replace(world, group=4, documents=96, sharpness=3.0)
     with torch.no_grad():
         gap = gap_of_drawn(faulty(several, {"dropout": "strong"}))

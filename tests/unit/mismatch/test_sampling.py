@@ -1,4 +1,4 @@
-"""How tokens were drawn, from the engine's top-k log-probabilities, and stated settings compared with log-probabilities."""
+"""Sampling settings from the engine's top-k log-probabilities, and stated settings against log-probabilities."""
 
 import math
 import re
@@ -202,7 +202,7 @@ def test_settings_are_held_against_the_numbers(engine, trainer, outcomes, cause,
 
 def test_a_truncation_that_the_trainer_replays_needs_no_trace():
     settings = Settings.parse("top_p=0.9")
-    found = {test.cause: test for test in against(settings, answers(), has_support=True)}
+    found = {test.cause: test for test in against(settings, answers(), has_sampling_mask=True)}
     assert found["sampling"].outcome == "not found"
 
 

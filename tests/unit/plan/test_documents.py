@@ -61,7 +61,7 @@ def test_exact_steps_have_n_documents_and_train_each_once(full, evidence):
         if any(given):
             steps += check_exact_steps(given, n, packing)
         else:
-            assert all("there is no document" in run.error for run in take_all(given, rule(n), packing))
+            assert all("there are no documents to train" in run.error for run in take_all(given, rule(n), packing))
     evidence(cases=steps)
 
 
@@ -137,7 +137,7 @@ def test_groups_that_cannot_add_up_are_a_named_error_on_every_rank():
     for run in found:
         assert run.steps == []
         assert (
-            "2 documents are missing, and the next groups, which are never cut, have 3 on rank 0, 3 on rank 1"
+            "2 documents are missing, and the next groups, which are never split, have 3 on rank 0, 3 on rank 1"
             in run.error
         )
 
@@ -346,7 +346,7 @@ def twice(rank, source):
         (no_sample, PACKED, "the documents gave a dict, not a Sample or a list of Samples"),
         (nothing, PACKED, "the documents gave a NoneType, not a Sample"),
         (nothing_in_it, PACKED, "the documents gave an empty list, not a Sample"),
-        (twice, PACKED, "rollout_id '1/0/0' of document 1/0/0 came in another group of this step already"),
+        (twice, PACKED, "rollout_id '1/0/0' of document 1/0/0 is already in another group of this step"),
     ],
 )
 def test_a_fault_of_one_rank_stops_every_rank_before_the_step(change, packing, message):

@@ -27,7 +27,7 @@ def test_a_lost_rank_is_named_with_how_far_this_one_is_and_what_it_waited_in(err
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     text = str(raised(error))
-    place = r"in a transfer, called by send_weights \(unit/step/test_errors.py:\d+\), and cannot go on"
+    place = r"in a transfer, called by send_weights \(unit/plan/test_errors.py:\d+\), and cannot continue"
     assert re.match(rf"rank 3 of 8 lost another rank after its step 7, {place}", text)
     assert text.endswith(f"({str(error).splitlines()[0]})")
     assert raised(error).__cause__ is error

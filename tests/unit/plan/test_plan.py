@@ -91,7 +91,7 @@ def test_random_steps_agree_with_counting_by_hand():
 
 
 def mixture() -> list[Sample]:
-    """Two rollouts with two and no tokens; two supervised samples of one prompt; three tokens of the first are `echo`'s."""
+    """Two rollouts with two and no tokens, and two supervised samples of one prompt; `echo` trains three tokens."""
     rng = random.Random(0)
     of = [("a", "p", [1, 1, 0], None), ("b", "p", [0], None), ("c", "q", [1, 1, 1], "sft"), ("d", "q", [1], "sft")]
     samples = []
@@ -193,7 +193,7 @@ class Unreadable(Exception):
     ("error", "message"),
     [
         (OSError("no file /data/\udcff.jsonl"), r"rank 1: OSError: no file /data/\\udcff.jsonl"),
-        (Unreadable(), r"rank 1: Unreadable: a text that cannot be made \(RuntimeError\)"),
+        (Unreadable(), r"rank 1: Unreadable: its text cannot be formatted \(RuntimeError\)"),
         (KeyError(), "rank 1: KeyError: no text"),
         (ValueError("\x1b[2J gone"), r"rank 1: \\x1b\[2J gone"),
     ],

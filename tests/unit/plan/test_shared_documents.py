@@ -40,7 +40,7 @@ def cut(rank: int, samples, num_microbatches: int):
 
 
 def run(documents, *, num_documents, policy="exact", end="partial", steps=9, begin=0, change=lambda rank, found: found):
-    """What every rank's steps took: for each step the documents by rank and micro-batch, and its figures; then the farewell."""
+    """The steps of every rank: documents by rank and micro-batch, and figures; then the message at the end."""
 
     def work(rank: int):
         rule = StepRule(num_documents=num_documents, policy=policy, end=end)
@@ -81,7 +81,10 @@ def test_every_document_is_taken_once_in_order_and_long_ones_lie_on_several_rank
 
 def test_the_last_step_follows_the_flag():
     found = run(groups(LENGTHS), num_documents=4, end="stop")
-    text = "the documents have ended: 8 were trained, 2 are too few for a step of 4 and were left (--docs-per-step-end stop)"
+    text = (
+        "the documents have ended: 8 were trained, 2 are too few for a step of 4 and were left (--docs-per-step-end "
+        "stop)"
+    )
     assert {rank[2] for rank in found} == {text}
 
 
@@ -97,7 +100,7 @@ def test_a_surplus_is_said_and_an_exact_step_that_cannot_be_is_refused():
     assert [(f.num_documents, f.documents_surplus) for _, f in found[0][:2]] == [(6, 2), (4, 0)]
     refused = run(documents, num_documents=4)
     assert (
-        "4 with --docs-per-step-policy exact: 1 documents are missing, and the next group, which is never cut, has 3"
+        "4 with --docs-per-step-policy exact: 1 documents are missing, and the next group, which is never split, has 3"
         in str(refused[0][0])
     )
 
@@ -109,7 +112,7 @@ def test_a_resumed_run_takes_what_the_whole_one_does():
 
 def test_a_rank_with_other_documents_stops_all():
     found = run(groups(LENGTHS), num_documents=4, change=lambda rank, d: d[1:] if rank == 2 else d)
-    assert all("ranks 0 and 2 have other documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
+    assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
 def test_a_rank_with_another_mask_stops_all():
@@ -119,7 +122,7 @@ def test_a_rank_with_another_mask_stops_all():
         return [[dataclasses.replace(first, loss_mask=mask)], *others]
 
     found = run(groups(LENGTHS), num_documents=4, change=change)
-    assert all("ranks 0 and 2 have other documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
+    assert all("ranks 0 and 2 have different documents (4 and 4 in this step)" in str(rank[0]) for rank in found)
 
 
 def test_a_rank_whose_source_fails_stops_all():

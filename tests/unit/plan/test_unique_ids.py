@@ -63,14 +63,12 @@ def locally_numbered(counts: list[int], *, constant: bool = False) -> list[list[
 @pytest.mark.parametrize("ranks", [[4, 4], [4, 3, 5], [1] * 4])
 @pytest.mark.parametrize("constant", [False, True])
 def test_ids_numbered_on_every_rank_are_refused(ranks, constant):
-    with pytest.raises(
-        StepPlanError, match=r"every data-parallel rank brings the same rollout_ids .* put the data-para"
-    ):
+    with pytest.raises(StepPlanError, match=r"every data-parallel rank has the same rollout_ids .* put the data-para"):
         warning_of(locally_numbered(ranks, constant=constant))
 
 
 def test_a_tiny_step_of_such_ids_is_a_warning():
-    assert "brings the same rollout_ids (2 came again" in warning_of(locally_numbered([1, 1]))
+    assert "has the same rollout_ids (2 are repeated" in warning_of(locally_numbered([1, 1]))
 
 
 def turns(rng: random.Random, number: int, advantage: float, ranks: int, *, begins_alike: bool) -> list[Sample]:
@@ -97,7 +95,7 @@ def test_where_it_cannot_be_told_there_is_a_warning():
     prompts = [prompt_of(rng) for _ in range(4)]
     ranks = [[sample(p, rng.gauss(0, 1), f"{n}", f"{n}") for n, p in enumerate(prompts)] for _ in range(2)]
     assert "unless they are turns or branches of one rollout" in warning_of(ranks)
-    with pytest.warns(UserWarning, match="unless those rollouts do lie on several ranks"):
+    with pytest.warns(UserWarning, match="unless those rollouts are on several ranks"):
         threads.run(2, lambda r: plan_ids(r, [["a", "b", "c", "d"]] * 2))
 
 
@@ -110,7 +108,7 @@ def test_prompts_numbered_on_every_rank_are_a_warning_where_prompts_are_counted(
     rng = random.Random(6)
     ranks = [[sample(prompt_of(rng), rng.gauss(0, 1), f"{rank}-{n}", n) for n in range(6)] for rank in range(2)]
     assert warning_of(ranks) is None
-    assert "every data-parallel rank brings the same prompt_ids" in warning_of(ranks, "prompt_mean")
+    assert "every data-parallel rank has the same prompt_ids" in warning_of(ranks, "prompt_mean")
 
 
 def test_prompts_shared_by_ranks_are_not():
@@ -139,11 +137,11 @@ def supervised(rng: random.Random, rollout_id, prompt_id) -> Sample:
 def test_ids_of_a_term_without_the_objective_are_compared_by_contexts():
     rng = random.Random(9)
     few, many = ([[supervised(rng, n, n) for n in range(count)] for _ in range(2)] for count in (2, 4))
-    assert "(2 came again on a further rank)" in warning_of(few, **TERM)
-    with pytest.raises(StepPlanError, match="no common advantage connects them, so they are different rollouts"):
+    assert "(2 are repeated on another rank)" in warning_of(few, **TERM)
+    with pytest.raises(StepPlanError, match="have no common advantage, so they are different rollouts"):
         warning_of(many, **TERM)
     prompts = [[supervised(rng, f"{rank} {n}", n) for n in range(4)] for rank in range(2)]
-    assert "every data-parallel rank brings the same prompt_ids" in warning_of(prompts, **TERM)
+    assert "every data-parallel rank has the same prompt_ids" in warning_of(prompts, **TERM)
 
 
 def dealt(rng: random.Random, *, ids: bool, size: int = 4) -> list[Sample]:
@@ -178,7 +176,7 @@ def test_the_wrong_data_parallel_rank_is_refused():
 
 
 def test_equal_samples_that_may_be_different_ones_are_not_refused():
-    """One-token responses, what a policy without entropy samples again and again, branches with names; no samples at all."""
+    """One-token responses, repeated samples of a policy without entropy, branches with names, and no samples."""
     warning_of([[sample([7, 8], 1.0, "r", "p", 1)] for _ in range(3)])
     certain = [[sample([7, 8], 0.0, None, "p", 4)] for _ in range(2)]
     assert sum(certain[0][0].old_logprobs) > -20

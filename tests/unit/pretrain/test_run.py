@@ -230,7 +230,7 @@ def test_a_position_in_documents_is_not_lost_by_a_flag_that_is_missing(session, 
     saved = Namespace(**vars(arguments("--docs-per-step", "64")), megatron_pg_documents="at 128")
     session.args = arguments()
     with pytest.raises(
-        ArgumentError, match=r"E62.*trained with --docs-per-step 64 and holds the position.*-drop-position"
+        ArgumentError, match=r"E62.*trained with --docs-per-step 64 and contains the position.*-drop-position"
     ):
         session.check_checkpoint(lambda args: None, saved)
     session.args = arguments("--docs-per-step-drop-position")
@@ -375,7 +375,7 @@ def logged(session, monkeypatch, tmp_path):
         session = run._Run(on_step, lambda text: text.startswith("first step") or said.append(text), path)
         session.step = SimpleNamespace(
             settings=SimpleNamespace(
-                advises=True,
+                warns_of_mismatch=True,
                 metrics=SimpleNamespace(lacking=lambda values: {}),
                 terms=SimpleNamespace(objective=SimpleNamespace(reported=("theirs",))),
             )

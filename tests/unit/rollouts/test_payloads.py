@@ -13,7 +13,7 @@ from megatron_pg.batch import slice_batch
 from megatron_pg.rollouts import lines
 from megatron_pg.rollouts.file import version_of
 from megatron_pg.rollouts.payloads import PAYLOADS
-from megatron_pg.rollouts.payloads.sampling_masks import Support
+from megatron_pg.rollouts.payloads.sampling_masks import RecordedMask
 from megatron_pg.rollouts.payloads.topk import MOST_IDS, TokenSets
 
 MASK = {"ids": [7, 3, 8, 4], "offsets": [0, 2, 4, 4]}
@@ -21,7 +21,7 @@ TOPK = {"ids": [[3, 9], [4], []], "logprobs": [[-0.5, -1.5], [-0.25], []]}
 STATES = torch.tensor([[0.5, -1.0], [3.0, 1e-3], [2.0, 0.0]])
 EXPERTS = [[[0, 0], [3, 1]]] * 4  # the first layer has no experts: engines leave zeros
 VALUES = {
-    "support": MASK,
+    "sampling_mask": MASK,
     "teacher_topk": TOPK,
     "rollout_topk": TOPK,
     "teacher_hidden": STATES,
@@ -47,12 +47,12 @@ def test_every_kind_is_tested():
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        ("support", [[7, 3], [8, 4], []], MASK),
-        ("support", ([7, 3], np.array([8, 4]), torch.tensor([], dtype=torch.int64)), MASK),
-        ("support", MASK, MASK),
-        ("support", {"token_ids": MASK["ids"], "offsets": MASK["offsets"]}, MASK),
-        ("support", {name: np.array(values, dtype=np.int32) for name, values in MASK.items()}, MASK),
-        ("support", {name: torch.tensor(values) for name, values in MASK.items()}, MASK),
+        ("sampling_mask", [[7, 3], [8, 4], []], MASK),
+        ("sampling_mask", ([7, 3], np.array([8, 4]), torch.tensor([], dtype=torch.int64)), MASK),
+        ("sampling_mask", MASK, MASK),
+        ("sampling_mask", {"token_ids": MASK["ids"], "offsets": MASK["offsets"]}, MASK),
+        ("sampling_mask", {name: np.array(values, dtype=np.int32) for name, values in MASK.items()}, MASK),
+        ("sampling_mask", {name: torch.tensor(values) for name, values in MASK.items()}, MASK),
         ("teacher_topk", TOPK, TOPK),
         *(
             ("teacher_topk", {"ids": kind([[3, 9], [4, -1], [-1, -1]]), "logprobs": logprobs}, TOPK)
@@ -75,8 +75,12 @@ def test_every_form_has_the_same_json(name, values, expected):
 
 
 def test_the_tensors_have_one_dtype():
-    support, topk = built("support", MASK), built("teacher_topk", TOPK)
-    assert (support.ids.dtype, support.offsets.dtype, support.counts.tolist()) == (torch.int32, torch.int64, [2, 2, 0])
+    sampling_mask, topk = built("sampling_mask", MASK), built("teacher_topk", TOPK)
+    assert (sampling_mask.ids.dtype, sampling_mask.offsets.dtype, sampling_mask.counts.tolist()) == (
+        torch.int32,
+        torch.int64,
+        [2, 2, 0],
+    )
     assert (topk.ids.dtype, topk.logprobs.dtype) == (torch.int32, torch.float32)
     assert topk.ids.tolist() == [[3, 9], [4, -1], [-1, -1]]
     assert built("routed_experts", EXPERTS).dtype == torch.int32
@@ -113,7 +117,7 @@ def test_a_file_returns_every_bit_that_was_written(name, tmp_path):
     elif name.endswith("topk"):
         getattr(sample, name).logprobs.sub_(torch.rand(3, 2))[2] = torch.nan  # without an id
     version = version_of([sample])
-    assert version == (1 if name == "routed_experts" else 2)
+    assert version == {"routed_experts": 1, "sampling_mask": 3}.get(name, 2)
     with RolloutWriter(tmp_path / "r.jsonl", version=version) as writer:
         writer.write([sample])
     (again,) = read_rollouts(tmp_path / "r.jsonl")
@@ -132,17 +136,32 @@ def test_a_file_returns_every_bit_that_was_written(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("support", '"ids"', '"token_ids"'),
+        ("sampling_mask", '"ids"', '"token_ids"'),
         ("teacher_hidden", '"width": 2', '"width": "2"'),
         ("teacher_hidden", '"float32": "', '"float32": 1, "x": "'),
     ],
 )
 def test_a_line_has_one_form(name, old, new, tmp_path):
     path = tmp_path / "r.jsonl"
-    with RolloutWriter(path, version=2) as writer:
+    with RolloutWriter(path, version=3) as writer:
         writer.write([Sample.build(**FIELDS, **{name: VALUES[name]})])
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(RolloutFileError, match=rf"{name}=.* has the wrong type or range"):
+        read_rollouts(path)
+
+
+def test_version_2_calls_a_sampling_mask_support(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with RolloutWriter(path, version=3) as writer:
+        writer.write([Sample.build(**FIELDS, sampling_mask=MASK)])
+    text = path.read_text()
+    path.write_text(text.replace('"version": 3', '"version": 2').replace("sampling_mask", "support"))
+    assert PAYLOADS["sampling_mask"].to_json(read_rollouts(path)[0].sampling_mask) == MASK
+    path.write_text(text.replace('"version": 3', '"version": 2'))
+    with pytest.raises(RolloutFileError, match="field 'sampling_mask' is of version 3 and the header says 2"):
+        read_rollouts(path)
+    path.write_text(text.replace("sampling_mask", "support"))
+    with pytest.raises(RolloutFileError, match=r"unknown field 'support'; did you mean sampling_mask\?"):
         read_rollouts(path)
 
 
@@ -164,18 +183,18 @@ def test_a_line_that_no_reader_accepts_is_not_written(tmp_path, monkeypatch):
 
 LOGPROBS = [[-1]] * 3
 WRONG = {
-    ("support", "is not the ids that could be sampled"): [
+    ("sampling_mask", "is not the ids that could be sampled"): [
         *(7, "abc", [[7.5], [8], [9]], [[True], [8], [9]], [[2**31], [8], [9]], {"ids": [7]}),
         *({"names": [7], "offsets": [0, 1, 1, 1]}, {"ids": [[7]], "offsets": [0, 1, 1, 1]}),
         {"ids": np.array([7.0]), "offsets": [0, 1, 1, 1]},
     ],
-    ("support", "has 3 offsets for 3 response tokens and 2 ids"): [[[7], [8]]],
-    ("support", "do not rise from 0 to 2"): [
+    ("sampling_mask", "has 3 offsets for 3 response tokens and 2 ids"): [[[7], [8]]],
+    ("sampling_mask", "do not rise from 0 to 2"): [
         {"ids": [7, 8], "offsets": offsets} for offsets in ([0, 1, 1, 1], [1, 1, 1, 2], [0, 2, 1, 2])
     ],
-    ("support", "has 0 offsets for 3 response tokens"): [{"ids": [], "offsets": []}],
-    ("support", "holds a negative number.*response token 1"): [[[7], [8, -1], [9]]],
-    ("support", "names a token twice.*response token 1"): [[[7], [8, 4, 8], [9]]],
+    ("sampling_mask", "has 0 offsets for 3 response tokens"): [{"ids": [], "offsets": []}],
+    ("sampling_mask", "holds a negative number.*response token 1"): [[[7], [8, -1], [9]]],
+    ("sampling_mask", "names a token twice.*response token 1"): [[[7], [8, 4, 8], [9]]],
     ("teacher_topk", "are not ids and their log-probabilities"): [
         *([1], {"ids": [[1]]}, {"ids": [1, 2, 3], "logprobs": [-1, -1, -1]}),
         {"ids": [[1], [2], [3]], "logprobs": [[-1], [-1], []]},
@@ -239,7 +258,7 @@ def test_other_values_are_refused(name, message, values):
     ("name", "change", "message"),
     [
         *(
-            ("support", change, r"is not a Support of \[n\] int32")
+            ("sampling_mask", change, r"is not a RecordedMask of \[n\] int32")
             for change in (
                 {"ids": torch.zeros(2)},
                 {"ids": torch.zeros(2, 2, dtype=torch.int32)},
@@ -275,11 +294,11 @@ def test_a_sample_accepts_only_what_build_makes(states):
 
 def test_untrained_tokens_may_have_arbitrary_values():
     odd = [[7, 8], [8, 7], [4, 4, -7]]
-    built("support", odd)
+    built("sampling_mask", odd)
     with pytest.raises(ValueError, match=r"names a token twice|holds a negative"):
-        built("support", odd, loss_mask=[1, 1, 1])
+        built("sampling_mask", odd, loss_mask=[1, 1, 1])
     supervised = {name: v for name, v in FIELDS.items() if name not in ("old_logprobs", "advantage", "reward")}
-    Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, term="sft", support=odd)
+    Sample.build(**supervised | {"loss_mask": [1, 1, 1]}, term="sft", sampling_mask=odd)
     topk = {"ids": [[1, 2], [3, 4], [7, 7]], "logprobs": [[-1.0, -1.0], [-1.0, -1.0], [5.0, float("nan")]]}
     sample = Sample.build(**FIELDS, teacher_topk=topk)
     with pytest.raises(ValueError, match="name a token twice"):
@@ -294,8 +313,8 @@ def test_which_tokens_a_mask_contains():
     for _ in range(50):
         sets = [rng.sample(range(9), rng.randint(0, 4)) for _ in range(rng.randint(1, 6))]
         tokens = [rng.randrange(9) for _ in sets]
-        record = PAYLOADS["support"].of(sets, "s")
-        assert isinstance(record, Support)
+        record = PAYLOADS["sampling_mask"].of(sets, "s")
+        assert isinstance(record, RecordedMask)
         expected = [not s or token in s for s, token in zip(sets, tokens, strict=True)]
         assert record.contains(torch.tensor(tokens)).tolist() == expected
 
@@ -325,7 +344,7 @@ def test_a_micro_batch_has_the_hidden_states_of_the_tokens_that_a_term_reads():
             assert found.states.shape == (0, 1)
 
 
-UNIFORM = {"support": [[7]] * 3, "teacher_hidden": torch.ones(3, 2), "routed_experts": EXPERTS}
+UNIFORM = {"sampling_mask": [[7]] * 3, "teacher_hidden": torch.ones(3, 2), "routed_experts": EXPERTS}
 UNIFORM |= {name: {"ids": [[3, 9]] * 3, "logprobs": [[-2.0, -2.0]] * 3} for name in ("teacher_topk", "rollout_topk")}
 LAYOUTS = {
     "strided": lambda values: torch.stack([values, values], dim=-1)[..., 0],

@@ -13,10 +13,11 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_pg import ContextRanks, Sample, StepPlan, pack
-from megatron_pg.plan.errors import ContractError, StepPlanError
+from megatron_pg.plan.errors import ScheduleError, StepPlanError
 from megatron_pg.step import checks
 from megatron_pg.step.context_groups import ContextGroups
 from megatron_pg.step.forward_step import PolicyGradientStep
+from megatron_pg.step.schedule import ScheduleCall
 
 
 def sample(**changed: object) -> Sample:
@@ -40,6 +41,10 @@ def plan(denominator: float = 2.0) -> StepPlan:
     denominators = torch.tensor([denominator], dtype=torch.float64)
     rest = {"aggregation": "sample_mean", "divisor": None, "num_prompts": None, "num_microbatches": 1, "facts": None}
     return StepPlan(denominators=denominators, **counts, **rest)
+
+
+def schedule_call(model, **sizes: int) -> ScheduleCall:
+    return ScheduleCall.of({"model": model, "data_iterator": None, "num_microbatches": 1, **sizes})
 
 
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a data-parallel group: all other ranks are peers
@@ -74,12 +79,12 @@ def test_peers_that_read_anything_else_stop_every_rank(changed):
         own = dict(changed) if rank else {}
         found, qkv_format = plan(own.pop("denominator", 2.0)), own.pop("qkv_format", "thd")
         batch = pack([sample(**own)], qkv_format=qkv_format, **layouts[qkv_format])
-        checks.agree([batch], found, None, ALONE)
+        checks.check_agreement([batch], found, None, ALONE)
 
     if not changed:
         threads.run(2, work)
         return
-    with pytest.raises(ContractError, match="step plan differs between ranks 0 and 1"):
+    with pytest.raises(ScheduleError, match="step plan differs between ranks 0 and 1"):
         threads.run(2, work)
 
 
@@ -90,13 +95,13 @@ def test_a_token_id_outside_the_vocabulary_is_refused_in_the_padding_too(monkeyp
     config = types.SimpleNamespace(variable_seq_lengths=False)
     model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
     batch = pack([sample()], qkv_format="bshd", max_seq_len=6, rows=2)
-    arguments = {"micro_batch_size": 2, "seq_length": 6}
-    checks.check_batches([batch], model, arguments)
+    call = schedule_call(model, micro_batch_size=2, seq_length=6)
+    checks.check_batches([batch], call)
     for row, position in [(0, 5), (1, 0)]:
         tokens = batch.tokens.clone()
         tokens[row, position] = 8
-        with pytest.raises(ContractError, match="micro-batch 0 holds token id 8, the vocabulary has 8"):
-            checks.check_batches([dataclasses.replace(batch, tokens=tokens)], model, arguments)
+        with pytest.raises(ScheduleError, match="micro-batch 0 contains token id 8, and the vocabulary has 8"):
+            checks.check_batches([dataclasses.replace(batch, tokens=tokens)], call)
 
 
 @pytest.mark.parametrize("kind", [MambaMixer, GatedDeltaNet])
@@ -107,10 +112,10 @@ def test_layers_with_a_state_get_no_packed_rows(kind):
     padded, packed = pack([sample()], qkv_format="bshd", max_seq_len=4), pack([sample()], qkv_format="thd")
     checks.check_packing([padded, padded], chunks)
     checks.check_packing([packed], chunks[:1])
-    with pytest.raises(ContractError, match=rf"has {kind.__name__} layers, whose state .* give padded rows"):
+    with pytest.raises(ScheduleError, match=rf"has {kind.__name__} layers, whose state .* give padded rows"):
         checks.check_packing([padded, packed], chunks)
     chunks[1].hybrid_layer_pattern = "*-|M-"
-    with pytest.raises(ContractError, match=r"layers \(--hybrid-layer-pattern \*-\|M-\), whose"):
+    with pytest.raises(ScheduleError, match=r"layers \(--hybrid-layer-pattern \*-\|M-\), whose"):
         checks.check_packing([packed], chunks)
 
 
@@ -123,12 +128,12 @@ def test_a_document_has_as_many_positions_as_the_model_has_learned_and_no_more(m
     config = types.SimpleNamespace(variable_seq_lengths=True)
     model = types.SimpleNamespace(vocab_size=8, position_embedding_type=kind, max_sequence_length=4, config=config)
     batch = pack([sample(), sample(tokens=[1] * length, routed_experts=None)], qkv_format="thd")
-    arguments = {"micro_batch_size": 1, "seq_length": 4}
+    call = schedule_call(model, micro_batch_size=1, seq_length=4)
     if not refused:
-        checks.check_batches([batch], model, arguments)
+        checks.check_batches([batch], call)
         return
-    with pytest.raises(ContractError, match="micro-batch 0 holds a document of 5 positions, the model has 4"):
-        checks.check_batches([batch], model, arguments)
+    with pytest.raises(ScheduleError, match="micro-batch 0 contains a sample of 5 positions, and the model has 4"):
+        checks.check_batches([batch], call)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -143,11 +148,11 @@ def test_a_step_leaves_the_models_config_as_it_was(monkeypatch, fails):
         with step._checked_before_finalize(config, []):
             config.finalize_model_grads_func([])
             if fails:
-                raise ContractError("a mistake")
+                raise ScheduleError("a mistake")
 
     for number in range(1, 3):
         if fails:
-            with pytest.raises(ContractError):
+            with pytest.raises(ScheduleError):
                 run()
         else:
             run()
@@ -178,7 +183,7 @@ def test_multi_token_prediction_that_would_escape_its_weights_is_refused(monkeyp
     if message is None:
         checks.check_model([model], loss, forward_only=False, is_attached=True)
         return
-    with pytest.raises(ContractError, match=message):
+    with pytest.raises(ScheduleError, match=message):
         checks.check_model([model], loss, forward_only=False, is_attached=True)
 
 
@@ -193,25 +198,25 @@ def test_recomputed_predictions_of_packed_rows_are_refused_where_megatron_fails(
     config = types.SimpleNamespace(variable_seq_lengths=False, mtp_num_layers=1, recompute_granularity=granularity)
     model = types.SimpleNamespace(vocab_size=8, position_embedding_type="rope", max_sequence_length=4, config=config)
     batch = pack([sample()], qkv_format=qkv_format, max_seq_len=6)
-    arguments = {"micro_batch_size": 1, "seq_length": 6}
+    call = schedule_call(model, micro_batch_size=1, seq_length=6)
     if (qkv_format, release, granularity) != ("thd", "0.17.1", "full"):
-        checks.check_batches([batch], model, arguments)
+        checks.check_batches([batch], call)
         return
-    with pytest.raises(ContractError, match="ends in a TypeError for packed rows"):
-        checks.check_batches([batch], model, arguments)
+    with pytest.raises(ScheduleError, match="raises a TypeError for packed rows"):
+        checks.check_batches([batch], call)
 
 
 def test_a_peer_that_cannot_plan_is_named_on_every_rank():
     def work(rank: int) -> None:
         failure = StepPlanError("the sampler broke") if rank == 1 else None
         with pytest.raises(StepPlanError, match=r"^rank 1: the sampler broke$"):
-            checks.agree([], None if failure else plan(), failure, ALONE)
+            checks.check_agreement([], None if failure else plan(), failure, ALONE)
 
     threads.run(3, work)
 
 
 def grouped(**changed: object) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
-    """A model of one attention layer that micro-batches with ranks of their own can go through, with changes; and settings."""
+    """A model of one attention layer that supports micro-batches with their own ranks, with changes; and settings."""
     known = {"num_moe_experts": None, "multi_latent_attention": False, "cuda_graph_impl": "none"}
     core = types.SimpleNamespace(**({"cp_stream": changed.pop("cp_stream")} if "cp_stream" in changed else {}))
     settings = types.SimpleNamespace(mtp_depths=changed.pop("mtp_depths", 0))
@@ -244,7 +249,7 @@ def test_what_would_not_go_by_a_micro_batchs_own_ranks_is_refused(monkeypatch, c
     if named is None:
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
         return
-    with pytest.raises(ContractError, match=f"cannot be combined with {named}"):
+    with pytest.raises(ScheduleError, match=f"cannot be combined with {named}"):
         checks.check_dynamic_cp([model], settings, takes_documents=documents)
 
 
@@ -253,7 +258,7 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
     own = {(f, n): pack([sample()], qkv_format="thd", cp_ranks=ContextRanks(f, n)) for f, n in [(1, 1), (0, 2), (0, 1)]}
     checks.check_cuts([plain, plain], None)
     with pytest.raises(
-        ContractError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step goes by"
+        ScheduleError, match=r"micro-batch 1 has cp_ranks=ContextRanks\(first=0, size=2\), and the step uses"
     ):
         checks.check_cuts([plain, own[0, 2]], None)
 
@@ -262,7 +267,9 @@ def test_a_micro_batch_has_ranks_of_its_own_where_the_step_goes_by_them_and_only
         checks.check_cuts([own[0, 2], own[rank, 1]], groups)
         assert [groups.of(own[0, 2]).size(), groups.of(own[rank, 1]).size()] == [2, 1]
         for wrong in (plain, own[1 - rank, 1]):
-            with pytest.raises(ContractError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is no run"):
+            with pytest.raises(
+                ScheduleError, match=r"micro-batch 1 has cp_ranks=.* under dynamic_cp, which is not a run"
+            ):
                 checks.check_cuts([own[0, 2], wrong], groups)
 
     threads.run(2, work)
@@ -323,5 +330,5 @@ def test_what_a_sharding_wrapper_would_get_wrong_is_refused(monkeypatch, kind, r
     if message is None:
         checks._check_wrapper(model, given)
     else:
-        with pytest.raises(ContractError, match=message):
+        with pytest.raises(ScheduleError, match=message):
             checks._check_wrapper(model, given)

@@ -1,4 +1,4 @@
-"""The router's coefficients while a step runs, and what cannot be replayed. Gradients: tests/ranks/test_forward_step.py."""
+"""The router's coefficients while a step runs, and refused experts. Gradients: tests/ranks/test_forward_step.py."""
 
 import random
 import types
@@ -8,7 +8,7 @@ from samples import make_sample
 from torch import nn
 
 from megatron_pg import Sample, pack
-from megatron_pg.plan.errors import ContractError
+from megatron_pg.plan.errors import ScheduleError
 from megatron_pg.step import experts
 
 
@@ -89,7 +89,7 @@ def test_unequal_rows_are_refused_where_one_coefficient_cannot_serve_them(releas
     if release == (0, 19):
         experts.check_rows(packed(2, 3), uneven)
         return
-    with pytest.raises(ContractError, match="micro-batches of 2 and of 3 rows in one step: this megatron-core"):
+    with pytest.raises(ScheduleError, match="micro-batches of 2 and of 3 rows in one step: this megatron-core"):
         experts.check_rows(packed(3, 2), uneven)
 
 
@@ -113,7 +113,7 @@ REPLAY = types.SimpleNamespace()
 @pytest.mark.parametrize(
     ("chosen", "changed", "replay", "message"),
     [
-        (GOOD, {}, None, "sample s has routed_experts and nothing replays them"),
+        (GOOD, {}, None, "sample s has routed_experts, and without routing_replay"),
         (None, {}, REPLAY, "sample s has no routed_experts, which routing_replay needs of every sample"),
         (
             GOOD,
@@ -128,7 +128,7 @@ REPLAY = types.SimpleNamespace()
     ],
 )
 def test_what_cannot_be_replayed_is_refused_by_name(chosen, changed, replay, message):
-    with pytest.raises(ContractError, match=message):
+    with pytest.raises(ScheduleError, match=message):
         experts.check_experts(routed(chosen), config_of(**changed), replay)
 
 

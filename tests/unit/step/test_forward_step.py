@@ -14,12 +14,14 @@ from samples import make_sample, random_step
 from megatron_pg.args import add_arguments
 from megatron_pg.batch import pack, slice_batch
 from megatron_pg.metrics import Reduction
-from megatron_pg.plan.errors import ContractError, LostPeerError, NonFiniteLossError
+from megatron_pg.plan.errors import LostPeerError, NonFiniteLossError, ScheduleError
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.step import forward_step
-from megatron_pg.step.findings import Gathered, gather_found
+from megatron_pg.step.findings import StepFindings, gather_found
 from megatron_pg.step.forward_step import PolicyGradientStep, _packed_seq_params
 from megatron_pg.step.loss import Diagnostics
+
+CALL = {"model": None, "data_iterator": None, "num_microbatches": 1, "seq_length": 4, "micro_batch_size": 1}
 
 
 @pytest.mark.parametrize("words", [["--pg-fused-head"], ["--fp32-lm-head"], ["--fp32-lm-head", "--pg-fused-head"], []])
@@ -39,14 +41,14 @@ def test_logits_without_a_loss_have_the_precision_of_the_loss(words):
 
 def test_a_model_without_a_loss_of_its_own_is_refused_by_name():
     args = add_arguments(argparse.ArgumentParser()).parse_args([])
-    with pytest.raises(ContractError, match="gave a Linear, which has no compute_language_model_loss"):
+    with pytest.raises(ScheduleError, match="gave a Linear, which has no compute_language_model_loss"):
         PolicyGradientStep(LossSettings.from_args(args)).attach(torch.nn.Linear(1, 1))
 
 
 def test_a_forward_on_one_rank_alone_is_refused_before_any_collective():
     """Megatron's process_non_loss_data_func asks the last rank for one."""
     step = PolicyGradientStep(types.SimpleNamespace(metrics=None))
-    with pytest.raises(ContractError, match=r"^collect_non_loss_data asks for outputs"):
+    with pytest.raises(ScheduleError, match=r"^collect_non_loss_data asks for outputs"):
         step.forward_backward(print, collect_non_loss_data=True, forward_only=True)
 
 
@@ -79,7 +81,7 @@ def _states(tokens: list[int], documents: list[int]) -> list[float]:
 @pytest.mark.parametrize("enabled", [False, True])
 def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled):
     """Megatron's schedule leaves them on in an evaluation, where the fused head would add to the next step's."""
-    gathered = Gathered(rows=torch.zeros(1), data_ranks=torch.zeros(1), returned=0)
+    gathered = StepFindings(rows=torch.zeros(1), data_ranks=torch.zeros(1), returned=0)
     metrics = types.SimpleNamespace(
         combine=lambda rows: rows,
         finish=lambda totals, plan, ranks: {},
@@ -87,15 +89,15 @@ def test_gradients_are_made_in_training_only(monkeypatch, forward_only, enabled)
         nonfinite=lambda rows: {},
     )
     step, seen = PolicyGradientStep(types.SimpleNamespace(metrics=metrics)), []
-    monkeypatch.setattr(step, "_plan", lambda chunks, arguments: (None, [], None))
-    monkeypatch.setattr(step, "_contract_of", lambda plan, config: None)
+    monkeypatch.setattr(step, "_plan", lambda call: (None, [], None))
+    monkeypatch.setattr(step, "_scaling_of", lambda plan, model: None)
     monkeypatch.setattr(step._loss, "begin", lambda *rest: None)
     monkeypatch.setattr(forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: None)
     monkeypatch.setattr(step, "_gather_and_check", lambda: gathered)
     model = types.SimpleNamespace(config=types.SimpleNamespace(finalize_model_grads_func=None))
     with torch.set_grad_enabled(enabled):
         step.forward_backward(
-            lambda **_: seen.append(torch.is_grad_enabled()), model=model, data_iterator=None, forward_only=forward_only
+            lambda **_: seen.append(torch.is_grad_enabled()), **CALL | {"model": model}, forward_only=forward_only
         )
         assert torch.is_grad_enabled() == enabled
     assert seen == [enabled and not forward_only]
@@ -123,19 +125,19 @@ def test_a_loss_that_is_not_finite_is_named_by_the_first_of_its_samples(microbat
 def test_an_evaluation_is_not_counted_as_a_step_when_a_rank_is_lost(monkeypatch):
     args = add_arguments(argparse.ArgumentParser()).parse_args(["--pg-kernel", "torch"])
     step = PolicyGradientStep(LossSettings.from_args(args))
-    monkeypatch.setattr(step, "_run", lambda function, arguments: function())
+    monkeypatch.setattr(step, "_run", lambda function, call: function())
 
     def lose() -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
     def said(function, **arguments) -> str:
         with pytest.raises(LostPeerError) as error:
-            step.forward_backward(function, **arguments)
+            step.forward_backward(function, **CALL, **arguments)
         return str(error.value)
 
     assert "lost another rank in an evaluation before its first step, in" in said(lose, forward_only=True)
     for _ in range(10):
-        step.forward_backward(lambda: None, forward_only=True)
+        step.forward_backward(lambda: None, **CALL, forward_only=True)
     assert "lost another rank in its step 1, before the optimizer moved, in" in said(lose, forward_only=False)
     assert "lost another rank in an evaluation after its step 1, in" in said(lose, forward_only=True)
     assert "lost another rank in its step 2, before the optimizer moved, in" in said(lose)

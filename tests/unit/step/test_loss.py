@@ -27,7 +27,9 @@ def test_a_trained_token_with_a_term_that_is_not_finite_is_counted_and_found(nam
     local = slice_batch(batch, {"weights": batch.loss_mask.double()}, cp_rank=0, cp_size=1)
     terms = dataclasses.replace(simulation.GRPO, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k1"))
     logits = torch.randn(local.num_positions, 12, dtype=torch.float64)
-    _, found = microbatch_loss(logits, local, simulation.settings("sample_mean", per_token=False, terms=terms), None)
+    _, found = microbatch_loss(
+        logits, local.fields, simulation.settings("sample_mean", per_token=False, terms=terms), None
+    )
     assert found.nonfinite.tolist() == (
         [1.0, 3.0, 0.0] if name else [0.0, math.inf, 0.0]
     )  # position 3 predicts response token 2

@@ -2,27 +2,27 @@
 
 import torch
 
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 
 SIZES = {"num_microbatches": 3, "data_parallel_size": 4, "context_parallel_size": 2}
 
 
 def test_a_forward_counts_one_unless_a_router_counts_positions():
     total = torch.ones((), dtype=torch.float64)
-    plain = Contract(per_token=True, **SIZES)
+    plain = LossScaling(per_token=True, **SIZES)
     loss, count, _ = plain.outputs(total, num_positions=50)
     assert (float(loss), int(count), plain.count, plain.grad_scale) == (24, 1, 24, 24)
-    routed = Contract(per_token=True, **SIZES, num_positions=1000)
+    routed = LossScaling(per_token=True, **SIZES, num_positions=1000)
     loss, count, _ = routed.outputs(total, num_positions=50)
     assert (float(loss), int(count), routed.count, routed.grad_scale) == (1000, 50, 1000, 1000)
-    loss, _ = Contract(per_token=False, **SIZES, num_positions=1000).outputs(total, num_positions=50)
+    loss, _ = LossScaling(per_token=False, **SIZES, num_positions=1000).outputs(total, num_positions=50)
     assert float(loss) == 12
 
 
 def test_what_averages_anyway_is_given_its_ranks_and_not_the_counts():
-    contract = Contract(per_token=True, **SIZES, averages=True)
-    loss, count, _ = contract.outputs(torch.ones((), dtype=torch.float64), num_positions=50)
-    assert (float(loss), int(count), contract.count, contract.grad_scale) == (8, 1, 24, 8)
-    off, averaged = (Contract(per_token=False, **SIZES, averages=averages) for averages in (False, True))
+    scaling = LossScaling(per_token=True, **SIZES, averages=True)
+    loss, count, _ = scaling.outputs(torch.ones((), dtype=torch.float64), num_positions=50)
+    assert (float(loss), int(count), scaling.count, scaling.grad_scale) == (8, 1, 24, 8)
+    off, averaged = (LossScaling(per_token=False, **SIZES, averages=averages) for averages in (False, True))
     assert off.outputs(torch.ones(()))[0] == averaged.outputs(torch.ones(()))[0]
     assert off.grad_scale == averaged.grad_scale == 8

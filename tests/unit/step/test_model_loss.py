@@ -11,7 +11,7 @@ from samples import make_sample
 
 from megatron_pg.batch import LocalBatch, pack, slice_batch
 from megatron_pg.metrics import Reduction
-from megatron_pg.step.loss_scaling import Contract
+from megatron_pg.step.loss_scaling import LossScaling
 from megatron_pg.step.model_loss import ModelLoss
 
 FACTOR, VOCABULARY = 0.25, 12
@@ -49,9 +49,9 @@ def prepared(depths: int) -> tuple[ModelLoss, Model, list[LocalBatch], dict[int,
     loss = ModelLoss(dataclasses.replace(settings, mtp_depths=depths, metrics=metrics))
     model = Model(tables)
     loss.attach(model)
-    contract = Contract(per_token=False, num_microbatches=2, data_parallel_size=1, context_parallel_size=1)
+    scaling = LossScaling(per_token=False, num_microbatches=2, data_parallel_size=1, context_parallel_size=1)
     plan = SimpleNamespace(depth_counts=(6,) * depths)
-    loss.begin(plan, contract, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE)
+    loss.begin(plan, scaling, SimpleNamespace(mtp_loss_scaling_factor=FACTOR), ALONE)
     return loss, model, locals_, tables
 
 

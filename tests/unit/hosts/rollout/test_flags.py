@@ -37,17 +37,18 @@ def test_what_the_loss_does_not_do_is_refused_by_name(host, name):
 
 def test_a_top_p_needs_a_host_that_says_what_was_kept():
     assert slime.HOST.checked(arguments(rollout_top_p=0.9)).args.pg_temperature == 1.0
-    with pytest.raises(ArgumentError, match=r"--rollout-top-p 0\.9: the batches do not say which tokens were kept"):
+    with pytest.raises(ArgumentError, match=r"--rollout-top-p 0\.9: the batches do not contain the kept tokens"):
         miles.HOST.checked(arguments(rollout_top_p=0.9))
 
 
-def test_flags_of_a_support_need_a_host_that_carries_it():
-    given = arguments(rollout_top_p=0.9, pg_support_missing="mask")
-    assert slime.HOST.checked(given).args.pg_support_missing == "mask"
+def test_flags_of_a_sampling_mask_need_a_host_that_carries_it():
+    given = arguments(rollout_top_p=0.9, pg_sampling_mask_missing="mask")
+    assert slime.HOST.checked(given).args.pg_sampling_mask_missing == "mask"
     with pytest.raises(
-        ArgumentError, match="--pg-support-missing and --pg-entropy-support are of samples with a support"
+        ArgumentError,
+        match="--pg-sampling-mask-missing and --pg-sampling-mask-entropy are of samples with a sampling mask",
     ):
-        miles.HOST.checked(arguments(pg_support_missing="mask"))
+        miles.HOST.checked(arguments(pg_sampling_mask_missing="mask"))
 
 
 @pytest.mark.parametrize("name", miles._REFUSED)
@@ -63,7 +64,7 @@ def test_their_numbers_are_ours_and_are_said():
     found = checked.args
     assert (found.pg_temperature, found.pg_clip_eps_low, found.pg_clip_eps_high) == (0.7, 0.1, 0.3)
     assert (found.pg_kl_coef, found.pg_kl_estimator, found.pg_entropy_coef) == (0.1, "k3", 0.01)
-    said = dict(checked.rows)["taken over"].split("; ")
+    said = dict(checked.rows)["inherited"].split("; ")
     assert "--kl-loss-coef is --pg-kl-coef 0.1" in said
     assert "--kl-loss-type low_var_kl is --pg-kl-estimator k3" in said
     assert len(said) == 6
@@ -94,14 +95,14 @@ def test_an_unbiased_kl_is_the_weighted_estimator():
         ),
         (
             {"pg_term": ["teacher:topk_jsd,on=rl"]},
-            "--pg-term teacher:topk_jsd reads teacher_topk, which the batches of slime do not carry",
+            "--pg-term teacher:topk_jsd reads teacher_topk, which the batches of slime do not contain",
         ),
         (
             {"pg_term": ["teacher:full_jsd,on=rl"], "pg_teacher_head": "h", "pg_fused_head": "forward"},
-            "--pg-term teacher:full_jsd reads teacher_hidden, which the batches of slime do not carry",
+            "--pg-term teacher:full_jsd reads teacher_hidden, which the batches of slime do not contain",
         ),
         ({"rollout_temperature": 0.7, "pg_temperature": 0.9}, "--rollout-temperature of slime, 0.7"),
-        ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is no argument .* loss_aggregation_divisor"),
+        ({"loss_aggregation_diviser": 3}, "loss_aggregation_diviser is not an argument .* loss_aggregation_divisor"),
     ],
 )
 def test_contradictions_are_refused(more, message):
@@ -126,7 +127,7 @@ def test_their_truncated_importance_sampling_is_ours(host):
     found = host.checked(arguments(use_tis=True, tis_clip=1.5, tis_clip_low=0.5))
     args = found.args
     assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.5, 1.5)
-    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["taken over"]
+    assert "--tis-clip is --pg-correction-high 1.5" in dict(found.rows)["inherited"]
     args = host.checked(arguments(use_tis=True)).args
     assert (args.pg_correction, args.pg_correction_low, args.pg_correction_high) == ("tis", 0.0, 2.0)
     assert host.checked(arguments(use_tis=True, pg_correction_high=3.0)).args.pg_correction_high == 3.0
@@ -139,7 +140,7 @@ def test_their_truncated_importance_sampling_is_ours(host):
         ({"pg_correction": "icepop"}, "--use-tis of slime, tis, and --pg-correction icepop"),
         ({"tis_clip": 1.5, "pg_correction_high": 3.0}, "--tis-clip of slime, 1.5, and --pg-correction-high 3.0"),
         ({"tis_clip": 1.0, "tis_clip_low": 1.5}, "--tis-clip"),
-        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not done by this loss"),
+        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not supported by this loss"),
     ],
 )
 def test_truncated_importance_sampling_that_contradicts_is_refused(more, message):

@@ -50,7 +50,7 @@ def test_the_launcher_adds_our_flags_to_the_scripts_own(installed, host):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_misspelt_flag_is_refused_though_the_host_would_leave_it_unread(installed, host):
-    with pytest.raises(ArgumentError, match=r"--loss-agregation is no flag .*did you mean --loss-aggregation"):
+    with pytest.raises(ArgumentError, match=r"--loss-agregation is not a flag .*did you mean --loss-aggregation"):
         launch(host, "--loss-agregation", "constant")
 
 
@@ -113,7 +113,7 @@ def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatc
     slime.init(rollout_hosts.arguments("slime", Case()))
     assert slime.HOST._log == "slime.utils.logging_utils:log"
     del moved.log
-    with pytest.raises(ArgumentError, match=r"slime\.observability\.logging_utils:log is not there"):
+    with pytest.raises(ArgumentError, match=r"slime\.observability\.logging_utils:log does not exist"):
         slime.init(rollout_hosts.arguments("slime", Case()))
 
 
@@ -122,8 +122,8 @@ def test_releases_of_slime_have_their_logger_in_two_places(installed, monkeypatc
     [
         (lambda data: data.pop("num_microbatches"), "the rollout data have no num_microbatches"),
         (lambda data: data.pop("sample_indices"), "the rollout data have no sample_indices"),
-        (lambda data: data.update(num_rollouts=[6]), "do not belong together"),
-        (lambda data: data.update(num_microbatches=[1, 2]), "do not belong together"),
+        (lambda data: data.update(num_rollouts=[6]), "are inconsistent"),
+        (lambda data: data.update(num_microbatches=[1, 2]), "are inconsistent"),
     ],
 )
 def test_data_of_another_form_are_refused_by_key(change, message):

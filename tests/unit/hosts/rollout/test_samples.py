@@ -82,5 +82,5 @@ def test_samples_of_one_rollout_may_share_an_index():
 
 
 def test_an_index_that_rollouts_share_is_no_number_of_a_sample():
-    with pytest.raises(ValueError, match="sample index 5 is of rollouts 0 and 1"):
+    with pytest.raises(ValueError, match="sample index 5 is in rollouts 0 and 1"):
         _check_numbers(samples([5, 5, 6, 6]))

@@ -631,7 +631,7 @@ def test_the_training_loss_writes_over_a_models_logits_but_not_over_a_leaf(is_le
     leaf = torch.randn(local.num_positions, 1, 16, device=DEVICE, requires_grad=True)
     logits = leaf if is_leaf else leaf * 1.0
     before = logits.detach().clone()
-    microbatch_loss(logits.view(-1, 16), local, settings, None)[0].backward()
+    microbatch_loss(logits.view(-1, 16), local.fields, settings, None)[0].backward()
     assert leaf.grad.isfinite().all()
     assert leaf.grad.any()
     assert torch.equal(logits.detach(), before) == is_leaf

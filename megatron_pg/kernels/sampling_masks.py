@@ -1,8 +1,8 @@
-"""Vocabulary-parallel logits to distributions over what could have been sampled: softmax(z / tau) over a row's support S.
+"""Vocabulary-parallel logits to distributions over what could have been sampled: softmax(z / tau) over a row's sampling mask S.
 
     log π_S(y) = z_y/tau - log Σ_{j∈S} e^(z_j/tau),     dz_j = (a (δ_jy - q_j) - e q_j (log q_j + H)) / tau in S, 0 outside
 
-A row without a support has the whole vocabulary, so all of `logprobs` holds for every row, over its own columns. Where the
+A row without a sampling mask has the whole vocabulary, so all of `logprobs` holds for every row, over its own columns. Where the
 entropy shall be the whole vocabulary's, the whole rows are read too, and both travel in one exchange.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron_pg.batch.fields import TokenSupport
+from megatron_pg.batch.fields import SamplingMask
 from megatron_pg.kernels import logprobs
 from megatron_pg.kernels.logprobs import RowStatistics
 from megatron_pg.kernels.readers import Reader, Slopes, filled
@@ -22,30 +22,30 @@ from megatron_pg.kernels.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Restriction:
-    """What distributions are over: `support` has T rows, and `whole_entropy` says whether the entropy is over all columns."""
+    """What distributions are over: `sampling_mask` has T rows, and `whole_entropy` says whether the entropy is over all columns."""
 
-    support: TokenSupport
+    sampling_mask: SamplingMask
     whole_entropy: bool = True
 
     def at(self, rows: Tensor | slice) -> "Restriction":
         """Select rows."""
-        return replace(self, support=self.support.at(rows))
+        return replace(self, sampling_mask=self.sampling_mask.at(rows))
 
 
-class SupportRowStatistics(NamedTuple):
-    """`RowStatistics` over the support and over all columns, [T] each; without `whole_entropy` both are over the support."""
+class SamplingMaskRowStatistics(NamedTuple):
+    """`RowStatistics` over the sampling mask and over all columns, [T] each; without `whole_entropy` both are over the sampling mask."""
 
     logprobs: Tensor
-    entropy: Tensor  # of the support, or of all columns
+    entropy: Tensor  # of the sampling mask, or of all columns
     totals: Tensor
     peaks: Tensor
-    support_entropy: Tensor
+    sampling_mask_entropy: Tensor
     whole_totals: Tensor
     whole_peaks: Tensor
 
     @classmethod
-    def of(cls, rows: RowStatistics, whole: RowStatistics | None = None) -> "SupportRowStatistics":
-        """From the statistics over the support, and those over all columns if the entropy is over them."""
+    def of(cls, rows: RowStatistics, whole: RowStatistics | None = None) -> "SamplingMaskRowStatistics":
+        """From the statistics over the sampling mask, and those over all columns if the entropy is over them."""
         whole = rows if whole is None else whole
         return cls(rows.logprobs, whole.entropy, rows.totals, rows.peaks, rows.entropy, whole.totals, whole.peaks)
 
@@ -55,9 +55,9 @@ class SupportRowStatistics(NamedTuple):
         return self.logprobs, self.entropy
 
     @property
-    def of_support(self) -> RowStatistics:
-        """Over the support."""
-        return RowStatistics(self.logprobs, self.support_entropy, self.peaks, self.totals)
+    def of_sampling_mask(self) -> RowStatistics:
+        """Over the sampling mask."""
+        return RowStatistics(self.logprobs, self.sampling_mask_entropy, self.peaks, self.totals)
 
     @property
     def of_all(self) -> RowStatistics:
@@ -67,17 +67,17 @@ class SupportRowStatistics(NamedTuple):
 
 def check_restriction(restriction: Restriction | None, targets: Tensor) -> None:
     """Raise ValueError for a restriction of another number of rows."""
-    if restriction is not None and restriction.support.counts.shape != targets.shape:
+    if restriction is not None and restriction.sampling_mask.counts.shape != targets.shape:
         raise ValueError(
-            f"the restriction has {len(restriction.support.counts)} rows for {len(targets)} targets. Give one set of ids "
+            f"the restriction has {len(restriction.sampling_mask.counts)} rows for {len(targets)} targets. Give one set of ids "
             "per row; an empty set means the whole vocabulary."
         )
 
 
-class SupportReader(Reader[SupportRowStatistics]):
+class SamplingMaskReader(Reader[SamplingMaskRowStatistics]):
     """Distributions over what could be sampled, in torch."""
 
-    record = SupportRowStatistics
+    record = SamplingMaskRowStatistics
 
     def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction):
         super().__init__(vocabulary, targets)
@@ -85,34 +85,36 @@ class SupportReader(Reader[SupportRowStatistics]):
 
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
-        """[c, 4] over the support; with `whole_entropy` [2 c, 4], those over all columns after them."""
+        """[c, 4] over the sampling mask; with `whole_entropy` [2 c, 4], those over all columns after them."""
         z, targets = self._vocabulary.hide_padding(z), self._targets[chunk]
         tables = [self._restricted(z, chunk), *([z] if self._restriction.whole_entropy else [])]
         return torch.cat([logprobs.statistics(table, targets, self._vocabulary) for table in tables])
 
     @override
-    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SupportRowStatistics:
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SamplingMaskRowStatistics:
         targets = self._targets[chunk]
         kept, *whole = (logprobs.combine(part) for part in shares.split(len(targets), dim=1))
         kept = kept._replace(logprobs=self._vocabulary.defined(kept.logprobs, targets))
-        return SupportRowStatistics.of(kept, *whole)
+        return SamplingMaskRowStatistics.of(kept, *whole)
 
     @override
-    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: SupportRowStatistics, slopes: Slopes) -> None:
+    def write_gradient(
+        self, z: Tensor, out: Tensor, chunk: slice, rows: SamplingMaskRowStatistics, slopes: Slopes
+    ) -> None:
         z, targets = self._vocabulary.hide_padding(z), self._targets[chunk]
         by_logprob, by_entropy = filled(slopes, rows)
         table, zeros = self._restricted(z, chunk), torch.zeros_like(by_entropy)
         if not self._restriction.whole_entropy:
-            grad = logprobs.gradient(table, targets, rows.of_support, by_logprob, by_entropy, self._vocabulary)
+            grad = logprobs.gradient(table, targets, rows.of_sampling_mask, by_logprob, by_entropy, self._vocabulary)
         else:
-            grad = logprobs.gradient(table, targets, rows.of_support, by_logprob, zeros, self._vocabulary)
+            grad = logprobs.gradient(table, targets, rows.of_sampling_mask, by_logprob, zeros, self._vocabulary)
             grad = grad + logprobs.gradient(z, targets, rows.of_all, zeros, by_entropy, self._vocabulary)
         out.copy_(grad)
 
     def _restricted(self, z: Tensor, chunk: slice) -> Tensor:
-        """A copy of z with -inf in the columns that are not in a row's support."""
-        support = self._restriction.support.at(chunk)
-        local, owned = self._vocabulary.owned(support.table())
+        """A copy of z with -inf in the columns that are not in a row's sampling mask."""
+        sampling_mask = self._restriction.sampling_mask.at(chunk)
+        local, owned = self._vocabulary.owned(sampling_mask.table())
         kept = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
         kept.scatter_(1, torch.where(owned, local, z.shape[1]).long(), True)
-        return z.masked_fill(~(kept[:, :-1] | (support.counts == 0)[:, None]), -torch.inf)
+        return z.masked_fill(~(kept[:, :-1] | (sampling_mask.counts == 0)[:, None]), -torch.inf)

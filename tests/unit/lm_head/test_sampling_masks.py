@@ -4,16 +4,16 @@ import math
 from functools import partial
 
 import pytest
-import support_oracle
+import sampling_mask_oracle
 import threads
 import torch
 from compare import scalar_error, tensor_error
-from support_parts import Parts
+from sampling_mask_parts import Parts
 
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.fields import TokenSupport
+from megatron_pg.batch.fields import SamplingMask
 from megatron_pg.kernels import LossTerms, PolicyLoss, Vocabulary
-from megatron_pg.kernels.support import Restriction
+from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.lm_head import Head, logprobs_and_entropy, policy_gradient_head_loss, products
 from megatron_pg.objectives import objective_of
 
@@ -43,21 +43,23 @@ def draw(parts: Parts, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
-@pytest.mark.parametrize("entropy_support", ["full", "kept"])
+@pytest.mark.parametrize("sampling_mask_entropy", ["full", "kept"])
 @pytest.mark.parametrize(
     ("dtype", "impl"), [(torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, "triton")]
 )
-def test_loss_and_gradients_are_those_of_the_kept_tokens(dtype, impl, entropy_support, mode):
+def test_loss_and_gradients_are_those_of_the_kept_tokens(dtype, impl, sampling_mask_entropy, mode):
     torch.manual_seed(3)
     parts = Parts.draw(60)
     drawn = draw(parts, dtype)
     hidden, weight = (each.clone().requires_grad_() for each in drawn)
     vocabulary = Vocabulary.of(len(weight), temperature=TEMPERATURE, vocab_size=parts.size)
-    policy_loss, head = parts.policy_loss(entropy_support), Head(mode=mode, impl=impl)
+    policy_loss, head = parts.policy_loss(sampling_mask_entropy), Head(mode=mode, impl=impl)
     out = policy_gradient_head_loss(hidden, weight, policy_loss, vocabulary, head, grad_scale=3.0)
     (out.loss * 3).backward()
     states, rows = torch.where(parts.fields.mask[:, None], drawn[0].double(), 0), drawn[1].double()
-    loss, logprobs, entropies, gradient = parts.expected(states @ rows.t(), entropy_support, temperature=TEMPERATURE)
+    loss, logprobs, entropies, gradient = parts.expected(
+        states @ rows.t(), sampling_mask_entropy, temperature=TEMPERATURE
+    )
     assert scalar_error(float(out.loss.detach()), loss, 10.0) <= LIMITS[dtype]
     assert tensor_error(out.logprobs, logprobs) <= LIMITS[dtype]
     assert tensor_error(out.entropy, entropies) <= LIMITS[dtype]
@@ -67,12 +69,12 @@ def test_loss_and_gradients_are_those_of_the_kept_tokens(dtype, impl, entropy_su
 
 @ON_CPU
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
-@pytest.mark.parametrize("entropy_support", ["full", "kept"])
-def test_tensor_parallel_ranks_equal_one(entropy_support, mode):
+@pytest.mark.parametrize("sampling_mask_entropy", ["full", "kept"])
+def test_tensor_parallel_ranks_equal_one(sampling_mask_entropy, mode):
     torch.manual_seed(4)
     parts = Parts.draw(60)
     drawn = draw(parts, torch.float64)
-    head, policy_loss = Head(mode=mode, impl="torch"), parts.policy_loss(entropy_support)
+    head, policy_loss = Head(mode=mode, impl="torch"), parts.policy_loss(sampling_mask_entropy)
 
     def work(rank: int):
         group = threads.subgroup(lambda _: 0, 2, rank)
@@ -84,7 +86,7 @@ def test_tensor_parallel_ranks_equal_one(entropy_support, mode):
 
     found = threads.run(2, work)
     states = torch.where(parts.fields.mask[:, None], drawn[0], 0)
-    loss, _, _, gradient = parts.expected(states @ drawn[1].t(), entropy_support, temperature=TEMPERATURE)
+    loss, _, _, gradient = parts.expected(states @ drawn[1].t(), sampling_mask_entropy, temperature=TEMPERATURE)
     assert found[0][0] == found[1][0]
     assert scalar_error(found[0][0], loss, 10.0) <= 1e-12
     assert tensor_error(found[0][1], gradient @ drawn[1]) <= 1e-12
@@ -98,17 +100,17 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp):
     rows, columns = 12, 200
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(columns, HIDDEN)
     logits = (hidden.double() @ weight.double().t()).tolist()
-    sets = [support_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits]
+    sets = [sampling_mask_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits]
     targets = torch.tensor([s[len(s) // 2] for s in sets])
     old = torch.tensor(
         [
-            support_oracle.log_probabilities(z, s, TEMPERATURE)[int(y)]
+            sampling_mask_oracle.log_probabilities(z, s, TEMPERATURE)[int(y)]
             for z, s, y in zip(logits, sets, targets, strict=True)
         ]
     )
     offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
-    support = TokenSupport.of(torch.tensor([j for s in sets for j in s], dtype=torch.int32), offsets)
-    restriction = Restriction(support=support, whole_entropy=False)
+    sampling_mask = SamplingMask.of(torch.tensor([j for s in sets for j in s], dtype=torch.int32), offsets)
+    restriction = Restriction(sampling_mask=sampling_mask, whole_entropy=False)
     wanted = torch.tensor([1, 2, 3, 5, 8, 11])
 
     def work(rank: int):
@@ -132,7 +134,7 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp):
         mask=torch.ones(rows, dtype=torch.bool),
         weights=torch.full((rows,), 1 / rows),
         advantages=torch.ones(rows),
-        support=support,
+        sampling_mask=sampling_mask,
     )
     policy_loss = PolicyLoss(LossTerms(objective=objective_of("reinforce_is")), fields)
 

@@ -15,16 +15,15 @@ from megatron_pg import Sample, StepPlanError, pack, validate_args
 from megatron_pg.batch import slice_batch
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms
-from megatron_pg.plan.errors import ContractError
-from megatron_pg.plan.microbatches import count, slice_step
-from megatron_pg.plan.plan import plan_from_table
+from megatron_pg.plan.errors import ScheduleError
+from megatron_pg.plan.planned_step import PlannedStep
+from megatron_pg.plan.sampling_masks import without_missing
 from megatron_pg.plan.settings import LossSettings
-from megatron_pg.plan.support import without_missing
 from megatron_pg.rollouts.payloads import PAYLOADS
-from megatron_pg.step.checks import check_vocabulary_of_supports
+from megatron_pg.step.checks import check_vocabulary_of_sampling_masks
 
 SETTINGS = simulation.settings("token_mean", per_token=True)
-MASKS = dataclasses.replace(SETTINGS, support_missing="mask")
+MASKS = dataclasses.replace(SETTINGS, sampling_mask_missing="mask")
 TOKENS = [5, 6, 7, 8]  # of a response
 
 
@@ -38,7 +37,7 @@ def sample(sets, *, mask=(1, 1, 0, 1), **rest) -> Sample:
         "sample_id": "s",
         "rollout_id": "r",
     }
-    fields |= {"support": sets, **rest}
+    fields |= {"sampling_mask": sets, **rest}
     if fields.get("term"):
         del fields["old_logprobs"], fields["advantage"]
     return Sample.build(**fields)
@@ -47,9 +46,8 @@ def sample(sets, *, mask=(1, 1, 0, 1), **rest) -> Sample:
 GOOD = [[5, 9], [], [1], [8, 2, 6]]
 
 
-def counted(samples, settings=SETTINGS):
-    batch = without_missing(pack(samples, qkv_format="thd"), settings)
-    return batch, *count([batch], settings, None)
+def planned(samples, settings=SETTINGS, group=None) -> PlannedStep:
+    return PlannedStep.of(lambda: [pack(samples, qkv_format="thd")], settings, group=group)
 
 
 def with_terms(*loss_terms: LossTerm) -> LossSettings:
@@ -65,7 +63,7 @@ def with_terms(*loss_terms: LossTerm) -> LossSettings:
         (
             [[5], [], [1], [8, 2]],
             {},
-            "old_logprobs of sample s is -0.5 at response token 0, whose support is that token alone",
+            "old_logprobs of sample s is -0.5 at response token 0, whose sampling mask is that token alone",
         ),
         (
             [[5, 2], [], [1], [8]],
@@ -82,21 +80,21 @@ def with_terms(*loss_terms: LossTerm) -> LossSettings:
 )
 def test_what_could_not_have_been_sampled_is_refused_by_name(sets, changes, message):
     with pytest.raises(ValueError, match=message):
-        counted([sample(sets, **changes)])
+        planned([sample(sets, **changes)])
 
 
 def test_a_head_that_knows_whole_rows_only_refuses_it():
     """Before the step is planned, on every rank, and not where nothing reads it."""
     settings = dataclasses.replace(SETTINGS, head_mode="odds")
-    with pytest.raises(ValueError, match=r"sample s has a support, and .* Use --pg-fused-head forward"):
-        counted([sample(GOOD)], settings)
-    counted([sample(None)], settings)
+    with pytest.raises(ValueError, match=r"sample s has a sampling mask, and .* Use --pg-fused-head forward"):
+        planned([sample(GOOD)], settings)
+    planned([sample(None)], settings)
 
 
 def test_a_masked_token_may_lie_outside_and_a_certain_one_is_rounded():
-    counted([sample(GOOD)])
-    counted([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
-    counted(
+    planned([sample(GOOD)])
+    planned([sample([[5], [], [1], [8, 2]], old_logprobs=[-9e-4, -3.0, -7.0, -1.0], teacher_logprobs=[-3.0] * 4)])
+    planned(
         [sample([[9], [9], [9], [9]], term="sft")],
         with_terms(LossTerm(name="sft", kind="ce", aggregation="token_mean")),
     )
@@ -106,17 +104,15 @@ def test_without_the_objective_nothing_reads_it():
     settings = dataclasses.replace(
         with_terms(LossTerm(name="t", kind="ce", on="rl", aggregation="token_mean")), has_policy=False
     )
-    batch, table, factors = counted([sample([[9], [9], [9], [9]])], settings)
-    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
-    (local,) = slice_step([batch], plan, factors, settings, group_of=lambda _: None, device="cpu")
-    assert local.fields.support is None
+    (local,) = sliced([sample([[9], [9], [9], [9]])], settings)
+    assert local.fields.sampling_mask is None
 
 
 def test_masked_before_the_plan_so_that_the_denominators_follow():
     sets = [[5, 9], [3], [1], [4, 2]]
-    batch, table, _ = counted([sample(sets), sample(GOOD, sample_id="t", rollout_id="u")], MASKS)
-    assert [s.loss_mask.int().tolist() for s in batch.samples] == [[1, 0, 0, 0], [1, 1, 0, 1]]
-    plan = plan_from_table(table, MASKS.plan_rule, error=None, group=None)
+    step = planned([sample(sets), sample(GOOD, sample_id="t", rollout_id="u")], MASKS)
+    assert [s.loss_mask.int().tolist() for s in step.batches[0].samples] == [[1, 0, 0, 0], [1, 1, 0, 1]]
+    plan = step.plan
     assert (plan.num_tokens, plan.num_missing, plan.denominators.tolist()) == (4, 2, [4.0, 4.0])
     untouched = pack([sample(sets)], qkv_format="thd")
     assert without_missing(untouched, SETTINGS) is untouched
@@ -128,26 +124,23 @@ def test_masked_tokens_of_all_ranks_are_counted():
         group = threads.subgroup(lambda _: 0, 2, rank)
         sets = [[[5, 9], [3], [1], [8]], [[4], [3], [1], [8]]][rank]
         mine = sample(sets, old_logprobs=[-0.5, -0.5, 0.0, 0.0], rollout_id=rank)
-        batch = without_missing(pack([mine], qkv_format="thd"), MASKS)
-        table, _ = count([batch], MASKS, group)
-        return plan_from_table(table, MASKS.plan_rule, error=None, group=group).num_missing
+        return planned([mine], MASKS, group).plan.num_missing
 
     assert threads.run(2, work) == [3, 3]
 
 
 def test_some_of_a_ranks_samples_or_of_the_ranks_have_one():
-    with pytest.raises(ValueError, match="sample t has no support while others of the step have one"):
-        counted([sample(GOOD), sample(None, sample_id="t")])
+    with pytest.raises(ValueError, match="sample t has no sampling mask while others of the step have one"):
+        planned([sample(GOOD), sample(None, sample_id="t")])
     supervised = with_terms(LossTerm(name="sft", kind="ce", aggregation="token_mean"))
-    counted([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
+    planned([sample(GOOD), sample(None, term="sft", sample_id="t")], supervised)
 
     def work(rank: int):
         group = threads.subgroup(lambda _: 0, 3, rank)
         samples = [[], [sample(None, rollout_id=1)], [sample(GOOD, rollout_id=2)]][rank]
-        table, _ = count([pack(samples, qkv_format="thd")], SETTINGS, group)
-        plan_from_table(table, SETTINGS.plan_rule, error=None, group=group)
+        planned(samples, group=group)
 
-    with pytest.raises(StepPlanError, match="rank 2 has samples with a support and rank 1 has none"):
+    with pytest.raises(StepPlanError, match="rank 2 has samples with a sampling mask and rank 1 has none"):
         threads.run(3, work)
 
 
@@ -172,15 +165,15 @@ def test_a_term_over_the_whole_vocabulary_has_tokens_of_its_own(term, is_refused
     given = [sample(GOOD, masks=echo, **values), sample(None, term="sft", sample_id="t", **values)]
     settings = with_terms(dataclasses.replace(term, aggregation="token_mean"))
     if not is_refused:
-        counted(given, settings)
+        planned(given, settings)
         return
     flag = f"--pg-term {term.name}:{term.kind}"
     message = f"^{flag} reads log-probabilities over the whole vocabulary .* of sample s, where another term"
     with pytest.raises(ValueError, match=message):
-        counted(given, settings)
+        planned(given, settings)
 
 
-def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_support():
+def test_cross_entropy_on_tool_tokens_is_accepted_next_to_a_sampling_mask():
     """Over the whole vocabulary at those tokens, whatever set they have."""
     settings = with_terms(LossTerm(name="echo", kind="ce", aggregation="token_mean"))
     (local,) = sliced([sample([[5, 9], [], [1, 7], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
@@ -198,14 +191,14 @@ def with_reference(*, on: str | None = None, has_policy: bool = True, **more) ->
 
 
 def sliced(samples, settings):
-    batch, table, factors = counted(samples, settings)
-    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
-    return slice_step([batch], plan, factors, settings, group_of=lambda _: None, device="cpu")
+    return planned(samples, settings).slices(lambda _: None)
 
 
 def rows_with_sets(local) -> list[list[int]]:
     return [
-        sorted(row[row >= 0].tolist(), key=row.tolist().index) for row in local.fields.support.table() if any(row >= 0)
+        sorted(row[row >= 0].tolist(), key=row.tolist().index)
+        for row in local.fields.sampling_mask.table()
+        if any(row >= 0)
     ]
 
 
@@ -218,19 +211,19 @@ def rows_with_sets(local) -> list[list[int]]:
     ],
     ids=["own tokens", "own tokens alone", "on=rl without the objective"],
 )
-def test_a_divergence_from_the_reference_reads_the_support_at_its_tokens(settings, wanted):
+def test_a_divergence_from_the_reference_reads_the_sampling_mask_at_its_tokens(settings, wanted):
     masks = OF_TOOL if settings.terms.further[0].on is None else {"ref_logprobs": [-0.5] * 4}
     (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], **masks)], settings)
     assert rows_with_sets(local) == wanted
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_entropy_reads_the_support_at_its_own_tokens_where_it_is_kept(kept):
+def test_an_entropy_reads_the_sampling_mask_at_its_own_tokens_where_it_is_kept(kept):
     settings = with_terms(LossTerm(name="echo", kind="entropy", aggregation="token_mean"))
-    terms = dataclasses.replace(settings.terms, entropy_support="kept" if kept else "full")
+    terms = dataclasses.replace(settings.terms, sampling_mask_entropy="kept" if kept else "full")
     settings = dataclasses.replace(settings, terms=terms, has_policy=False)
     (local,) = sliced([sample([[5, 9], [], [7, 3], [8, 2]], masks={"echo": [0, 0, 1, 0]})], settings)
-    assert (rows_with_sets(local) if local.fields.support is not None else []) == ([[7, 3]] if kept else [])
+    assert (rows_with_sets(local) if local.fields.sampling_mask is not None else []) == ([[7, 3]] if kept else [])
 
 
 @pytest.mark.parametrize(
@@ -245,7 +238,7 @@ def test_an_entropy_reads_the_support_at_its_own_tokens_where_it_is_kept(kept):
 )
 def test_without_the_objective_the_tokens_of_the_reference_are_checked(sets, changes, message):
     with pytest.raises(ValueError, match=message):
-        counted([sample(sets, **OF_TOOL, **changes)], with_reference(has_policy=False))
+        planned([sample(sets, **OF_TOOL, **changes)], with_reference(has_policy=False))
 
 
 def test_two_terms_that_read_different_distributions_of_a_token_are_refused_without_the_objective_too():
@@ -253,37 +246,37 @@ def test_two_terms_that_read_different_distributions_of_a_token_are_refused_with
     terms = LossTerms(objective=SETTINGS.terms.objective, further=(dataclasses.replace(REF, on="rl"), echo))
     settings = dataclasses.replace(SETTINGS, terms=terms, has_policy=False)
     with pytest.raises(ValueError, match=r"^--pg-term echo:ce reads log-probabilities over the whole vocabulary"):
-        counted([sample(GOOD, ref_logprobs=[-0.5] * 4)], settings)
+        planned([sample(GOOD, ref_logprobs=[-0.5] * 4)], settings)
 
 
 def test_tokens_of_the_reference_outside_their_sets_are_masked_there_alone():
-    settings = with_reference(support_missing="mask")
+    settings = with_reference(sampling_mask_missing="mask")
     given = sample([[4, 9], [], [1], [8, 2]], masks={"ref": [0, 1, 1, 0]}, ref_logprobs=[-0.5] * 4)
-    batch, table, _ = counted([given], settings)
-    (found,) = batch.samples
+    step = planned([given], settings)
+    (found,) = step.batches[0].samples
     assert found.loss_mask.int().tolist() == [0, 1, 0, 1]
     assert found.masks["ref"].int().tolist() == [0, 1, 0, 0]
-    plan = plan_from_table(table, settings.plan_rule, error=None, group=None)
+    plan = step.plan
     assert (plan.num_tokens, plan.num_missing, plan.terms["ref"].num_tokens) == (2, 2, 1)
 
 
-def test_rollouts_with_and_without_a_support_are_refused_where_the_reference_alone_reads_it():
+def test_rollouts_with_and_without_a_sampling_mask_are_refused_where_the_reference_alone_reads_it():
     given = [sample(GOOD, ref_logprobs=[-0.5] * 4), sample(None, sample_id="t", ref_logprobs=[-0.5] * 4)]
-    with pytest.raises(ValueError, match="sample t has no support while others of the step have one"):
-        counted(given, with_reference(on="rl", has_policy=False))
+    with pytest.raises(ValueError, match="sample t has no sampling mask while others of the step have one"):
+        planned(given, with_reference(on="rl", has_policy=False))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_where_a_token_is_trained():
     model = SimpleNamespace(vocab_size=16)
     batches = [pack([sample([[5, 15], [], [16], [8]])], qkv_format="thd")]
-    check_vocabulary_of_supports(batches, model, SETTINGS)
-    with pytest.raises(ContractError, match="holds token id 15 at response token 0, the vocabulary has 12"):
-        check_vocabulary_of_supports(batches, model, dataclasses.replace(SETTINGS, vocab_size=12))
+    check_vocabulary_of_sampling_masks(batches, model, SETTINGS)
+    with pytest.raises(ScheduleError, match="holds token id 15 at response token 0, the vocabulary has 12"):
+        check_vocabulary_of_sampling_masks(batches, model, dataclasses.replace(SETTINGS, vocab_size=12))
     tool = [pack([sample([[5], [], [16], [8]], **OF_TOOL)], qkv_format="thd")]
-    with pytest.raises(ContractError, match="holds token id 16 at response token 2, the vocabulary has 16"):
-        check_vocabulary_of_supports(tool, model, with_reference(has_policy=False))
-    with pytest.raises(ContractError, match="holds token id 21 at response token 3"):
-        check_vocabulary_of_supports([pack([sample([[5], [], [1], [8, 21]])], qkv_format="thd")], model, SETTINGS)
+    with pytest.raises(ScheduleError, match="holds token id 16 at response token 2, the vocabulary has 16"):
+        check_vocabulary_of_sampling_masks(tool, model, with_reference(has_policy=False))
+    with pytest.raises(ScheduleError, match="holds token id 21 at response token 3"):
+        check_vocabulary_of_sampling_masks([pack([sample([[5], [], [1], [8, 21]])], qkv_format="thd")], model, SETTINGS)
 
 
 # ---- Layout ----
@@ -298,24 +291,28 @@ def test_every_row_has_the_set_of_the_token_that_it_predicts(qkv_format, cp_size
         length = rng.randint(1, 6)
         drawn = make_sample(prompt_length=rng.randint(1, 3), mask=[rng.randint(0, 1) for _ in range(length)], rng=rng)
         sets = [rng.sample(range(50), rng.randint(0, 5)) for _ in range(length)]
-        support = None if number == 2 else PAYLOADS["support"].of(sets, "s")
-        samples.append(dataclasses.replace(drawn, support=support))
+        sampling_mask = None if number == 2 else PAYLOADS["sampling_mask"].of(sets, "s")
+        samples.append(dataclasses.replace(drawn, sampling_mask=sampling_mask))
     shape = {"max_seq_len": 12} if qkv_format == "bshd" else {}
     batch = pack(samples, qkv_format=qkv_format, cp_size=cp_size, **shape)
-    weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
+    weights = {"weights": batch.loss_mask.double(), "sampling_mask": batch.loss_mask}
     seen = 0
     for rank in range(cp_size):
         local = slice_batch(batch, weights, cp_rank=rank, cp_size=cp_size)
         index = local.whole.sample_index[:, local.row_index].t().flatten().tolist()
         positions = local.whole.position_ids[:, local.row_index].t().flatten().tolist()
         for row, (i, position) in enumerate(zip(index, positions, strict=True)):
-            own = [] if local.fields.support is None else local.fields.support.at(slice(row, row + 1)).table()[0]
+            own = (
+                []
+                if local.fields.sampling_mask is None
+                else local.fields.sampling_mask.at(slice(row, row + 1)).table()[0]
+            )
             wanted: list[int] = []
-            if i >= 0 and samples[i].support is not None:
+            if i >= 0 and samples[i].sampling_mask is not None:
                 k = position + 1 - (len(samples[i].tokens) - samples[i].response_length)
                 if 0 <= k < samples[i].response_length and samples[i].loss_mask[k]:
-                    support = samples[i].support
-                    wanted = support.ids[support.offsets[k] : support.offsets[k + 1]].tolist()
+                    sampling_mask = samples[i].sampling_mask
+                    wanted = sampling_mask.ids[sampling_mask.offsets[k] : sampling_mask.offsets[k + 1]].tolist()
             assert [int(token) for token in own if token >= 0] == wanted
             seen += bool(wanted)
     assert seen
@@ -324,11 +321,11 @@ def test_every_row_has_the_set_of_the_token_that_it_predicts(qkv_format, cp_size
 def test_what_restricts_nothing_is_left_out():
     for given in ([[], [], [3], []], None):
         batch = pack([sample(given)], qkv_format="thd")
-        weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
-        assert slice_batch(batch, weights, cp_rank=0, cp_size=1).fields.support is None
+        weights = {"weights": batch.loss_mask.double(), "sampling_mask": batch.loss_mask}
+        assert slice_batch(batch, weights, cp_rank=0, cp_size=1).fields.sampling_mask is None
 
 
-def test_peers_that_have_another_support_have_another_digest():
+def test_peers_that_have_another_sampling_mask_have_another_digest():
     digests = {pack([sample(sets)], qkv_format="thd").digest for sets in (GOOD, [[5, 9], [], [1], [8, 6, 2]], None)}
     assert len(digests) == 3
 
@@ -338,18 +335,18 @@ def test_peers_that_have_another_support_have_another_digest():
 
 def test_the_flags_reach_the_settings():
     plain = LossSettings.from_args(validate_args(arguments(pg_kernel="torch")))
-    assert (plain.support_missing, plain.terms.entropy_support) == ("error", "full")
+    assert (plain.sampling_mask_missing, plain.terms.sampling_mask_entropy) == ("error", "full")
     given = arguments(
-        pg_kernel="torch", pg_support_missing="mask", pg_entropy_support="kept", pg_metrics="with_entropy"
+        pg_kernel="torch", pg_sampling_mask_missing="mask", pg_sampling_mask_entropy="kept", pg_metrics="with_entropy"
     )
     found = LossSettings.from_args(validate_args(given))
-    assert (found.support_missing, found.terms.entropy_support) == ("mask", "kept")
+    assert (found.sampling_mask_missing, found.terms.sampling_mask_entropy) == ("mask", "kept")
     counted_by = [{metric.name for metric in each.metrics.metrics} for each in (plain, found)]
     assert ["num_tokens_missing" in names for names in counted_by] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("loss_terms", "entropy", "support", "is_whole"),
+    ("loss_terms", "entropy", "sampling_mask", "is_whole"),
     [
         ((), False, "full", False),
         ((), True, "full", True),
@@ -359,12 +356,12 @@ def test_the_flags_reach_the_settings():
     ],
     ids=range(5),
 )
-def test_whole_rows_are_read_where_their_entropy_is_wanted_alone(loss_terms, entropy, support, is_whole):
+def test_whole_rows_are_read_where_their_entropy_is_wanted_alone(loss_terms, entropy, sampling_mask, is_whole):
     from megatron_pg.kernels import PolicyLoss
 
     batch = pack([sample(GOOD)], qkv_format="thd")
-    weights = {"weights": batch.loss_mask.double(), "support": batch.loss_mask}
+    weights = {"weights": batch.loss_mask.double(), "sampling_mask": batch.loss_mask}
     local = slice_batch(batch, weights, cp_rank=0, cp_size=1)
-    terms = LossTerms(objective=SETTINGS.terms.objective, further=loss_terms, entropy_support=support)
+    terms = LossTerms(objective=SETTINGS.terms.objective, further=loss_terms, sampling_mask_entropy=sampling_mask)
     assert PolicyLoss(terms, local.fields).restriction(entropy).whole_entropy == is_whole
-    assert PolicyLoss(terms, dataclasses.replace(local.fields, support=None)).restriction(entropy) is None
+    assert PolicyLoss(terms, dataclasses.replace(local.fields, sampling_mask=None)).restriction(entropy) is None

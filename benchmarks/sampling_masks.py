@@ -1,6 +1,6 @@
 """The loss under sampling masks compared with the plain loss, from logits and from hidden states, in one run on a GPU.
 
-    python benchmarks/support.py
+    python benchmarks/sampling_masks.py
 
 8192 rows, V = 151936, H = 4096, bfloat16, every row trained by `grpo`. Sets as a top-p leaves them: most of a few
 tokens, one in 50 of 2000. Medians of forward and backward over those of the plain loss, with the entropies of the whole
@@ -18,14 +18,14 @@ from lm_head import median_ms as median_ms_of
 from objectives import fields_for, ours
 from topk import PLAIN, from_hidden
 
-from megatron_pg.batch.fields import TokenFields, TokenSupport
+from megatron_pg.batch.fields import SamplingMask, TokenFields
 from megatron_pg.declarations.loss_terms import LossTerm
 
 SIZES = {"1 token": (1, 1), "top-p": (8, 2000), "64 tokens": (64, 64), "2000 tokens": (2000, 2000)}  # mostly, one in 50
 BONUS = replace(PLAIN, further=(LossTerm(name="h", kind="entropy", weight=0.01, on="rl", aggregation="policy"),))
 
 
-def with_support(fields: TokenFields, columns: int, usual: int, wide: int) -> TokenFields:
+def with_sampling_mask(fields: TokenFields, columns: int, usual: int, wide: int) -> TokenFields:
     """Each row's target and the ids after it at equal distances."""
     device, rows = fields.targets.device, len(fields.targets)
     counts = torch.full((rows,), min(usual, columns), device=device)
@@ -34,17 +34,17 @@ def with_support(fields: TokenFields, columns: int, usual: int, wide: int) -> To
     row = torch.repeat_interleave(torch.arange(rows, device=device), counts)
     place = torch.arange(len(row), device=device) - offsets[row]
     ids = (fields.targets[row] + place * (columns // counts[row])) % columns
-    return replace(fields, support=TokenSupport.of(ids.int(), offsets))
+    return replace(fields, sampling_mask=SamplingMask.of(ids.int(), offsets))
 
 
 def gradient_error(terms, usual: int, wide: int) -> float:
     """Norm of the gradient's error of 32 rows of float32 logits against float64, over that of the gradient without
-    supports."""
+    sampling masks."""
     logits = torch.randn(32, 20000, device="cuda")
-    fields = with_support(fields_for(logits), logits.shape[1], usual, wide)
+    fields = with_sampling_mask(fields_for(logits), logits.shape[1], usual, wide)
     found = ours(terms, fields)(logits.clone())[1]
     exact = ours(terms, fields, impl="torch")(logits.double())[1]
-    whole = ours(terms, replace(fields, support=None), impl="torch")(logits.double())[1]
+    whole = ours(terms, replace(fields, sampling_mask=None), impl="torch")(logits.double())[1]
     return float((found.double() - exact).norm() / whole.norm())
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     variants = {
         "": PLAIN,
         ", entropy bonus": BONUS,
-        ", its bonus over the support": replace(BONUS, entropy_support="kept"),
+        ", its bonus over the sampling mask": replace(BONUS, sampling_mask_entropy="kept"),
     }
     for name, terms in variants.items():
         errors = " ".join(f"{size}: {gradient_error(terms, *counts):.1e}" for size, counts in SIZES.items())
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"from logits, plain: {plain / copy:.2f} copies")
     for name, terms in variants.items():
         for size, counts in SIZES.items():
-            time = median_ms(master, ours(terms, with_support(fields, VOCABULARY, *counts)), times)
+            time = median_ms(master, ours(terms, with_sampling_mask(fields, VOCABULARY, *counts)), times)
             print(f"from logits, {size}{name}: {time / copy:.2f} copies, {time / plain:.2f} of plain", flush=True)
     del master
     problem = Problem(8192)
@@ -77,7 +77,7 @@ def main() -> None:
         plain = median_ms_of(from_hidden(problem, fields, PLAIN, mode), times)
         print(f"H = {HIDDEN}, {mode}, plain: {plain:.1f} ms")
         for size, counts in SIZES.items():
-            run = from_hidden(problem, with_support(fields, VOCABULARY, *counts), PLAIN, mode)
+            run = from_hidden(problem, with_sampling_mask(fields, VOCABULARY, *counts), PLAIN, mode)
             print(f"H = {HIDDEN}, {mode}, {size}: {median_ms_of(run, times) / plain:.3f} of plain", flush=True)
 
 

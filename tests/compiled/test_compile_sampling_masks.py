@@ -16,16 +16,16 @@ def compile_all() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
 
-    from megatron_pg.kernels.triton import support as kernels
+    from megatron_pg.kernels.triton import sampling_masks as kernels
     from megatron_pg.kernels.triton import topk
 
     types = {"logits": "*{0}", "table": "*{0}", "gradients": "*{0}", "targets": "*i64", "mask": "*i1", "starts": "*i64"}
     types |= {"counts": "*i64", "ids": "*i32", "c": "fp32", "valid": "i32", "first": "i32", "vocab_size": "i32"}
     types |= {"stride": "i64"}
     variants = [
-        (kernels.support_statistics_kernel, {}),
-        (kernels.support_gradient_kernel, {"WHOLE_ENTROPY": False}),
-        (kernels.support_gradient_kernel, {"WHOLE_ENTROPY": True}),
+        (kernels.sampling_mask_statistics_kernel, {}),
+        (kernels.sampling_mask_gradient_kernel, {"WHOLE_ENTROPY": False}),
+        (kernels.sampling_mask_gradient_kernel, {"WHOLE_ENTROPY": True}),
         (topk.put_kernel, {"K": 0, "row_stride": 0, "id_stride": 1}),
     ]
     for (kernel, flags), dtype in itertools.product(variants, ("bf16", "fp32")):
@@ -42,7 +42,7 @@ def compile_all() -> None:
         print(json.dumps({"name": kernel.__name__, "flags": flags, "dtype": dtype, "spills": spills}))
 
 
-@pytest.mark.proof("Kernels of supports compiled for sm_90: no spills")
+@pytest.mark.proof("Kernels of sampling masks compiled for sm_90: no spills")
 def test_the_kernels_compile_without_spills(evidence):
     found = processes.compiled_by(__file__)
     assert len(found) == 8

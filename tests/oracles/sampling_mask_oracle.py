@@ -19,11 +19,18 @@ def log_probabilities(logits: Sequence[float], allowed: Sequence[int], temperatu
 
 
 def row_of(
-    logits: Sequence[float], target: int, support: Sequence[int], *, temperature: float, kept: bool, a: float, e: float
+    logits: Sequence[float],
+    target: int,
+    sampling_mask: Sequence[int],
+    *,
+    temperature: float,
+    kept: bool,
+    a: float,
+    e: float,
 ) -> tuple[float, float, np.ndarray]:
-    """Log-probability, entropy, and the gradient [V] of a log π + e H; an empty support is the whole vocabulary."""
+    """Log-probability, entropy, and the gradient [V] of a log π + e H; an empty sampling mask is the whole vocabulary."""
     everything = list(range(len(logits)))
-    own = log_probabilities(logits, list(support) or everything, temperature)
+    own = log_probabilities(logits, list(sampling_mask) or everything, temperature)
     of_entropy = own if kept else log_probabilities(logits, everything, temperature)
     entropy = -math.fsum(math.exp(x) * x for x in of_entropy.values())
     gradient = np.zeros(len(logits))

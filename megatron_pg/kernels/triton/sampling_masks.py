@@ -1,4 +1,4 @@
-"""`support` by kernels: of a row with a support only its ids are read, and its gradient is zeros and as many values.
+"""`sampling_mask` by kernels: of a row with a sampling mask only its ids are read, and its gradient is zeros and as many values.
 
 Rows without one, and with `whole_entropy` all of them, are `vocab_parallel`'s.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_pg.kernels.readers import Slopes, filled
-from megatron_pg.kernels.support import Restriction, SupportRowStatistics
+from megatron_pg.kernels.sampling_masks import Restriction, SamplingMaskRowStatistics
 from megatron_pg.kernels.triton import vocab_parallel
 from megatron_pg.kernels.triton.tiles import FLOOR, FUSED, LN2, accumulate, merge
 from megatron_pg.kernels.triton.topk import put_kernel
@@ -21,10 +21,10 @@ BLOCK = 256  # ids at a time
 WARPS = 4
 
 
-class TritonSupportReader(TritonReader[SupportRowStatistics]):
-    """`SupportReader` by kernels."""
+class TritonSamplingMaskReader(TritonReader[SamplingMaskRowStatistics]):
+    """`SamplingMaskReader` by kernels."""
 
-    record = SupportRowStatistics
+    record = SamplingMaskRowStatistics
 
     def __init__(self, vocabulary: Vocabulary, targets: Tensor, restriction: Restriction, mask: Tensor | None = None):
         super().__init__(vocabulary, targets, mask)
@@ -33,10 +33,10 @@ class TritonSupportReader(TritonReader[SupportRowStatistics]):
     @override
     def statistics(self, z: Tensor, chunk: slice) -> Tensor:
         (targets, mask), restriction = self._where(chunk), self._restriction.at(chunk)
-        is_read = mask if restriction.whole_entropy else mask & (restriction.support.counts == 0)
+        is_read = mask if restriction.whole_entropy else mask & (restriction.sampling_mask.counts == 0)
         whole = vocab_parallel.statistics(z, targets, is_read, self._vocabulary)
         shares = whole.clone() if restriction.whole_entropy else whole
-        support_statistics_kernel[(len(z),)](
+        sampling_mask_statistics_kernel[(len(z),)](
             z,
             targets,
             mask,
@@ -53,20 +53,22 @@ class TritonSupportReader(TritonReader[SupportRowStatistics]):
         return torch.cat([shares, whole]) if restriction.whole_entropy else shares
 
     @override
-    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SupportRowStatistics:
+    def combine(self, shares: Tensor, z: Tensor, chunk: slice) -> SamplingMaskRowStatistics:
         """0 where masked."""
         parts = shares.chunk(2, dim=1) if self._restriction.whole_entropy else (shares,)
         where = *self._where(chunk), self._vocabulary
-        return SupportRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
+        return SamplingMaskRowStatistics.of(*(vocab_parallel.combine(part.contiguous(), *where) for part in parts))
 
     @override
-    def write_gradient(self, z: Tensor, out: Tensor, chunk: slice, rows: SupportRowStatistics, slopes: Slopes) -> None:
+    def write_gradient(
+        self, z: Tensor, out: Tensor, chunk: slice, rows: SamplingMaskRowStatistics, slopes: Slopes
+    ) -> None:
         (targets, mask), restriction, vocabulary = self._where(chunk), self._restriction.at(chunk), self._vocabulary
         by_logprob, by_entropy = filled(slopes, rows)
-        is_whole, ids = restriction.support.counts == 0, restriction.support.ids
+        is_whole, ids = restriction.sampling_mask.counts == 0, restriction.sampling_mask.ids
         values = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         columns = vocabulary.valid, vocabulary.first
-        support_gradient_kernel[(len(z),)](  # before the logits are overwritten
+        sampling_mask_gradient_kernel[(len(z),)](  # before the logits are overwritten
             z,
             targets,
             mask,
@@ -74,7 +76,7 @@ class TritonSupportReader(TritonReader[SupportRowStatistics]):
             values,
             rows.peaks,
             rows.totals,
-            rows.support_entropy,
+            rows.sampling_mask_entropy,
             rows.whole_peaks,
             rows.whole_totals,
             rows.entropy,
@@ -92,7 +94,7 @@ class TritonSupportReader(TritonReader[SupportRowStatistics]):
         if restriction.whole_entropy:
             is_read, of_rows, by_logprob = mask, rows.of_all, torch.where(is_whole, by_logprob, 0)
         else:
-            is_read, of_rows = mask & is_whole, rows.of_support
+            is_read, of_rows = mask & is_whole, rows.of_sampling_mask
         vocab_parallel.write_gradient(z, out, targets, is_read, of_rows, (by_logprob, by_entropy), vocabulary)
         where = *columns, out.stride(0), 0, 1
         put_kernel[(len(z),)](out, mask, *_sets(restriction), values, 0, *where, BLOCK=BLOCK, num_warps=WARPS, **FUSED)
@@ -100,15 +102,15 @@ class TritonSupportReader(TritonReader[SupportRowStatistics]):
 
 def _sets(restriction: Restriction) -> tuple[Tensor, ...]:
     """Starts, counts and ids; kernels have no strides."""
-    support = restriction.support
-    return support.starts.contiguous(), support.counts.contiguous(), support.ids.contiguous()
+    sampling_mask = restriction.sampling_mask
+    return sampling_mask.starts.contiguous(), sampling_mask.counts.contiguous(), sampling_mask.ids.contiguous()
 
 
 @triton.jit
-def support_statistics_kernel(
+def sampling_mask_statistics_kernel(
     logits, targets, mask, starts, counts, ids, shares, valid, first, stride, c, BLOCK: tl.constexpr
 ):
-    """One row per program, of those with a support: shares[row] as `statistics_kernel`; -inf is the logit of a target outside it."""
+    """One row per program, of those with a sampling mask: shares[row] as `statistics_kernel`; -inf is the logit of a target outside it."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     if (tl.load(mask + row) != 0) & (count > 0):
@@ -146,7 +148,7 @@ def _slope(z, c, peak, total, entropy, a, e):
 
 
 @triton.jit
-def support_gradient_kernel(
+def sampling_mask_gradient_kernel(
     logits,
     targets,
     mask,
@@ -156,7 +158,7 @@ def support_gradient_kernel(
     values,
     peaks,
     totals,
-    support_entropies,
+    sampling_mask_entropies,
     whole_peaks,
     whole_totals,
     entropies,
@@ -181,7 +183,7 @@ def support_gradient_kernel(
         a = tl.where(exists, tl.load(grad_logprobs + row), float("nan")) * (c * LN2)
         e = tl.load(grad_entropies + row) * (c * LN2)
         peak = tl.load(peaks + row)
-        support_entropy = tl.load(support_entropies + row)
+        sampling_mask_entropy = tl.load(sampling_mask_entropies + row)
         whole_peak = tl.load(whole_peaks + row)
         whole_total = tl.load(whole_totals + row)
         entropy = tl.load(entropies + row)
@@ -194,9 +196,9 @@ def support_gradient_kernel(
             owned = (column >= 0) & (column < valid)
             z = tl.load(logits + row * stride + column, owned, 0.0).to(tl.float32)
             if WHOLE_ENTROPY:
-                slope = _slope(z, c, peak, total, support_entropy, a, zero)
+                slope = _slope(z, c, peak, total, sampling_mask_entropy, a, zero)
                 slope += _slope(z, c, whole_peak, whole_total, entropy, zero, e)
             else:
-                slope = _slope(z, c, peak, total, support_entropy, a, e)
+                slope = _slope(z, c, peak, total, sampling_mask_entropy, a, e)
             slope = tl.where(token == target, slope + a, slope)
             tl.store(values + start + k + lanes, slope, owned)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import support_oracle
+import sampling_mask_oracle
 import torch
 from torch import Tensor
 
 from megatron_pg.batch import TokenFields
-from megatron_pg.batch.fields import TokenSupport
+from megatron_pg.batch.fields import SamplingMask
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
@@ -36,8 +36,8 @@ class Parts:
         poisoned = [s if m else [size + 5, -9] for s, m in zip(sets, mask.tolist(), strict=True)]
         offsets = torch.tensor([0, *map(len, poisoned)]).cumsum(0)
         ids = torch.tensor([j for s in poisoned for j in s], dtype=torch.int32)
-        support = TokenSupport.of(ids, offsets)
-        support.counts[~mask] = 0  # as a batch has it
+        sampling_mask = SamplingMask.of(ids, offsets)
+        sampling_mask.counts[~mask] = 0  # as a batch has it
         random = torch.randn(3, rows, dtype=torch.float64)
         fields = TokenFields(
             targets=torch.where(mask, targets, -100),
@@ -45,19 +45,21 @@ class Parts:
             weights=torch.where(mask, random[0].abs(), 0),
             old_logprobs=torch.where(mask, -random[1].abs(), torch.nan),
             advantages=torch.where(mask, random[2], torch.nan),
-            support=support,
+            sampling_mask=sampling_mask,
         )
         return cls(fields, sets, size)
 
-    def policy_loss(self, entropy_support: str, *, bonus: bool = True) -> PolicyLoss:
+    def policy_loss(self, sampling_mask_entropy: str, *, bonus: bool = True) -> PolicyLoss:
         """REINFORCE and an entropy bonus: slopes a = -w A and e = -ηw."""
         terms = LossTerms(
-            objective=objective_of("reinforce"), further=BONUSES if bonus else (), entropy_support=entropy_support
+            objective=objective_of("reinforce"),
+            further=BONUSES if bonus else (),
+            sampling_mask_entropy=sampling_mask_entropy,
         )
         return PolicyLoss(terms, self.fields)
 
     def expected(
-        self, logits: Tensor, entropy_support: str, *, temperature: float, bonus: bool = True
+        self, logits: Tensor, sampling_mask_entropy: str, *, temperature: float, bonus: bool = True
     ) -> tuple[float, Tensor, Tensor, Tensor]:
         """Loss, log-probabilities, entropies and the gradient of the logits [T, columns]."""
         f, table = self.fields, np.zeros(logits.shape)
@@ -65,12 +67,12 @@ class Parts:
         for t in f.mask.nonzero()[:, 0].tolist():
             w, advantage = float(f.weights[t]), float(f.advantages[t])
             a, e = -w * advantage, -BONUS * w * bonus
-            logprobs[t], entropies[t], table[t, : self.size] = support_oracle.row_of(
+            logprobs[t], entropies[t], table[t, : self.size] = sampling_mask_oracle.row_of(
                 logits[t, : self.size].tolist(),
                 int(f.targets[t]),
                 self.sets[t],
                 temperature=temperature,
-                kept=entropy_support == "kept",
+                kept=sampling_mask_entropy == "kept",
                 a=a,
                 e=e,
             )

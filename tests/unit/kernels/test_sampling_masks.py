@@ -5,16 +5,16 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import support_oracle
+import sampling_mask_oracle
 import torch
 from compare import scalar_error, tensor_error
-from support_parts import Parts
+from sampling_mask_parts import Parts
 
-from megatron_pg.batch.fields import TokenSupport, TopK
+from megatron_pg.batch.fields import SamplingMask, TopK
 from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import Vocabulary, policy_gradient_loss
 from megatron_pg.kernels.label_logprobs import label_logprobs
-from megatron_pg.kernels.support import Restriction
+from megatron_pg.kernels.sampling_masks import Restriction
 
 LIMITS = {"torch": 1e-13, "triton": 2e-6}  # of float64 and float32
 DTYPES = {"torch": torch.float64, "triton": torch.float32}
@@ -55,16 +55,16 @@ def run(parts: Parts, logits: torch.Tensor, policy_loss, impl: str, *, inplace: 
 
 @BY_EVERY_IMPL
 @pytest.mark.parametrize("size", [9, 700])
-@pytest.mark.parametrize("entropy_support", ["full", "kept"])
+@pytest.mark.parametrize("sampling_mask_entropy", ["full", "kept"])
 @pytest.mark.parametrize("bonus", [False, True])
-def test_loss_and_gradient_are_those_of_the_kept_tokens(impl, inplace, size, entropy_support, bonus):
+def test_loss_and_gradient_are_those_of_the_kept_tokens(impl, inplace, size, sampling_mask_entropy, bonus):
     torch.manual_seed(size)
     parts = Parts.draw(size, (0, 1, 2, 5, 3, 0, 7, -1, 300))
     logits = draw_logits(parts, impl)
-    policy_loss = parts.policy_loss(entropy_support, bonus=bonus)
+    policy_loss = parts.policy_loss(sampling_mask_entropy, bonus=bonus)
     out, gradient = run(parts, logits, policy_loss, impl, inplace=inplace, entropy=bonus)
     loss, logprobs, entropies, wanted = parts.expected(
-        logits.double(), entropy_support, temperature=TEMPERATURE, bonus=bonus
+        logits.double(), sampling_mask_entropy, temperature=TEMPERATURE, bonus=bonus
     )
     limit = LIMITS[impl]
     assert scalar_error(float(out.loss.detach()), loss, 10.0) <= limit
@@ -72,7 +72,7 @@ def test_loss_and_gradient_are_those_of_the_kept_tokens(impl, inplace, size, ent
     assert out.entropy is None if not bonus else tensor_error(out.entropy, entropies) <= limit
     assert tensor_error(gradient, wanted) <= limit
     if not bonus:
-        assert not gradient[outside(parts, gradient)].any(), "a gradient outside the support"
+        assert not gradient[outside(parts, gradient)].any(), "a gradient outside the sampling mask"
 
 
 def outside(parts: Parts, table: torch.Tensor) -> torch.Tensor:
@@ -85,32 +85,32 @@ def outside(parts: Parts, table: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("entropy_support", ["full", "kept"])
+@pytest.mark.parametrize("sampling_mask_entropy", ["full", "kept"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_gradient_of_half_precision_is_rounded_once(dtype, entropy_support, inplace):
+def test_a_gradient_of_half_precision_is_rounded_once(dtype, sampling_mask_entropy, inplace):
     torch.manual_seed(6)
     parts = Parts.draw(37)
     logits = draw_logits(parts, "triton").to(dtype)
-    out, gradient = run(parts, logits, parts.policy_loss(entropy_support), "triton", inplace=inplace)
-    _, logprobs, _, wanted = parts.expected(logits.double(), entropy_support, temperature=TEMPERATURE)
+    out, gradient = run(parts, logits, parts.policy_loss(sampling_mask_entropy), "triton", inplace=inplace)
+    _, logprobs, _, wanted = parts.expected(logits.double(), sampling_mask_entropy, temperature=TEMPERATURE)
     assert tensor_error(out.logprobs, logprobs) <= 2e-6
     half = torch.finfo(dtype).eps / 2 + 2.0**-16 * (dtype == torch.bfloat16)  # the interpreter cuts bfloat16 off
     bound = wanted.abs() * 2 * half + 1e-6 + torch.finfo(dtype).tiny
     assert ((gradient.double() - wanted).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("entropy_support", ["full", "kept"])
+@pytest.mark.parametrize("sampling_mask_entropy", ["full", "kept"])
 @pytest.mark.parametrize(("impl", "tp"), [("torch", 2), ("torch", 4), ("triton", 2)])
-def test_ids_may_lie_on_any_rank(impl, entropy_support, tp, monkeypatch):
+def test_ids_may_lie_on_any_rank(impl, sampling_mask_entropy, tp, monkeypatch):
     torch.manual_seed(5)
     parts = Parts.draw(41)
     logits = draw_logits(parts, impl)  # 44 columns: of four ranks the last has padding alone but for 8
-    wanted = parts.expected(logits.double(), entropy_support, temperature=TEMPERATURE)
+    wanted = parts.expected(logits.double(), sampling_mask_entropy, temperature=TEMPERATURE)
 
     def of_rank(piece: torch.Tensor, group):
         leaf = piece.clone().requires_grad_()
         vocabulary = vocabulary_of(parts, piece.shape[1], group)
-        out = policy_gradient_loss(leaf * 1, parts.policy_loss(entropy_support), vocabulary, impl=impl)
+        out = policy_gradient_loss(leaf * 1, parts.policy_loss(sampling_mask_entropy), vocabulary, impl=impl)
         out.loss.backward()
         return out.loss.detach(), out.logprobs, leaf.grad
 
@@ -151,11 +151,11 @@ def test_one_exchange_of_four_numbers_a_row_or_eight(impl, whole_entropy, monkey
 
 
 @BY_EVERY_IMPL
-def test_a_support_of_all_tokens_is_none(impl, inplace):
+def test_a_sampling_mask_of_all_tokens_is_none(impl, inplace):
     parts = Parts.draw(30, (-1, -1, -1))
     logits = draw_logits(parts, impl)
     with_sets = run(parts, logits, parts.policy_loss("kept"), impl, inplace=inplace, entropy=True)
-    plain = dataclasses.replace(parts.policy_loss("kept"), fields=dataclasses.replace(parts.fields, support=None))
+    plain = dataclasses.replace(parts.policy_loss("kept"), fields=dataclasses.replace(parts.fields, sampling_mask=None))
     without = run(parts, logits, plain, impl, inplace=inplace, entropy=True)
     limit = 4 * torch.finfo(DTYPES[impl]).eps  # sums in another order
     assert tensor_error(with_sets[1], without[1]) <= limit
@@ -175,7 +175,7 @@ def test_a_token_that_was_the_only_one_is_certain_and_teaches_nothing(impl):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_logits_outside_the_support_are_not_looked_at(impl):
+def test_logits_outside_the_sampling_mask_are_not_looked_at(impl):
     parts = Parts.draw(40)
     logits = draw_logits(parts, impl)
     _, before = run(parts, logits, parts.policy_loss("kept"), impl)
@@ -187,7 +187,7 @@ def test_logits_outside_the_support_are_not_looked_at(impl):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_a_target_outside_its_support_is_seen(impl):
+def test_a_target_outside_its_sampling_mask_is_seen(impl):
     parts = Parts.draw(30, (3, 3, 3))
     parts.fields.targets[1] = next(j for j in range(30) if j not in parts.sets[1])
     out, _ = run(parts, draw_logits(parts, impl), parts.policy_loss("kept"), impl)
@@ -196,9 +196,9 @@ def test_a_target_outside_its_support_is_seen(impl):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_a_support_without_a_token_of_the_vocabulary_is_seen(impl):
+def test_a_sampling_mask_without_a_token_of_the_vocabulary_is_seen(impl):
     parts = Parts.draw(30, (3, 3, 3))
-    parts.fields.support.ids[3:6] = torch.tensor([30, 31, 32])  # padding
+    parts.fields.sampling_mask.ids[3:6] = torch.tensor([30, 31, 32])  # padding
     out, _ = run(parts, draw_logits(parts, impl), parts.policy_loss("kept"), impl)
     assert not torch.isfinite(out.logprobs[1])
 
@@ -210,7 +210,7 @@ def test_log_probabilities_alone_are_the_same(impl, whole_entropy):
     parts = Parts.draw(50, (0, 1, 2, 5, 3, 0, -1))
     rows = parts.fields.mask.nonzero()[:, 0]
     logits = draw_logits(parts, impl)[rows]
-    restriction = Restriction(support=parts.fields.support.at(rows), whole_entropy=whole_entropy)
+    restriction = Restriction(sampling_mask=parts.fields.sampling_mask.at(rows), whole_entropy=whole_entropy)
     vocabulary = vocabulary_of(parts, logits.shape[1])
     leaf = logits.clone().requires_grad_()
     found = label_logprobs(leaf * 1, parts.fields.targets[rows], vocabulary, impl=impl, restriction=restriction)
@@ -234,13 +234,15 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp, monkeypatch):
     torch.manual_seed(7)
     rows, size = 8, 300
     logits = 2.5 * torch.randn(rows, size)
-    sets = [support_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits.double().tolist()]
-    reported = [support_oracle.log_probabilities(z, s, TEMPERATURE) for z, s in zip(logits.tolist(), sets, strict=True)]
+    sets = [sampling_mask_oracle.kept_by_top_p(row, 0.95, TEMPERATURE) for row in logits.double().tolist()]
+    reported = [
+        sampling_mask_oracle.log_probabilities(z, s, TEMPERATURE) for z, s in zip(logits.tolist(), sets, strict=True)
+    ]
     targets = torch.tensor([s[len(s) // 3] for s in sets])
     old = torch.tensor([r[int(y)] for r, y in zip(reported, targets, strict=True)])
     offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
     restriction = Restriction(
-        support=TokenSupport.of(torch.tensor([j for s in sets for j in s], dtype=torch.int32), offsets),
+        sampling_mask=SamplingMask.of(torch.tensor([j for s in sets for j in s], dtype=torch.int32), offsets),
         whole_entropy=False,
     )
 
@@ -255,28 +257,28 @@ def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp, monkeypatch):
 
 
 def test_rows_are_taken_with_their_sets():
-    support = TokenSupport.of(torch.tensor([4, 9, 2], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
-    assert support.table().tolist() == [[4, 9], [-1, -1], [2, -1]]
-    assert support.at(torch.tensor([2, 0])).table().tolist() == [[2, -1], [4, 9]]
-    assert support.at(slice(1, 3)).table().tolist() == [[-1, -1], [2, -1]]
+    sampling_mask = SamplingMask.of(torch.tensor([4, 9, 2], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
+    assert sampling_mask.table().tolist() == [[4, 9], [-1, -1], [2, -1]]
+    assert sampling_mask.at(torch.tensor([2, 0])).table().tolist() == [[2, -1], [4, 9]]
+    assert sampling_mask.at(slice(1, 3)).table().tolist() == [[-1, -1], [2, -1]]
 
 
 def test_sets_of_another_number_of_rows_are_refused():
-    support = TokenSupport.of(torch.tensor([4, 9, 2], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
+    sampling_mask = SamplingMask.of(torch.tensor([4, 9, 2], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
     with pytest.raises(ValueError, match="the restriction has 3 rows for 2 targets"):
         label_logprobs(
             torch.randn(2, 12),
             torch.tensor([4, 2]),
             Vocabulary.of(12),
             impl="torch",
-            restriction=Restriction(support=support),
+            restriction=Restriction(sampling_mask=sampling_mask),
         )
     for offsets in ([0, 2], [1, 3], [0, 3, 2, 3], []):
         with pytest.raises(ValueError, match="offsets do not rise from 0 to 3"):
-            TokenSupport.of(support.ids, torch.tensor(offsets, dtype=torch.int64))
+            SamplingMask.of(sampling_mask.ids, torch.tensor(offsets, dtype=torch.int64))
 
 
-def test_a_teachers_likeliest_tokens_and_a_misshapen_support_are_refused():
+def test_a_teachers_likeliest_tokens_and_a_misshapen_sampling_mask_are_refused():
     parts = Parts.draw(30, (3, 3, 3))
     policy_loss = parts.policy_loss("kept")
     teacher = TopK(
@@ -292,7 +294,7 @@ def test_a_teachers_likeliest_tokens_and_a_misshapen_support_are_refused():
     with pytest.raises(ValueError, match="is over the whole vocabulary, and the log-probabilities of this micro-batch"):
         policy_gradient_loss(logits, both, Vocabulary.of(33), impl="torch")
     short = dataclasses.replace(
-        policy_loss, fields=dataclasses.replace(parts.fields, support=parts.fields.support.at(slice(0, 2)))
+        policy_loss, fields=dataclasses.replace(parts.fields, sampling_mask=parts.fields.sampling_mask.at(slice(0, 2)))
     )
-    with pytest.raises(ValueError, match=r"support.starts has shape \(2,\) for \(3,\) targets"):
+    with pytest.raises(ValueError, match=r"sampling_mask.starts has shape \(2,\) for \(3,\) targets"):
         policy_gradient_loss(logits, short, Vocabulary.of(33), impl="torch")

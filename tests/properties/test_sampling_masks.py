@@ -5,8 +5,8 @@ import random
 import pytest
 import simulation
 from head_simulation import through_the_fused_head  # noqa: F401, a fixture
+from sampling_mask_cases import random_case, random_term_case
 from simulation import Layout
-from support_cases import random_case, random_term_case
 
 OBJECTIVES = ("grpo", "gspo", "cispo", "dppo_kl", "reinforce", "topr", "gmpo")
 LAYOUTS = [
@@ -33,7 +33,7 @@ def worst(layout: Layout, count: int) -> float:
 
 
 @pytest.mark.proof(
-    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+    "sampling masks: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(layout, full, evidence):
@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_logits_that_are_minus_infinity_outside(l
 
 
 @pytest.mark.proof(
-    "supports: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
+    "sampling masks: losses, terms and gradients within 2e-12 in every layout, by stored logits and the fused head"
 )
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
 @pytest.mark.usefixtures("through_the_fused_head")
@@ -59,20 +59,20 @@ def worst_of_terms(layout: Layout, count: int) -> float:
 
 
 @pytest.mark.proof(
-    "supports: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
+    "sampling masks: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
 )
 @pytest.mark.usefixtures("rank_zero")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_terms_read_the_support_at_any_token(layout, full, evidence):
+def test_terms_read_the_sampling_mask_at_any_token(layout, full, evidence):
     count = 100 if full else 10
     evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)
 
 
 @pytest.mark.proof(
-    "supports: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
+    "sampling masks: KL and entropy terms on any tokens, without the objective too, equal loops in every layout"
 )
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[7]], ids=str)
 @pytest.mark.usefixtures("rank_zero", "through_the_fused_head")
-def test_terms_read_the_support_at_any_token_in_the_fused_head(layout, full, evidence):
+def test_terms_read_the_sampling_mask_at_any_token_in_the_fused_head(layout, full, evidence):
     count = 100 if full else 10
     evidence(cases=count, worst=worst_of_terms(layout, count), tolerance=BOUND)

@@ -25,14 +25,14 @@ OF_ROLLOUT = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A case of `objective_cases` with supports; `kept`: entropies are over them."""
+    """A case of `objective_cases` with sampling masks; `kept`: entropies are over them."""
 
     base: objective_cases.Case
     samples: Sequence[Sample]
     kept: bool
 
     def step(self, layout: Layout, rng: random.Random) -> Step:
-        terms = dataclasses.replace(self.base.loss.terms, entropy_support="kept" if self.kept else "full")
+        terms = dataclasses.replace(self.base.loss.terms, sampling_mask_entropy="kept" if self.kept else "full")
         loss = dataclasses.replace(self.base.loss, terms=terms)
         return Step(self.samples, self.base.logits, loss, simulation.scatter_samples(self.samples, layout, rng))
 
@@ -74,9 +74,9 @@ class Case:
 def restrict(sample: Sample, table: Tensor) -> Tensor:
     """The logits with -inf outside each response token's set, row by row."""
     table, first = table.clone(), len(sample.tokens) - sample.response_length - 1
-    offsets = sample.support.offsets.tolist()
+    offsets = sample.sampling_mask.offsets.tolist()
     for k, (start, end) in enumerate(itertools.pairwise(offsets)):
-        allowed = set(sample.support.ids[start:end].tolist())
+        allowed = set(sample.sampling_mask.ids[start:end].tolist())
         for j in range(table.shape[1]):
             if allowed and j not in allowed:
                 table[first + k, j] = -torch.inf
@@ -85,7 +85,7 @@ def restrict(sample: Sample, table: Tensor) -> Tensor:
 
 def random_case(rng: random.Random, objective: str) -> Case:
     base = objective_cases.random_case(rng, objective)
-    samples = [_supported(sample, rng) for sample in base.samples]
+    samples = [_with_mask(sample, rng) for sample in base.samples]
     if objective in objective_cases.PRODUCTS:
         temperature = base.expected.temperature
         tables = [restrict(s, t) for s, t in zip(samples, base.logits, strict=True)]
@@ -104,7 +104,7 @@ def _keeps_some(case: Case) -> bool:
     return any(f.any() for f in oracle.step(case._documents(restricted=True), case.base.expected).factors)
 
 
-def _supported(sample: Sample, rng: random.Random) -> Sample:
+def _with_mask(sample: Sample, rng: random.Random) -> Sample:
     """The sample with a set for each token: its token alone, several, all of the vocabulary, none; garbage where it is masked."""
     sets = []
     for token, trained in zip(
@@ -114,12 +114,12 @@ def _supported(sample: Sample, rng: random.Random) -> Sample:
         others = rng.sample([j for j in range(cases.VOCABULARY) if j != token], max(size - 1, 0))
         own = rng.sample([token, *others], size) if size else []
         sets.append(own if trained else [99, 99, -7])
-    return _certain(dataclasses.replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id)))
+    return _certain(dataclasses.replace(sample, sampling_mask=PAYLOADS["sampling_mask"].of(sets, sample.sample_id)))
 
 
 def _certain(sample: Sample) -> Sample:
     """A token that was the only one has log-probability 0 under every policy over its set."""
-    alone = sample.support.counts == 1
+    alone = sample.sampling_mask.counts == 1
     known = {name: values for name in OF_ROLLOUT if (values := getattr(sample, name)) is not None}
     fields = {name: torch.where(alone, 0.0, values) for name, values in known.items()}
     return dataclasses.replace(sample, **fields)
@@ -174,5 +174,5 @@ def _with_sets(flags: term_cases.Flags, sample: Sample, rng: random.Random) -> S
         own = rng.sample([token, *others], size) if size else []
         is_checked = sample.term == "rl" and bool(sample.loss_mask[k])
         sets.append((own if k not in whole else []) if k in read else others if is_checked else [99, 99, -7])
-    sample = dataclasses.replace(sample, support=PAYLOADS["support"].of(sets, sample.sample_id))
+    sample = dataclasses.replace(sample, sampling_mask=PAYLOADS["sampling_mask"].of(sets, sample.sample_id))
     return _certain(sample)

@@ -1,0 +1,144 @@
+"""A planned optimizer step, from this rank's micro-batches to their slices.
+
+    count_step       what the micro-batches contribute to the counts of the step
+    select_tokens    the tokens that a step-wide correction selects (collectives)
+    plan_from_table  the metadata exchange and every denominator (collectives)
+    token_weights    the weight of every response token
+    slice_batch      what this rank computes on
+
+Megatron's step and the hosts plan through `PlannedStep.of`. An error on one rank is raised on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_pg.batch import LocalBatch, PackedBatch, slice_batch
+from megatron_pg.plan.microbatches import CountedStep, count_step
+from megatron_pg.plan.plan import StepPlan, plan_from_table
+from megatron_pg.plan.sampling_masks import without_missing
+from megatron_pg.plan.selection import select_tokens
+from megatron_pg.plan.settings import LossSettings
+from megatron_pg.plan.table import PlanRule
+from megatron_pg.plan.weights import TokenFactors, depth_weights, token_weights
+
+
+def _accept(batches: Sequence[PackedBatch]) -> None:
+    """The default of `PlannedStep.of`: no further checks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedStep:
+    """The plan of an optimizer step, and what it adds to this rank's micro-batches."""
+
+    settings: LossSettings
+    plan: StepPlan
+    batches: Sequence[PackedBatch]
+    factors: Sequence[TokenFactors]  # of each micro-batch: what is known of its tokens without their weights
+    fields: Sequence[dict[str, Tensor]]  # of each micro-batch, from `token_weights`
+
+    @classmethod
+    def of(
+        cls,
+        batches_of: Callable[[], Sequence[PackedBatch]],
+        settings: LossSettings,
+        *,
+        group: ProcessGroup | None,
+        rule: PlanRule | None = None,
+        check: Callable[[Sequence[PackedBatch]], None] = _accept,
+    ) -> "PlannedStep":
+        """Plan a step, by one exchange over `group`.
+
+        Args:
+            batches_of: makes this rank's micro-batches of the step.
+            settings: the loss settings, the same on every rank.
+            group: the ranks that contribute their own samples, every one of which must call; None: this process alone.
+            rule: the plan rule; default `settings.plan_rule`.
+            check: raises where the micro-batches are not valid for the caller.
+
+        Raises:
+            StepPlanError: on every rank of `group`, for an error of any kind on any of them.
+        """
+        batches: Sequence[PackedBatch] = ()
+        counted, error = CountedStep(None, []), None
+        try:
+            batches = [without_missing(batch, settings) for batch in batches_of()]
+            check(batches)
+            counted = count_step(batches, settings, group)
+        except Exception as failure:  # the exchange raises it on every rank
+            error = failure
+        table, factors = select_tokens(batches, counted, settings, group, error)
+        plan = plan_from_table(table, rule or settings.plan_rule, error=error, group=group)
+        starts = _starts(batches)
+        fields = [
+            token_weights(batch, plan, start, factors=own, settings=settings)
+            for batch, start, own in zip(batches, starts, factors, strict=True)
+        ]
+        return cls(settings=settings, plan=plan, batches=batches, factors=factors, fields=fields)
+
+    def slices(
+        self, group_of: Callable[[PackedBatch], ProcessGroup | None], device: torch.device | str = "cpu"
+    ) -> list[LocalBatch]:
+        """This rank's slice of every micro-batch, in their order.
+
+        Args:
+            group_of: the context-parallel group that splits a micro-batch; None: this rank has all of it.
+            device: where the model runs.
+        """
+        return [
+            self._slice(
+                batch, fields, group_of(batch), device, depth_weights(batch, self.plan, start, settings=self.settings)
+            )
+            for batch, fields, start in zip(self.batches, self.fields, _starts(self.batches), strict=True)
+        ]
+
+    def slice(
+        self, batch: PackedBatch, members: Sequence[int], group: ProcessGroup | None, device: torch.device | str = "cpu"
+    ) -> LocalBatch:
+        """This rank's slice of a micro-batch packed from samples of the step, which was planned as one micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            members: the index of each of its samples among the step's samples.
+            group: the context-parallel group that splits it; None: this rank has all of it.
+            device: where the model runs.
+        """
+        fields = {name: torch.cat([parts[i] for i in (-1, *members)]) for name, parts in self._by_sample.items()}
+        return self._slice(batch, fields, group, device)
+
+    @cached_property
+    def _by_sample(self) -> dict[str, list[Tensor]]:
+        """Each field of the only micro-batch by sample; the last entry is empty."""
+        (batch,), (fields,) = self.batches, self.fields
+        lengths = [sample.response_length for sample in batch.samples]
+        return {name: [*values.split(lengths), values[:0]] for name, values in fields.items()}
+
+    def _slice(
+        self,
+        batch: PackedBatch,
+        fields: dict[str, Tensor],
+        group: ProcessGroup | None,
+        device: torch.device | str,
+        weights_of_depths: Sequence[Tensor] = (),
+    ) -> LocalBatch:
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        return slice_batch(
+            batch,
+            fields,
+            cp_rank=rank,
+            cp_size=size,
+            device=device,
+            sequences=self.settings.terms.reads_sequences,
+            cp_group=group if size > 1 else None,
+            depth_weights=weights_of_depths,
+        )
+
+
+def _starts(batches: Sequence[PackedBatch]) -> list[int]:
+    """The index of each micro-batch's first sample among all samples of this rank."""
+    counts = [len(batch.samples) for batch in batches]
+    return [sum(counts[:k]) for k in range(len(batches))]

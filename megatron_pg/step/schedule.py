@@ -1,0 +1,45 @@
+"""One call of Megatron's forward-backward function, as a record."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pg.batch import LocalBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleCall:
+    """The keyword arguments of Megatron's forward-backward function that the step reads."""
+
+    chunks: list[Any]  # the model's virtual pipeline stages on this rank
+    data_iterator: Iterator | list[Iterator | None] | None  # a list under virtual pipeline parallelism
+    num_microbatches: int  # K; not read where the step takes documents
+    seq_length: int
+    micro_batch_size: int
+    forward_only: bool = False
+    keywords: Mapping[str, object]  # all of them, as given
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> "ScheduleCall":
+        """From the keyword arguments."""
+        model = keywords["model"]
+        return cls(
+            chunks=model if isinstance(model, list) else [model],
+            data_iterator=keywords["data_iterator"],
+            num_microbatches=keywords["num_microbatches"],
+            seq_length=keywords["seq_length"],
+            micro_batch_size=keywords["micro_batch_size"],
+            forward_only=bool(keywords.get("forward_only")),
+            keywords=keywords,
+        )
+
+    @property
+    def config(self) -> Any:
+        """The TransformerConfig of the model."""
+        return self.chunks[0].config
+
+    def over(self, microbatches: Sequence[LocalBatch]) -> dict[str, object]:
+        """The keyword arguments with the planned micro-batches, over which every virtual stage runs."""
+        iterators = [iter(microbatches) for _ in self.chunks]
+        data_iterator = iterators if isinstance(self.data_iterator, list) else iterators[0]
+        return {**self.keywords, "data_iterator": data_iterator, "num_microbatches": len(microbatches)}
