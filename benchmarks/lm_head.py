@@ -245,7 +245,7 @@ def gradient_errors(problem: Problem, rows: int = 512, columns: int = 8192) -> d
     grpo_loss(exact_hidden @ exact_weight.t(), *fields, **options, impl="torch").loss.backward()
     exact_part = exact_weight.grad.chunk(ranks)[0 if group is None else group.rank()]
     found = {}
-    for mode, backward in (("forward", "bf16"), ("odds", "bf16"), ("forward", "split"), ("recompute", "bf16")):
+    for mode, backward in (("forward", "bf16"), ("scaled_exp", "bf16"), ("forward", "split"), ("recompute", "bf16")):
         total = torch.zeros(weight.shape, device="cuda")
         leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         options |= {"mode": mode, "backward": backward, "main_grad": total, "tp_group": group}
@@ -263,8 +263,8 @@ def bench(rows: int, repetitions: int, *, with_peers: bool) -> dict:
     torch.cuda.empty_cache()
     variants = {
         "ours": (ours(problem), repetitions),
-        "ours, odds": (ours(problem, mode="odds"), repetitions),
-        "ours, odds, 50 % masked": (ours(half, mode="odds"), repetitions),
+        "ours, scaled_exp": (ours(problem, mode="scaled_exp"), repetitions),
+        "ours, scaled_exp, 50 % masked": (ours(half, mode="scaled_exp"), repetitions),
         "ours, entropy": (ours(problem, entropy=True), repetitions),
         "ours, 50 % masked": (ours(half), repetitions),
         "ours, split backward": (ours(problem, backward="split"), repetitions),

@@ -139,8 +139,8 @@ def slice_loss_masks_for_local_cp(
     for i, (mask, total, response, width) in enumerate(zip(loss_masks, *fields.values(), strict=True)):
         if mask.shape != (response,):
             raise ValueError(
-                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and values would "
-                "not align. Give one entry per response token."
+                f"loss_masks[{i}] has shape {tuple(mask.shape)}, the response has {response} tokens, so mask and "
+                "values would not align. Give one entry per response token."
             )
         index = response_index(total, response, qkv_format, width, cp_rank=cp_rank, cp_size=cp_size)
         masks.append(mask[index.to(mask.device)])
@@ -181,8 +181,8 @@ def get_sum_of_sample_mean(
     """
     if not isinstance(calculate_per_token_loss, bool):
         raise ValueError(
-            f"calculate_per_token_loss={calculate_per_token_loss!r} is neither True nor False. The fourth argument is miles' flag; "
-            "slime's denominators go by name: sample_denoms=."
+            f"calculate_per_token_loss={calculate_per_token_loss!r} is neither True nor False. The fourth argument is "
+            "miles' flag; slime's denominators go by name: sample_denoms=."
         )
     given = {
         "calculate_per_token_loss": calculate_per_token_loss or None,
@@ -199,8 +199,8 @@ def get_sum_of_sample_mean(
     def reduce(x: Tensor) -> Tensor:
         if x.shape != (sum(lengths),):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, this rank holds {sum(lengths)} response tokens, so values and masks would "
-                "not align. Give this context-parallel rank's values, samples one after the other."
+                f"x has shape {tuple(x.shape)}, this rank holds {sum(lengths)} response tokens, so values and masks "
+                "would not align. Give this context-parallel rank's values, samples one after the other."
             )
         parts: Any = zip(x.split(lengths), masks, divisors, strict=True)
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -234,8 +234,8 @@ def all_gather_with_cp(
     index = response_index(total_length, response_length, qkv_format, max_seq_len, cp_rank=cp_rank, cp_size=cp_size)
     if len(tensor) != len(index):
         raise ValueError(
-            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} holds {len(index)} of this sample, so they "
-            "would land on the wrong tokens. Slice it with the same lengths and format."
+            f"tensor has {len(tensor)} response values, rank {cp_rank} of {cp_size} holds {len(index)} of this "
+            "sample, so they would land on the wrong tokens. Slice it with the same lengths and format."
         )
     return _GatherResponse.apply(tensor, index.to(tensor.device), response_length, group if cp_size > 1 else None)
 
@@ -269,8 +269,8 @@ def _layout_length(length: int, qkv_format: str, max_seq_len: int | None) -> int
         )
     if max_seq_len is None or max_seq_len < length:
         raise ValueError(
-            f"max_seq_len={max_seq_len} with a bshd sample of {length} tokens, so the row's padded width is unknown or too "
-            "small. Give the width that the whole batch is padded to."
+            f"max_seq_len={max_seq_len} with a bshd sample of {length} tokens, so the row's padded width is unknown "
+            "or too small. Give the width that the whole batch is padded to."
         )
     return max_seq_len
 

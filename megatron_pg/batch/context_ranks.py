@@ -24,8 +24,8 @@ class ContextRanks:
     def __post_init__(self):
         if self.size < 1 or self.size & (self.size - 1) or self.first < 0 or self.first % self.size:
             raise ValueError(
-                f"ContextRanks(first={self.first}, size={self.size}): runs of ranks could overlap. Give a power of two as size and a multiple "
-                "of it as first."
+                f"ContextRanks(first={self.first}, size={self.size}): runs of ranks could overlap. Give a power of "
+                "two as size and a multiple of it as first."
             )
 
     def __iter__(self) -> Iterator[int]:
@@ -90,8 +90,9 @@ def assign_rows(
             found.append((time, grid.rows))
     if not found:
         raise ValueError(
-            f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit into {num_microbatches} micro-batches "
-            f"of {max_tokens} tokens on each of {num_ranks} ranks, and none may be dropped. Take more micro-batches, or raise max_tokens."
+            f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit into "
+            f"{num_microbatches} micro-batches of {max_tokens} tokens on each of {num_ranks} ranks, and none may be "
+            "dropped. Take more micro-batches, or raise max_tokens."
         )
     enough = 1.02 * min(found, key=lambda each: each[0])[0]
     return next(rows for time, rows in found if time <= enough)

@@ -24,8 +24,8 @@ def cut_steps(samples: Sequence[Sample], *, samples_per_step: int) -> list[list[
     """
     if samples_per_step < 1 or len(samples) % samples_per_step:
         raise ValueError(
-            f"{len(samples)} samples do not fill steps of {samples_per_step}; none may be dropped. Choose a step size that "
-            "divides the rollout batch."
+            f"{len(samples)} samples do not fill steps of {samples_per_step}; none may be dropped. Choose a step size "
+            "that divides the rollout batch."
         )
     steps = [list(samples[i : i + samples_per_step]) for i in range(0, len(samples), samples_per_step)]
     check_boundaries(steps)
@@ -58,8 +58,8 @@ def check_boundaries(steps: Sequence[Sequence[Any]], numbers: Sequence[int] | No
             for unit in {getattr(sample, kind) for sample in step} - {None}:
                 if seen.setdefault(unit, number) != number:
                     raise ValueError(
-                        f"{noun} {unit!r} has samples in steps {seen[unit]} and {number}; a group must lie in one optimizer "
-                        "step. Sort the samples by prompt, or choose another step size."
+                        f"{noun} {unit!r} has samples in steps {seen[unit]} and {number}; a group must lie in one "
+                        "optimizer step. Sort the samples by prompt, or choose another step size."
                     )
 
 
@@ -98,8 +98,9 @@ def cut_microbatches(
     """
     if num_microbatches < 1 or not 0 <= data_parallel_rank < data_parallel_size:
         raise ValueError(
-            f"num_microbatches={num_microbatches}, data_parallel_rank={data_parallel_rank}, data_parallel_size={data_parallel_size} are no "
-            "micro-batches of a rank. Give K ≥ 1 and a rank below the size."
+            f"num_microbatches={num_microbatches}, data_parallel_rank={data_parallel_rank}, "
+            f"data_parallel_size={data_parallel_size} are no micro-batches of a rank. Give K ≥ 1 and a rank below the "
+            "size."
         )
     laid_out = partial(
         pack, qkv_format=qkv_format, cp_size=cp_size, max_seq_len=max_seq_len, rows=rows, multiple_of=multiple_of
@@ -113,8 +114,9 @@ def cut_microbatches(
         raise ValueError("bshd needs rows, so that every micro-batch has the same shape; pass --micro-batch-size.")
     if len(samples) > (places := rows * num_microbatches * data_parallel_size):
         raise ValueError(
-            f"{len(samples)} samples for {num_microbatches} micro-batches of {rows} rows on {data_parallel_size} data-parallel ranks: "
-            f"{len(samples) - places} have no row, and none may be dropped. Raise --global-batch-size, or cut smaller steps."
+            f"{len(samples)} samples for {num_microbatches} micro-batches of {rows} rows on {data_parallel_size} "
+            f"data-parallel ranks: {len(samples) - places} have no row, and none may be dropped. Raise "
+            "--global-batch-size, or cut smaller steps."
         )
     mine = samples[data_parallel_rank::data_parallel_size]
     return [laid_out(mine[k * rows : (k + 1) * rows]) for k in range(num_microbatches)]
@@ -151,7 +153,8 @@ def cut_over_ranks(
     if min(num_microbatches, max_tokens) < 1 or not 0 <= rank < num_ranks or not attention_length > 0:
         raise ValueError(
             f"num_microbatches={num_microbatches}, max_tokens={max_tokens}, rank={rank} of num_ranks={num_ranks}, "
-            f"attention_length={attention_length} are no micro-batches of a rank. Give positive numbers and a rank below num_ranks."
+            f"attention_length={attention_length} are no micro-batches of a rank. Give positive numbers and a rank "
+            "below num_ranks."
         )
     rows = assign_rows(
         [len(sample.tokens) for sample in samples],

@@ -43,8 +43,9 @@ def zigzag_index(padded_lengths: Sequence[int], *, cp_rank: int, cp_size: int) -
     for i, length in enumerate(padded_lengths):
         if length % (2 * cp_size):
             raise ValueError(
-                f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size {cp_size}), so "
-                f"the ranks' chunks would not tile the sample. Pad it to {padded_length(length, cp_size)} before slicing."
+                f"padded_lengths[{i}]={length} is not a multiple of {2 * cp_size} (2 * context-parallel size "
+                f"{cp_size}), so the ranks' chunks would not tile the sample. Pad it to "
+                f"{padded_length(length, cp_size)} before slicing."
             )
         chunk = length // (2 * cp_size)
         for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
@@ -78,5 +79,6 @@ def check_rank(cp_rank: int, cp_size: int) -> None:
     """Refuse a rank outside of its group."""
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise ValueError(
-            f"cp_rank={cp_rank} is no rank of a context-parallel group of {cp_size}, so it holds no chunk. Ranks count from 0."
+            f"cp_rank={cp_rank} is no rank of a context-parallel group of {cp_size}, so it holds no chunk. Ranks "
+            "count from 0."
         )

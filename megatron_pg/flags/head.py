@@ -25,7 +25,7 @@ def add_head_arguments(group: argparse._ArgumentGroup) -> None:
         choices=HEAD_MODES,
         help="The same precision, from the last hidden states to the loss in chunks of tokens; the logits are never stored. "
         "forward (the default without a value): the gradient is made with the loss; recompute: the logits are made again in "
-        "the backward, for a loss scale and for losses that read whole sequences; odds: as forward, faster and with less memory, at "
+        "the backward, for a loss scale and for losses that read whole sequences; scaled_exp: as forward, faster and with less memory, at "
         "1.4 times the weight gradient's rounding error, for losses without entropies on compute capability 9.0.",
     )
     group.add_argument(
@@ -56,17 +56,17 @@ def head_violations(facts: Facts) -> Violations:
         )
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
-            yield from needs_recompute(reader, args.pg_fused_head)
-    if args.pg_fused_head == "odds":
+            yield from recompute_violation(reader, args.pg_fused_head)
+    if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
                 "E56",
-                f"--pg-fused-head odds keeps of a row what log-probabilities need, and {reader} reads more; use --pg-fused-head forward",
+                f"--pg-fused-head scaled_exp keeps of a row what log-probabilities need, and {reader} reads more; use --pg-fused-head forward",
             )
         if backward == "split":
             yield (
                 "E56",
-                "--pg-fused-head odds never has the gradient in float32 that --fp32-lm-head-backward split would be two parts of; use "
+                "--pg-fused-head scaled_exp never has the gradient in float32 that --fp32-lm-head-backward split would be two parts of; use "
                 "--pg-fused-head forward",
             )
 
@@ -79,7 +79,7 @@ def _choice_rules(args: argparse.Namespace) -> Violations:
         ("--fp32-lm-head-backward", args.fp32_lm_head_backward, HEAD_BACKWARDS),
     ):
         if value is not None:
-            yield from choice(flag, value, choices, "E50")
+            yield from choice(flag, value, choices, "E50", elsewhere={"odds": "scaled_exp"})
 
 
 def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violations:
@@ -95,7 +95,7 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
         )
 
 
-def needs_recompute(reader: str, mode: str) -> Violations:
+def recompute_violation(reader: str, mode: str) -> Violations:
     """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
     yield (
         "E55",

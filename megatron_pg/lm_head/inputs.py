@@ -17,8 +17,8 @@ class Head:
 
     Args:
         mode: "forward": the gradient is made in the forward, 6 N V H operations; "recompute": in the backward, from logits that
-            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences; "odds": as "forward", from
-            bfloat16 odds against the target that the first product ends in, for losses of log-probabilities alone.
+            are made again, 8 N V H, for any upstream gradient and for losses that read whole sequences; "scaled_exp": as "forward", from
+            bfloat16 exponentials of the logits that the first product ends in, for losses of log-probabilities alone.
         backward: of the float32 gradient of the logits: "bf16" rounds it, as Megatron does (relative error of the weight
             gradient 2e-3); "split" is the sum of two bfloat16 parts (3e-6), at twice the products.
         impl: "triton" or "torch": what reads the logits of a chunk.
@@ -41,10 +41,10 @@ class Head:
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}, so nothing would be computed.")
         check_impl(self.impl)
-        if self.mode == "odds" and self.backward == "split":
+        if self.mode == "scaled_exp" and self.backward == "split":
             raise ValueError(
-                "mode='odds' has no float32 gradient of the logits, of which backward='split' would be two parts. Use "
-                "mode='forward' or backward='bf16'."
+                "mode='scaled_exp' has no float32 gradient of the logits that backward='split' could split. Use mode='forward' or "
+                "backward='bf16'."
             )
 
 
@@ -62,8 +62,8 @@ def check_head(hidden: Tensor, weight: Tensor) -> None:
         )
 
 
-def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entropy: bool) -> None:
-    """Refuse what mode "odds" cannot do: it knows the log-probability of the target and nothing else of a row.
+def check_for_scaled_exp(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entropy: bool) -> None:
+    """Refuse what mode "scaled_exp" cannot do: it knows the log-probability of the target and nothing else of a row.
 
     Raises:
         ValueError: the loss reads more of a row, or the kernels do not take this weight on this device.
@@ -77,32 +77,32 @@ def check_for_odds(weight: Tensor, policy_loss: PolicyLoss, impl: str, *, entrop
     for what, is_read in reads.items():
         if is_read:
             raise ValueError(
-                f"mode='odds' keeps odds against the target, rounded to bfloat16, and {what} made of them would be as rough. Use "
+                f"mode='scaled_exp' keeps exponentials rounded to bfloat16, so {what} would have bfloat16 precision. Use "
                 "mode='forward'."
             )
     if weight.dtype == torch.float16:
         raise ValueError(
-            "mode='odds' has odds from 2^-126 to 2^90, and float16 ends at 2^-24 and 2^16, so gradients would be 0 or infinite. Use bfloat16 "
-            "or mode='forward'."
+            "mode='scaled_exp' stores exponentials from 2^-126 to 2^90, and float16 has 2^-24 to 2^16. Use bfloat16 or "
+            "mode='forward'."
         )
     if impl == "torch":
         return
     if weight.is_cuda:
-        check_odds_kernel(weight.dtype, weight.device)
+        check_scaled_exp_kernel(weight.dtype, weight.device)
     if not weight.is_contiguous() or weight.shape[1] % 8 or weight.data_ptr() % 16:
         raise ValueError(
-            f"mode='odds' reads rows one behind the other in steps of 16 bytes, and this weight, {tuple(weight.shape)} with strides "
-            f"{weight.stride()} from byte {weight.data_ptr() % 16} of such a step, would be read as another. Use mode='forward'."
+            f"mode='scaled_exp' needs a contiguous weight whose rows are aligned to 16 bytes, and this one has shape "
+            f"{tuple(weight.shape)}, strides {weight.stride()} and byte offset {weight.data_ptr() % 16}. Use mode='forward'."
         )
 
 
-def check_odds_kernel(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights and GPUs that the kernel of mode "odds" was not made for."""
+def check_scaled_exp_kernel(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse weights and GPUs that the kernel of mode "scaled_exp" was not made for."""
     capability = torch.cuda.get_device_capability(device)
     if dtype != torch.bfloat16 or capability != (9, 0):
         raise ValueError(
-            f"--pg-fused-head odds (mode='odds') has a kernel for bfloat16 on compute capability (9, 0), and here is {dtype} on {capability}. "
-            "Use forward."
+            "--pg-fused-head scaled_exp (mode='scaled_exp') has a kernel for bfloat16 on compute capability (9, 0), not for "
+            f"{dtype} on {capability}. Use forward."
         )
 
 

@@ -16,9 +16,9 @@ from megatron_pg.kernels.policy_loss import clipped_surrogate
 from megatron_pg.lm_head.chunks import Chunks, Detail
 from megatron_pg.lm_head.gradients import Gradients
 from megatron_pg.lm_head.heads import rows_of
-from megatron_pg.lm_head.inputs import Head, check_for_odds, check_head, check_targets, enter
+from megatron_pg.lm_head.inputs import Head, check_for_scaled_exp, check_head, check_targets, enter
 from megatron_pg.lm_head.products import logits_dtype
-from megatron_pg.lm_head.scaled_exp.gradients import Odds
+from megatron_pg.lm_head.scaled_exp.gradients import ScaledExpGradients
 from megatron_pg.lm_head.teacher import teacher_of
 
 
@@ -91,7 +91,7 @@ def policy_gradient_head_loss(  # noqa: D417
         hidden: [..., H] as in `grpo_head_loss`, like `weight`; other arguments not named here as in `policy_gradient_loss`.
         head: how it is done.
         rows: [n] int64, increasing: where its mask is True. Default: found there, for which the host waits for the device.
-        grad_scale: the upstream gradient that the backward will bring. The modes "forward" and "odds" add the weight gradient,
+        grad_scale: the upstream gradient that the backward will bring. The modes "forward" and "scaled_exp" add the weight gradient,
             made for it, to `main_grad` in the forward; another upstream gradient is then an error in the backward.
         teacher_weight: [V / tp, H_T] this rank's rows of the teacher's head, of the weight's dtype; for loss terms over the whole
             vocabulary of a teacher, which has no gradient.
@@ -107,8 +107,8 @@ def policy_gradient_head_loss(  # noqa: D417
             f"mode={head.mode!r} makes each chunk's gradient before the next chunk is read, and this loss reads whole sequences, so its "
             "gradient would be wrong. Use mode='recompute'."
         )
-    if head.mode == "odds":
-        check_for_odds(weight, policy_loss, head.impl, entropy=entropy)
+    if head.mode == "scaled_exp":
+        check_for_scaled_exp(weight, policy_loss, head.impl, entropy=entropy)
     check_loss(hidden, policy_loss, grad_scale)
     mask = policy_loss.fields.mask
     rows = mask.nonzero()[:, 0] if rows is None else rows
@@ -149,8 +149,8 @@ class _GradientInForward(torch.autograd.Function):
     def forward(ctx, hidden, weight, rows, policy_loss, vocabulary, head, detail, options):
         chosen, needed = policy_loss.at(rows), ctx.needs_input_grad
         ctx.grad_scale = options["grad_scale"]
-        if head.mode == "odds":
-            ctx.gradients = Odds(hidden, weight, rows, vocabulary, head, needed)
+        if head.mode == "scaled_exp":
+            ctx.gradients = ScaledExpGradients(hidden, weight, rows, vocabulary, head, needed)
             parts = list(ctx.gradients.losses(chosen, ctx.grad_scale))
         else:
             chunks = Chunks(hidden, weight, chosen.fields.targets, rows, vocabulary, head.impl, detail)

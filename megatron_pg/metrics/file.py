@@ -56,8 +56,8 @@ class MetricsFile:
         except OSError as error:
             self.close()
             raise ValueError(
-                f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or choose "
-                "another metrics_file."
+                f"{shown} cannot be written ({error.strerror}), so the run would leave no metrics. Make room, or "
+                "choose another metrics_file."
             ) from error
         except ValueError:
             self.close()
@@ -82,8 +82,9 @@ class MetricsFile:
         except OSError as error:
             self.num_missing = 1
             warnings.warn(
-                f"{printable(str(self.path), limit=None)} cannot be written any more ({error.strerror}), so it ends before step "
-                f"{record['iteration']}; training goes on. Make room before the next run, or choose another metrics_file.",
+                f"{printable(str(self.path), limit=None)} cannot be written any more ({error.strerror}), so it ends "
+                f"before step {record['iteration']}; training goes on. Make room before the next run, or choose "
+                "another metrics_file.",
                 stacklevel=2,
             )
 
@@ -133,15 +134,16 @@ def _locked(path: Path) -> IO[bytes]:
             holder = _holder(lock.read(200).decode(errors="replace").strip("\n\0"))
             lock.close()
             raise ValueError(
-                f"{shown} is being written by {holder}; two jobs would overwrite each other. End that one, or choose another metrics_file."
+                f"{shown} is being written by {holder}; two jobs would overwrite each other. End that one, or choose "
+                "another metrics_file."
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 lock.close()
                 raise
             warnings.warn(
-                f"{shown} is on a file system without file locks ({error.strerror}), so a second job with this metrics_file is not noticed. "
-                "Make sure that only one job writes it.",
+                f"{shown} is on a file system without file locks ({error.strerror}), so a second job with this "
+                "metrics_file is not noticed. Make sure that only one job writes it.",
                 stacklevel=3,
             )
         if name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat()):
@@ -184,7 +186,8 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
             found.append((int(json.loads(line.decode("utf-8"))["iteration"]), line))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{printable(str(path), limit=None)}:{number} is no line of a metrics file, so writing there would destroy or mix something else. Choose another path."
+                f"{printable(str(path), limit=None)}:{number} is no line of a metrics file, so writing there would "
+                "destroy or mix something else. Choose another path."
             ) from error
     return found
 

@@ -12,7 +12,7 @@ from megatron_pg.declarations.loss_terms import AS_POLICY, SHORTHANDS
 from megatron_pg.flags.facts import Facts
 from megatron_pg.kernels import LossTerms
 from megatron_pg.kernels.device import chosen
-from megatron_pg.lm_head.inputs import check_odds_kernel
+from megatron_pg.lm_head.inputs import check_scaled_exp_kernel
 from megatron_pg.lm_head.teacher_file import TeacherHead
 from megatron_pg.metrics import Reduction
 from megatron_pg.objectives import objective_of
@@ -186,6 +186,6 @@ def _impl(args: Namespace) -> str:
     if args.pg_kernel == "torch":  # needs no GPU, so none is touched: a process that only plans may have none
         return "torch"
     choice = chosen(args.pg_kernel)
-    if args.pg_fused_head == "odds" and choice.kernel == "triton" and choice.device.type == "cuda":
-        check_odds_kernel(vars(args).get("params_dtype", torch.bfloat16), choice.device)
+    if args.pg_fused_head == "scaled_exp" and choice.kernel == "triton" and choice.device.type == "cuda":
+        check_scaled_exp_kernel(vars(args).get("params_dtype", torch.bfloat16), choice.device)
     return choice.kernel

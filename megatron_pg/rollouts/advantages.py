@@ -103,8 +103,8 @@ def group_advantages(
             )
         if groups.setdefault(prompt, {}).setdefault(rollout, float(reward)) != float(reward):
             raise ValueError(
-                f"rollout {shorten(rollout)} of prompt {shorten(prompt)} has samples with different rewards, so {rule} is not defined. "
-                "Give all its samples the rollout's reward."
+                f"rollout {shorten(rollout)} of prompt {shorten(prompt)} has samples with different rewards, so "
+                f"{rule} is not defined. Give all its samples the rollout's reward."
             )
     found = {prompt: _of_group(rule, prompt, group) for prompt, group in groups.items()}
     return Advantages(
@@ -119,11 +119,13 @@ def _of_group(rule: str, prompt: Id, group: dict[Id, float]) -> dict[Id, float]:
     rewards = list(group.values())
     if RULES[rule].is_relative and len(group) < 2:
         raise ValueError(
-            f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use reward."
+            f"prompt {shorten(prompt)} has one rollout, so {rule} would be 0. Sample more rollouts of it, or use "
+            "reward."
         )
     if RULES[rule].is_binary and (graded := [reward for reward in rewards if reward not in (0.0, 1.0)]):
         raise ValueError(
-            f"prompt {shorten(prompt)} has the reward {graded[0]:g}, and {rule} is defined for rewards of 0 and 1. Choose another rule."
+            f"prompt {shorten(prompt)} has the reward {graded[0]:g}, and {rule} is defined for rewards of 0 and 1. "
+            "Choose another rule."
         )
     try:
         advantages = RULES[rule].of_group(rewards)

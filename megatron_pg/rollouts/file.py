@@ -94,7 +94,8 @@ class RolloutWriter:
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             reason = getattr(error, "strerror", None) or error
             raise RolloutWriteError(
-                f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. Give another path."
+                f"{printable(str(path), limit=None)}: cannot be opened for writing ({reason}), so no sample is in it. "
+                "Give another path."
             ) from error
         if not goes_on:
             self._put([_encoded({"format": FORMAT, "version": version})])
@@ -118,8 +119,8 @@ class RolloutWriter:
             append_whole(self._file, b"".join(lines))
         except OSError as error:
             raise RolloutWriteError(
-                f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these {len(lines)} lines is in "
-                "it; the earlier ones are. Make room."
+                f"{printable(self._file.name, limit=None)}: cannot be written ({error.strerror}), so none of these "
+                f"{len(lines)} lines is in it; the earlier ones are. Make room."
             ) from error
 
 
@@ -152,14 +153,16 @@ def _check_goes_on(path: Path, if_exists: str) -> int:
     shown = printable(str(path), limit=None)
     if if_exists == "refuse":
         raise RolloutFileError(
-            f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or 'replace'."
+            f"{shown}: exists already and is kept. Give another path, or RolloutWriter(…, if_exists='append') or "
+            "'replace'."
         )
     version = check_header(parse_line(next(raw_lines(path)), f"{shown}:1"), shown)
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":
             raise RolloutFileError(
-                f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete that line."
+                f"{shown}: its last line has no end, so its writer was killed and the next line would be lost. Delete "
+                "that line."
             )
     return version
 
@@ -187,8 +190,8 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
     record = _record_of(sample)
     if newer := [name for name in record if name in FIELDS and FIELDS[name].since > version]:
         raise ValueError(
-            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have, so it could not be read. Open "
-            f"it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
+            f"sample {sample.sample_id} has {newer[0]}, which version {version} of the file does not have, so it "
+            f"could not be read. Open it with RolloutWriter(…, version={FIELDS[newer[0]].since})."
         )
     try:
         line = _encoded(record)
@@ -198,8 +201,8 @@ def _encoded_sample(sample: Sample, version: int) -> bytes:
         ) from error
     if len(line) > lines.MAX_LINE_BYTES:
         raise ValueError(
-            f"sample {sample.sample_id} would be a line of {len(line)} bytes, and no reader takes more than {lines.MAX_LINE_BYTES}. Give hidden "
-            "states in bfloat16, or cut the sample."
+            f"sample {sample.sample_id} would be a line of {len(line)} bytes, and no reader takes more than "
+            f"{lines.MAX_LINE_BYTES}. Give hidden states in bfloat16, or cut the sample."
         )
     return line
 
@@ -213,7 +216,8 @@ def _record_of(sample: Sample) -> dict[str, Any]:
         )
     if bad := [name for name in sample.extra if not str(name).startswith("x_")]:
         raise ValueError(
-            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be read. Rename it."
+            f"extra field {shorten(bad[0])} of sample {sample.sample_id} does not begin with x_, so it could not be "
+            "read. Rename it."
         )
     if sample.reward is not None and not math.isfinite(sample.reward):
         raise ValueError(

@@ -41,7 +41,8 @@ def read_records(path: str | Path, *, update: Callable[[int], None] | None = Non
             continue
         if newer := sorted(_since(version).intersection(record)):
             raise RolloutFileError(
-                f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says {version}, so its "
+                f"{shown}:{number}: field {newer[0]!r} is of version {FIELDS[newer[0]].since} and the header says "
+                f"{version}, so its "
                 f'writer may have meant something else. Write "version": {FIELDS[newer[0]].since} into the first line.'
             )
         yield number, _renamed(record) if version == 2 else record
@@ -122,7 +123,8 @@ def check_header(record: dict, shown: str) -> int:
     if record.get("format") != FORMAT or record.get("version") not in VERSIONS:
         later = ", ".join(map(str, VERSIONS[1:]))
         raise RolloutFileError(
-            f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, so the "
+            f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, "
+            "so the "
             f'fields below cannot be trusted. The first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:

@@ -159,9 +159,9 @@ class Sample:
         for name, mask in self.masks.items():
             if not is_term(name) or name in (POLICY, self.term):
                 raise ValueError(
-                    f"masks of sample {label} contain {shorten(name)}, which is not a further loss term: the tokens of its "
-                    f"own loss term, {self.term}, are in loss_mask, and those of the objective belong to samples of the "
-                    f"loss term {POLICY}. Rename it."
+                    f"masks of sample {label} contain {shorten(name)}, which is not a further loss term: the tokens "
+                    f"of its own loss term, {self.term}, are in loss_mask, and those of the objective belong to "
+                    f"samples of the loss term {POLICY}. Rename it."
                 )
             if not is_plain(mask, 1, torch.bool) or len(mask) != size:
                 raise ValueError(
@@ -203,8 +203,8 @@ class Sample:
         label = rest["sample_id"] = _label(next((name for name in names if name is not None), "?"))
         if not is_int(length := plain(response_length)) or abs(length) >= 2**62:
             raise ValueError(
-                f"response_length={shorten(length)} of sample {label} is no length, so prompt and response cannot be told apart. "
-                "Give the number of response tokens."
+                f"response_length={shorten(length)} of sample {label} is no length, so prompt and response cannot be "
+                "told apart. Give the number of response tokens."
             )
         mask = _mask("loss_mask", loss_mask, length, label)
         number = plain(advantage)
@@ -261,8 +261,8 @@ def check_lengths(total_length: int, response_length: int) -> None:
     """Refuse a sample without a prompt token (its first response token has no logits) or without a response token."""
     if response_length < 1:
         raise ValueError(
-            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to train. "
-            "Drop the sample before the step is planned."
+            f"response_length={response_length} of a sample of {total_length} tokens, so it has no response token to "
+            "train. Drop the sample before the step is planned."
         )
     if total_length <= response_length:
         raise ValueError(
@@ -327,8 +327,8 @@ def _mask(name: str, values: Any, length: int, label: str) -> Tensor:
 
 def _length_message(name: str, length: int, response_length: int, label: object) -> str:
     return (
-        f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not align. "
-        "Give one per response token."
+        f"{name} of sample {label} has {length} entries for {response_length} response tokens, so they would not "
+        "align. Give one per response token."
     )
 
 
@@ -343,8 +343,8 @@ def _check_values(name: str, values: Any, mask: Tensor, label: str) -> None:
     if len(bad):
         position = int(bad[0])
         raise ValueError(
-            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, so the loss "
-            "would not be finite. Mask the token or repair the value."
+            f"{name} of sample {label} is {float(values[position])} at response token {position}, which is trained, "
+            "so the loss would not be finite. Mask the token or repair the value."
         )
     check_range(name, values[mask], label)
 
@@ -353,11 +353,11 @@ def check_range(name: str, values: Tensor, label: str) -> None:
     """Refuse values that are no log-probabilities, or no entropies; rounding may leave a little beyond 0."""
     if name == "old_entropies" and (values < -1e-3).any():
         raise ValueError(
-            f"old_entropies of sample {label} go down to {float(values.min()):g}, entropies are at least 0, so tokens would be chosen by "
-            "something else. Were log-probabilities or negative entropies given?"
+            f"old_entropies of sample {label} go down to {float(values.min()):g}, entropies are at least 0, so tokens "
+            "would be chosen by something else. Were log-probabilities or negative entropies given?"
         )
     if name in LOGPROBS and (values > 1e-3).any():
         raise ValueError(
-            f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio would be "
-            "wrong. Were probabilities or negative log-likelihoods given?"
+            f"{name} of sample {label} reach {float(values.max()):g}, log-probabilities are at most 0, so the ratio "
+            "would be wrong. Were probabilities or negative log-likelihoods given?"
         )

@@ -84,7 +84,7 @@ def microbatch_head_loss(
         fields: of this rank's slice of the micro-batch.
         rows: [n] int64, the trained rows of the fields (`LocalBatch.trained`).
         settings: the loss settings.
-        grad_scale: `LossScaling.grad_scale`; the modes "forward" and "odds" make the weight gradient for it.
+        grad_scale: `LossScaling.grad_scale`; the modes "forward" and "scaled_exp" make the weight gradient for it.
         totals: as in `microbatch_loss`.
         teacher_weight: as in `policy_gradient_head_loss`.
     """

@@ -234,7 +234,7 @@ def _documents(given: Mapping) -> list[str]:
 def _head(given: Mapping) -> list[str]:
     stored, fused, backward, columns = (given[name] for name in ("stored", "fused", "backward", "columns"))
     found = ["E50"] * (stored not in (True, False))
-    found += ["E50"] * (fused not in (None, "forward", "odds", "recompute"))
+    found += ["E50"] * (fused not in (None, "forward", "scaled_exp", "recompute"))
     found += ["E50"] * (backward not in (None, "bf16", "split"))
     if not stored and not fused:
         found += ["E51"] * (backward is not None)
@@ -245,9 +245,9 @@ def _head(given: Mapping) -> list[str]:
     if fused is None:
         return found
     found += ["E54"] * (bool(given["mup"]) + bool(given["fusion"]))
-    if fused == "odds":
+    if fused == "scaled_exp":
         found += ["E56"] * ((given["eta"] != 0) + (given["metrics"] == "with_entropy") + (backward == "split"))
-    if fused not in ("forward", "odds"):
+    if fused not in ("forward", "scaled_exp"):
         return found
     found += ["E55"] * (bool(given["fp16"]) + bool(given["scale"]))
     reads_sequences = given["own"] is None and given["objective"] in ("gspo", "gmpo")

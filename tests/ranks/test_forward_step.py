@@ -30,12 +30,12 @@ from rank_cases import (
     MTP_ORACLES,
     MTP_PLAIN,
     MTP_REFERENCES,
-    ODDS,
     PIECES,
     PIECES_4,
     REFERENCES,
     REPLAYED,
     REPLAYED_FULL,
+    SCALED_EXP,
     STARTUP,
     compare,
     compare_alike,
@@ -70,7 +70,7 @@ def results(folder, full):
     predicted += DYNAMIC_FULL if full else DYNAMIC
     balanced, replayed = (BALANCED_FULL, REPLAYED_FULL) if full else (BALANCED, REPLAYED)
     cases = {*trained, *hybrid(trained), *predicted, *balanced, *replayed, *MTP_PLAIN, *PIECES, *in_pieces(PIECES)}
-    cases |= {*ODDS, *FSDP, *(FSDP_FULL if full else [])}
+    cases |= {*SCALED_EXP, *FSDP, *(FSDP_FULL if full else [])}
     cases = sorted({*cases, *DOCUMENTS, *DYNAMIC_DOCUMENTS, *EVALUATIONS}, key=lambda case: case.split("-")[0])
     references = [*REFERENCES, *hybrid(ALIKE), *MTP_REFERENCES, *MTP_ORACLES, *parts_of(balanced)]
     with processes.finished([processes.start(2, two, cases), processes.start(1, one, references)]):
@@ -129,7 +129,7 @@ def test_every_parameters_gradient_equals_that_of_one_process(results, cases, ev
 @pytest.mark.proof("Real ranks, fused head without logits: every parameter's gradient on 2 ranks equals one process")
 def test_the_head_without_logits_has_the_gradient_of_one_process(results, evidence):
     two, one = results
-    evidence(cases=len(ODDS), worst=compare(two, one, ODDS), tolerance=LIMIT)
+    evidence(cases=len(SCALED_EXP), worst=compare(two, one, SCALED_EXP), tolerance=LIMIT)
 
 
 @pytest.mark.proof("Real ranks: every parameter's gradient on 4 ranks equals one process")
@@ -355,7 +355,7 @@ def test_every_word_of_a_case_is_known():
     known = {*OPTIONS, "docs", "gspo", "klcov", "uneven", "evaluate", "plain", "unevenplain", "oracle"}
     cases = [
         *FAST,
-        *ODDS,
+        *SCALED_EXP,
         *FULL,
         *FULL_4,
         *MTP,

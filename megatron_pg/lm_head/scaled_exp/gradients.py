@@ -1,4 +1,4 @@
-"""Loss and gradients of mode "odds", a block of rows at a time, by the steps of `odds`."""
+"""Loss and gradients of mode "scaled_exp", a block of rows at a time, by the steps of `scaled_exp`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +12,12 @@ from megatron_pg.lm_head.chunks import start_gather
 from megatron_pg.lm_head.gradients import HeadGradients
 from megatron_pg.lm_head.inputs import Head
 from megatron_pg.lm_head.products import logits_dtype
-from megatron_pg.lm_head.scaled_exp.head import EagerOdds, Found
+from megatron_pg.lm_head.scaled_exp.head import ScaledExp, ScaledExpOutput
 
 HIDDEN_BYTES = 2**25  # of the hidden states' gradient in float32 at a time
 
 
-class Odds(HeadGradients):
+class ScaledExpGradients(HeadGradients):
     """Loss and gradients of the wanted rows, a block at a time.
 
     Args:
@@ -47,47 +47,47 @@ class Odds(HeadGradients):
         buffer = self._hidden.new_empty(size, stride)[:, :columns]
         for block in products.slices(len(targets), size):
             states = self._hidden.index_select(0, self._rows[block])
-            odds, v = buffer[: len(states)], torch.empty_like(target_logits[block])
-            for part, shares in self._shares(states, odds, target_logits[block], targets[block]):
+            scaled, v = buffer[: len(states)], torch.empty_like(target_logits[block])
+            for part, shares in self._shares(states, scaled, target_logits[block], targets[block]):
                 chosen = policy_loss.at(slice(block.start + part.start, block.start + part.stop))
                 sums, logprobs = self._steps.logprobs(shares, targets[block][part])
                 found, slopes = _loss_and_slopes(chosen, logprobs, self._impl)
-                of_rows = Found(found.loss, found.logprobs, found.log_ratios)
+                of_rows = ScaledExpOutput(found.loss, found.logprobs, found.log_ratios)
                 self._steps.weigh(
-                    states[part], odds[part], targets[block][part], sums, slopes * grad_scale, v[part], of_rows
+                    states[part], scaled[part], targets[block][part], sums, slopes * grad_scale, v[part], of_rows
                 )
                 yield found
-            self._multiply(odds, states, v, self._rows[block])
+            self._multiply(scaled, states, v, self._rows[block])
 
     def _shares(
-        self, states: Tensor, odds: Tensor, target_logits: Tensor, targets: Tensor
+        self, states: Tensor, scaled: Tensor, target_logits: Tensor, targets: Tensor
     ) -> Iterator[tuple[slice, Tensor]]:
         """Every rank's S [tp, c] of a block's rows in parts; those of one part travel under the product of the next."""
         parts, waiting = min(self._vocabulary.ranks, 2), []
         for part in products.slices(len(states), -(-len(states) // parts)):
-            sums = self._steps.product(states[part], target_logits[part], targets[part], odds[part])
+            sums = self._steps.product(states[part], target_logits[part], targets[part], scaled[part])
             waiting.append((part, *start_gather(sums, self._vocabulary)))
         for part, shares, work in waiting:
             if work is not None:
                 work.wait()
             yield part, shares
 
-    def _multiply(self, odds: Tensor, weighed: Tensor, v: Tensor, rows: Tensor) -> None:
+    def _multiply(self, scaled: Tensor, weighed: Tensor, v: Tensor, rows: Tensor) -> None:
         if self._of_hidden is not None:
             size = max(HIDDEN_BYTES // (logits_dtype(weighed).itemsize * weighed.shape[1]), 1)
-            for part in products.slices(len(odds), size):
-                product = products.product(odds[part], self._weight, logits_dtype(weighed))
+            for part in products.slices(len(scaled), size):
+                product = products.product(scaled[part], self._weight, logits_dtype(weighed))
                 self._steps.scatter(product, v[part], rows[part], self._of_hidden)
         if self._of_weight is not None:
-            products.add_product(odds.t(), weighed, self._of_weight.total)
+            products.add_product(scaled.t(), weighed, self._of_weight.total)
 
 
-def _steps(impl: str, weight: Tensor, vocabulary: Vocabulary) -> EagerOdds:
+def _steps(impl: str, weight: Tensor, vocabulary: Vocabulary) -> ScaledExp:
     if impl == "torch":
-        return EagerOdds(weight, vocabulary)
-    from megatron_pg.lm_head.scaled_exp.kernels import TritonOdds  # torch alone must not need Triton
+        return ScaledExp(weight, vocabulary)
+    from megatron_pg.lm_head.scaled_exp.kernels import TritonScaledExp  # torch alone must not need Triton
 
-    return TritonOdds(weight, vocabulary)
+    return TritonScaledExp(weight, vocabulary)
 
 
 def _loss_and_slopes(policy_loss: PolicyLoss, logprobs: Tensor, impl: str) -> tuple[PolicyGradientLoss, Tensor]:

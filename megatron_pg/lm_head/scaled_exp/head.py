@@ -1,15 +1,15 @@
-"""The head whose first product brings its own statistics: mode "odds", which stores no logits, not even a chunk's.
+"""The mode "scaled_exp" of the fused head: its first product ends in scaled exponentials, so no logits are stored.
 
-The logit of the target is known before the product, from one dot product per row. So the product can end in odds against it,
-which bfloat16 holds to the same relative precision wherever they lie, and in their sums, which are never rounded below float32:
+One dot product per row gives the target's logit before the product. The product can therefore end in exponentials relative to the
+target. bfloat16 keeps them to the same relative precision at any size; their sums are never rounded below float32:
 
     s_j = z_j log2(e) / tau,   E_j = 2^(s_j - s_y - 60) for j != y,   S = sum_{j != y} E_j
     log π(y) = -log(1 + 2^60 S),   p_j = E_j / (S + 2^-60)
     E_y := -S,   v = -slope / (tau (S + 2^-60)),   dX = v ∘ (E W),   dW = E^T (v ∘ x)
 
-with slope the derivative of the loss by log π(y). 60 is where neither end is near: E keeps what has 2^-66 of the target's
-probability, and is exact up to E = 2^90, log π(y) > -103. Beyond, the log-probability is only known to be lower than what S gives: a
-row whose loss is the same for all lower ones (a ratio below its bound) has no gradient, any other one is NaN, and the step stops.
+Here slope is the derivative of the loss by log π(y). With 60 both ends are far away: E keeps columns of 2^-66 of the target's
+probability, and is exact up to E = 2^90, that is log π(y) > -103. Below, S only gives an upper bound of the log-probability. If the
+loss is the same for all lower values (a ratio below its bound), the row has no gradient. Otherwise it is NaN, and the step stops.
 """
 
 import math
@@ -26,15 +26,15 @@ HEADROOM = 60.0  # E_y would be 2^-60
 LIMIT = 90.0  # largest log2 E; the sum of 2^37 such columns, and their product with weights, are still finite
 
 
-class Found(NamedTuple):
-    """What a part of the rows gave, in which a row may turn out to be unknown."""
+class ScaledExpOutput(NamedTuple):
+    """Results of a part of the rows; those of an unknown row become NaN."""
 
     loss: Tensor  # []
     logprobs: Tensor  # [c], like the log-ratios
     log_ratios: Tensor
 
 
-class EagerOdds:
+class ScaledExp:
     """The steps in torch, of this rank's columns: the specification."""
 
     def __init__(self, weight: Tensor, vocabulary: Vocabulary):
@@ -50,8 +50,8 @@ class EagerOdds:
             found[part] = (states.to(found.dtype) * of_targets.to(found.dtype)).sum(dim=1) * self._scale
         return torch.where(owned, found, 0)
 
-    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, odds: Tensor) -> Tensor:
-        """[c] S of this rank's columns. Fills `odds` [c, V / tp] with E, 0 at targets and in padding."""
+    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
+        """[c] S of this rank's columns. Fills `scaled` [c, V / tp] with E, 0 at targets and in padding."""
         local, owned = self._vocabulary.owned(targets)
         sums = torch.empty_like(target_logits)
         for part in products.slices(len(states), products.chunk_rows(self._weight, 1)):
@@ -60,7 +60,7 @@ class EagerOdds:
             e[:, self._vocabulary.valid :] = 0
             at = local[part, None]
             e.scatter_(1, at, torch.where(owned[part, None], 0, e.gather(1, at)))
-            odds[part] = e.to(odds.dtype)
+            scaled[part] = e.to(scaled.dtype)
             sums[part] = e.sum(dim=1)
         return sums
 
@@ -70,7 +70,14 @@ class EagerOdds:
         return sums, logprobs_of(sums)
 
     def weigh(
-        self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slopes: Tensor, v: Tensor, found: Found
+        self,
+        states: Tensor,
+        scaled: Tensor,
+        targets: Tensor,
+        sums: Tensor,
+        slopes: Tensor,
+        v: Tensor,
+        found: ScaledExpOutput,
     ) -> None:
         """Fills `v` [c], writes E at the targets and v ∘ x over the states x [c, H].
 
@@ -85,7 +92,7 @@ class EagerOdds:
         v.copy_((unknown - slopes) / (sums + 2.0**-HEADROOM) / self._vocabulary.temperature)
         local, owned = self._vocabulary.owned(targets)
         at = local[:, None]
-        odds.scatter_(1, at, torch.where(owned[:, None], -sums[:, None].to(odds.dtype), odds.gather(1, at)))
+        scaled.scatter_(1, at, torch.where(owned[:, None], -sums[:, None].to(scaled.dtype), scaled.gather(1, at)))
         states.copy_(v[:, None] * states)
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The steps of mode "odds" as kernels: a product whose last act is the softmax's, and what is done to rows before and after it.
+"""The steps of mode "scaled_exp" as kernels: a product whose last act is the softmax's, and what is done to rows before and after it.
 
 The product is persistent: a program takes one tile of rows and columns after the other, and the copies of the next tile travel while
 a tile ends. `GROUP` tiles of rows are taken for each tile of columns, so that what is read again is still in the L2 cache. The
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.triton.tiles import FUSED, LN2
-from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, EagerOdds, Found
+from megatron_pg.lm_head.scaled_exp.head import HEADROOM, LIMIT, ScaledExp, ScaledExpOutput
 
 _HEADROOM, _LIMIT, _MOST = tl.constexpr(HEADROOM), tl.constexpr(LIMIT), tl.constexpr(2.0**LIMIT)
 ROWS = 128  # of a program that reads one number of each
@@ -48,8 +48,8 @@ class Tiles:
         return {"M": self.rows, "N": self.columns, "K": self.depth, "GROUP": self.group, "PARTS": self.parts}
 
 
-class TritonOdds(EagerOdds):
-    """`EagerOdds` by kernels."""
+class TritonScaledExp(ScaledExp):
+    """`ScaledExp` by kernels."""
 
     def __init__(self, weight: Tensor, vocabulary: Vocabulary):
         super().__init__(weight, vocabulary)
@@ -65,15 +65,15 @@ class TritonOdds(EagerOdds):
         )
         return found
 
-    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, odds: Tensor) -> Tensor:
+    def product(self, states: Tensor, target_logits: Tensor, targets: Tensor, scaled: Tensor) -> Tensor:
         """By a kernel; the sums of its tiles' sums in a fixed order."""
-        t, (count, columns) = self._tiles, odds.shape
+        t, (count, columns) = self._tiles, scaled.shape
         tiles = triton.cdiv(count, t.rows), triton.cdiv(columns, t.columns)
         sums = torch.empty(tiles[1], count, dtype=torch.float32, device=states.device)
-        odds_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)](
+        scaled_exp_kernel[(min(tiles[0] * tiles[1], t.programs * _multiprocessors(states.device)),)](
             TensorDescriptor.from_tensor(states, [t.rows, t.depth]),
             TensorDescriptor.from_tensor(self._weight.detach(), [t.columns, t.depth]),
-            TensorDescriptor.from_tensor(odds, [t.rows, t.columns // t.parts]),
+            TensorDescriptor.from_tensor(scaled, [t.rows, t.columns // t.parts]),
             target_logits,
             targets,
             sums,
@@ -100,13 +100,20 @@ class TritonOdds(EagerOdds):
         return sums, found
 
     def weigh(
-        self, states: Tensor, odds: Tensor, targets: Tensor, sums: Tensor, slopes: Tensor, v: Tensor, found: Found
+        self,
+        states: Tensor,
+        scaled: Tensor,
+        targets: Tensor,
+        sums: Tensor,
+        slopes: Tensor,
+        v: Tensor,
+        found: ScaledExpOutput,
     ) -> None:
         """By a kernel, a program per row."""
         where = self._vocabulary.valid, self._vocabulary.first
-        scalars = odds.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
+        scalars = scaled.stride(0), states.shape[1], 1.0 / self._vocabulary.temperature
         weigh_kernel[(len(states),)](
-            states, odds, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH, **FUSED
+            states, scaled, targets, sums, slopes, v, *found, *where, *scalars, BLOCK=WIDTH, **FUSED
         )
 
     def scatter(self, product: Tensor, v: Tensor, rows: Tensor, of_hidden: Tensor) -> None:
@@ -136,10 +143,10 @@ def target_kernel(hidden, weight, rows, targets, target_logits, valid, first, wi
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
-def odds_kernel(
+def scaled_exp_kernel(
     hidden,
     weight,
-    odds,
+    scaled,
     target_logits,
     targets,
     sums,
@@ -155,7 +162,7 @@ def odds_kernel(
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """odds[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding; sums [tiles of columns, rows] of them, unrounded."""
+    """scaled[i, j] = 2^(c z_ij - target_logits[i] - 60), 0 at targets and padding; sums [tiles of columns, rows] of them, unrounded."""
     tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(columns, N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * tiles_n)
@@ -176,13 +183,13 @@ def odds_kernel(
             column = tl.arange(0, N)[None, :]
             e = tl.where((column != target[:, None]) & (column < valid - j * N), e, 0.0)
         tl.store(sums + j.to(tl.int64) * rows + row, tl.sum(e, 1), here)
-        dtype: tl.constexpr = odds.dtype
+        dtype: tl.constexpr = scaled.dtype
         if PARTS == 1:
-            odds.store([i, j * N], e.to(dtype))
+            scaled.store([i, j * N], e.to(dtype))
         else:
             left, right = tl.split(tl.permute(tl.reshape(e, (M, 2, N // 2)), (0, 2, 1)))
-            odds.store([i, j * N], left.to(dtype))
-            odds.store([i, j * N + N // 2], right.to(dtype))
+            scaled.store([i, j * N], left.to(dtype))
+            scaled.store([i, j * N + N // 2], right.to(dtype))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -208,7 +215,7 @@ def logprob_kernel(shares, targets, sums, logprobs, ranks, rows, vocab_size, BLO
 @triton.jit(do_not_specialize=["first"])
 def weigh_kernel(
     states,
-    odds,
+    scaled,
     targets,
     sums,
     slopes,
@@ -218,7 +225,7 @@ def weigh_kernel(
     log_ratios,
     valid,
     first,
-    odds_stride,
+    scaled_stride,
     width,
     inverse_temperature,
     BLOCK: tl.constexpr,
@@ -234,7 +241,7 @@ def weigh_kernel(
         tl.store(log_ratios + row, float("nan"))
     tl.store(v + row, factor)
     local = tl.load(targets + row) - first
-    tl.store(odds + row * odds_stride + local, (-total).to(odds.dtype.element_ty), (local >= 0) & (local < valid))
+    tl.store(scaled + row * scaled_stride + local, (-total).to(scaled.dtype.element_ty), (local >= 0) & (local < valid))
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(states + row * width + column, column < width, 0.0).to(tl.float32)

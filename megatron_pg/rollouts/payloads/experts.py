@@ -30,8 +30,8 @@ class RoutedExperts(Payload[Tensor]):
             )
         if len(record) != num_tokens - 1 or record.numel() == 0:
             raise ValueError(
-                f"{label} have shape {tuple(record.shape)} for {num_tokens} tokens, so they do not align: an engine has "
-                "experts for every token but the last, which it never reads. Give [tokens - 1, layers, topk]."
+                f"{label} have shape {tuple(record.shape)} for {num_tokens} tokens, so they do not align: an engine "
+                "has experts for every token but the last, which it never reads. Give [tokens - 1, layers, topk]."
             )
         if record.min() < 0:
             raise ValueError(f"{label} hold a negative number, which is not an expert. Record all tokens.")

@@ -54,12 +54,13 @@ class HiddenStates(Payload[Tensor]):
         label = f"{self.name} of sample {sample.sample_id}"
         if not is_plain(record, 2, *_NUMBERS.values()):
             raise ValueError(
-                f"{label} are not [R, H] bfloat16 or float32 on the CPU. Use Sample.build, which takes tensors and arrays."
+                f"{label} are not [R, H] bfloat16 or float32 on the CPU. Use Sample.build, which takes tensors and "
+                "arrays."
             )
         if len(record) != sample.response_length or not record.shape[1]:
             raise ValueError(
-                f"{label} have shape {tuple(record.shape)} for {sample.response_length} response tokens, so they do not "
-                "align. Give the states that predict the response tokens, one row for each."
+                f"{label} have shape {tuple(record.shape)} for {sample.response_length} response tokens, so they do "
+                "not align. Give the states that predict the response tokens, one row for each."
             )
         if (k := first_trained(~torch.isfinite(record).all(dim=1), sample.trained)) is not None:
             raise ValueError(

@@ -34,8 +34,8 @@ class SamplingMask(Rows):
         counts = offsets.diff()
         if len(offsets) == 0 or [int(offsets[0]), int(offsets[-1])] != [0, len(ids)] or (counts < 0).any():
             raise ValueError(
-                f"offsets do not rise from 0 to {len(ids)}, the number of ids. Give T + 1 of them: where each row begins, "
-                "and where the last one ends."
+                f"offsets do not rise from 0 to {len(ids)}, the number of ids. Give T + 1 of them: where each row "
+                "begins, and where the last one ends."
             )
         longest = int(counts.max()) if len(counts) else 0
         return cls(starts=offsets[:-1], counts=counts, ids=ids, longest=longest)
@@ -108,15 +108,16 @@ class SampledTokens(Payload[RecordedMask]):
         is_record = isinstance(record, RecordedMask) and is_plain(record.ids, 1, torch.int32)
         if not is_record or not is_plain(record.offsets, 1, torch.int64):
             raise ValueError(
-                f"{label} is not a RecordedMask of [n] int32 and [R + 1] int64 on the CPU. Use Sample.build, which takes lists."
+                f"{label} is not a RecordedMask of [n] int32 and [R + 1] int64 on the CPU. Use Sample.build, which "
+                "takes lists."
             )
         offsets, length = record.offsets, sample.response_length
         ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else None
         if len(offsets) != length + 1 or ends != (0, len(record.ids)) or (record.counts < 0).any():
             raise ValueError(
-                f"{label} has {len(offsets)} offsets for {length} response tokens and {len(record.ids)} ids, or they do "
-                f"not rise from 0 to {len(record.ids)}, so sets and tokens do not align. Give one more than there are "
-                "response tokens."
+                f"{label} has {len(offsets)} offsets for {length} response tokens and {len(record.ids)} ids, or they "
+                f"do not rise from 0 to {len(record.ids)}, so sets and tokens do not align. Give one more than there "
+                "are response tokens."
             )
         check_ids(record, sample.loss_mask & (sample.term == POLICY), sample.sample_id)
 
@@ -172,5 +173,6 @@ def check_ids(record: RecordedMask, trained: Tensor, label: str) -> None:
     }.items():
         if (k := first_trained(record.any_of(wrong), trained)) is not None:
             raise ValueError(
-                f"sampling_mask of sample {label} {mistake}: at response token {k}. Mask the token or repair the record."
+                f"sampling_mask of sample {label} {mistake}: at response token {k}. Mask the token or repair the "
+                "record."
             )

@@ -88,7 +88,8 @@ class TopKTokens(Payload[TokenSets]):
         for mistake, tokens in _mistakes(record).items():
             if (k := first_trained(tokens, sample.trained)) is not None:
                 raise ValueError(
-                    f"{label} {mistake}: at response token {k}. Mask the token or repair the record; -1 stands for no id."
+                    f"{label} {mistake}: at response token {k}. Mask the token or repair the record; -1 stands for no "
+                    "id."
                 )
 
     def to_json(self, record: TokenSets) -> dict[str, list[list]]:

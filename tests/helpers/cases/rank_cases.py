@@ -8,7 +8,7 @@ from processes import gradients, report, worst_difference
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 LIMIT = 2e-6
 # t: packed rows, s: sequence parallel, v: two virtual stages, tied: embeddings shared with the head, dist: distributed
-# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, odds and recompute: the fused head, experts: a
+# optimizer, overlap: overlapped gradient reduction, fp32: float32 logits, fused, scaled_exp and recompute: the fused head, experts: a
 # mixture of experts, ep: distributed over data-parallel ranks, uneven: all samples on one data-parallel rank, hybrid: a
 # HybridModel of the GPTModel's layers.
 FAST = [
@@ -36,7 +36,12 @@ FAST = [
     *("dp2-prompt_mean-dist", "dp2-constant-tied-dist-overlap", "dp2-token_mean-overlap", "dp2-sample_mean-uneven"),
 ]
 # without the entropy that the other cases report
-ODDS = ["tp2s-constant-odds", "tp2-sample_mean-odds-tied", "pp2v-token_mean-odds", "dp2-constant-odds-dist-overlap"]
+SCALED_EXP = [
+    "tp2s-constant-scaled_exp",
+    "tp2-sample_mean-scaled_exp-tied",
+    "pp2v-token_mean-scaled_exp",
+    "dp2-constant-scaled_exp-dist-overlap",
+]
 # the gradient of the router's own losses alone, in a step of PARTS micro-batches; each is run alone for comparison
 PARTS = 4
 BALANCED = [

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-import teacher_oracle
+import token_oracle
 import torch
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from megatron_pg.declarations.loss_terms import LossTerm
 from megatron_pg.kernels import LossTerms, PolicyLoss
 from megatron_pg.objectives import objective_of
 
+KINDS = ("full_forward_kl", "full_reverse_kl", "full_jsd")
 SHARE = 0.3
 BONUS = 0.2
 
@@ -91,7 +92,7 @@ class Parts:
         theirs = teacher.states.double() @ self.teacher_weight[: self.size].double().t()
         for t in fields.of_term("t").mask.nonzero()[:, 0].tolist():
             pair = logits[t].tolist(), theirs[teacher.slots[t]].tolist()
-            row = teacher_oracle.row_of(term.kind, *pair, temperature=temperature, share=term.mixture)
+            row = token_oracle.full_divergence(term.kind, *pair, temperature=temperature, share=term.mixture)
             factor = term.weight * float(fields.of_term("t").weights[t])
             total += factor * row.value
             gradient[t] += factor * torch.from_numpy(row.gradient)

@@ -42,7 +42,7 @@ OPTIONS = (
         "overlap",
         "fp32",
         "fused",
-        "odds",
+        "scaled_exp",
         "recompute",
         "experts",
         "hybrid",
@@ -64,7 +64,7 @@ class Layout:
     """`tp2pp2s` and the like: sizes, then t (packed rows, thd), s (sequence parallel), v (two virtual stages); and options.
 
     Options: tied (embeddings shared with the head), dist (distributed optimizer), overlap (overlapped gradient reduction),
-    fp32 (float32 logits), fused, odds and recompute (the fused head, in its three modes), experts (a mixture of experts, which ep
+    fp32 (float32 logits), fused, scaled_exp and recompute (the fused head, in its three modes), experts (a mixture of experts, which ep
     distributes over data-parallel ranks), losses of its router (auxloss, seqauxloss, zloss, or balance for all at once),
     activations (every layer is computed again in the backward), replay (the experts are the samples'), choice (they are the
     model's own), hybrid (a HybridModel), mtp and mtp2 (one and two depths of multi-token prediction; own: with the weights of

@@ -171,7 +171,7 @@ def likeliest(sample: Sample, number: int) -> TokenSets:
     return TokenSets(ids=ids.int(), logprobs=logprobs)
 
 
-HEAD_MODES = {"fused": "forward", "odds": "odds", "recompute": "recompute"}
+HEAD_MODES = {"fused": "forward", "scaled_exp": "scaled_exp", "recompute": "recompute"}
 
 
 def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSettings:
@@ -192,7 +192,7 @@ def settings(aggregation: str, options: frozenset[str] = frozenset()) -> LossSet
         mtp_depths=Layout("dp1", options).depths,
         mtp_aggregation="policy" if "own" in options else "token_mean",
         metrics=Reduction(
-            "basic" if "odds" in options else "with_entropy",
+            "basic" if "scaled_exp" in options else "with_entropy",
             {"clip", *(["mtp", "further"] if Layout("dp1", options).depths else [])},
         ),
     )

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-import topk_oracle
+import token_oracle
 import torch
 from compare import scalar_error, tensor_error
 from launch_count import counted
@@ -89,7 +89,7 @@ def test_the_oracle_by_loops_is_the_definition(kind):
     wanted = divergence(kind, p, q)
     (gradient,) = torch.autograd.grad(wanted, z)
     options = {"temperature": 0.7, "share": SHARE, "floor": FLOOR}
-    found = topk_oracle.row_of(kind, z.tolist(), ids, log_p[ids].tolist(), **options)
+    found = token_oracle.topk_divergence(kind, z.tolist(), ids, log_p[ids].tolist(), **options)
     assert abs(found.value - float(wanted.detach())) <= 1e-15 * found.magnitude
     assert tensor_error(torch.from_numpy(found.gradient), gradient) <= 1e-14
 

@@ -74,7 +74,7 @@ def random_case(rng: random.Random) -> Case:
         temperature=rng.choice([1.0, 0.7, 2.0]),
         masked=rng.choice([0.0, 0.5, 0.9, 1.0]),
         mode=mode,
-        backward="bf16" if mode == "odds" else rng.choice(["bf16", "split"]),
+        backward="bf16" if mode == "scaled_exp" else rng.choice(["bf16", "split"]),
         main_grad=rng.random() < 0.5,
         upstream=rng.choice([1.0, 6.0]),
         grad_divisor=rng.choice([1.0, 4.0]),
@@ -84,8 +84,8 @@ def random_case(rng: random.Random) -> Case:
 
 
 def dtype_for_triton(case: Case) -> torch.dtype:
-    """It has no float64, the odds' product is of bfloat16 on a GPU, and the interpreter gets that wrong."""
-    if case.mode == "odds":
+    """It has no float64, the product of scaled_exp is of bfloat16 on a GPU, and the interpreter gets that wrong."""
+    if case.mode == "scaled_exp":
         return torch.bfloat16 if CUDA else torch.float32
     return torch.float32 if case.dtype == torch.float64 else case.dtype
 
@@ -149,7 +149,7 @@ def run(case: Case, fields: dict, **options) -> dict:
         temperature=case.temperature,
         vocab_size=case.columns - case.padding,
         grad_divisor=case.grad_divisor,
-        entropy=case.mode != "odds",
+        entropy=case.mode != "scaled_exp",
         main_grad=total,
         mode=case.mode,
         backward=case.backward,
@@ -178,7 +178,7 @@ def tolerance(case: Case, of: str) -> float:
         return 1e-12
     if case.dtype != torch.bfloat16 or of == "values":
         return 1e-5
-    if case.mode == "odds":  # odds and weighed hidden states are both rounded
+    if case.mode == "scaled_exp":  # exponentials and weighed hidden states are both rounded
         return 1.2e-2
     return 2e-5 if of == "of_weight" and case.backward == "split" and case.main_grad else 8e-3
 
@@ -187,8 +187,8 @@ def check(case: Case, **options) -> None:
     fields = make(case)
     wanted, found = expected(case, fields), run(case, fields, **options)
     mask, values = fields["mask"], tolerance(case, "values")
-    assert (found["out"].entropy is None) == (case.mode == "odds"), case
-    for name in ("logprobs",) if case.mode == "odds" else ("logprobs", "entropy"):
+    assert (found["out"].entropy is None) == (case.mode == "scaled_exp"), case
+    for name in ("logprobs",) if case.mode == "scaled_exp" else ("logprobs", "entropy"):
         shown = getattr(found["out"], name)
         assert not shown[~mask].any(), (case, name)
         assert worst(shown[mask], wanted[name]) <= values, (case, name)
@@ -312,7 +312,7 @@ def test_tensor_parallel_ranks_equal_one_and_each_other(mode, ranks, sequence_pa
         for one in found:
             assert torch.equal(one["out"].logprobs, found[0]["out"].logprobs)
             assert worst(one["out"].logprobs[mask], wanted["logprobs"]) <= 1e-12
-            assert mode == "odds" or worst(one["out"].entropy[mask], wanted["entropy"]) <= 1e-12
+            assert mode == "scaled_exp" or worst(one["out"].entropy[mask], wanted["entropy"]) <= 1e-12
             assert abs(float(one["out"].loss.detach() - wanted["loss"])) <= 1e-12
         of_hidden = [one["of_hidden"] for one in found]
         of_hidden = [torch.cat(of_hidden)] if sequence_parallel else of_hidden
@@ -599,9 +599,9 @@ def test_products_of_whole_logits_never_come_to_be(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": "sideways"}, "mode='sideways' is not one of forward, odds, recompute"),
-        ({"mode": "odds", "backward": "split"}, "mode='odds' has no float32 gradient of the logits"),
-        ({"mode": "odds", "entropy": True}, "an entropy made of them would be as rough. Use mode='forward'"),
+        ({"mode": "sideways"}, "mode='sideways' is not one of forward, recompute, scaled_exp"),
+        ({"mode": "scaled_exp", "backward": "split"}, "mode='scaled_exp' has no float32 gradient of the logits"),
+        ({"mode": "scaled_exp", "entropy": True}, "an entropy would have bfloat16 precision. Use mode='forward'"),
         ({"backward": "exact"}, "backward='exact' is not one of bf16, split"),
         ({"impl": "cuda"}, "impl='cuda' is not one of triton, torch"),
         ({"impl": "triton"}, "would lose float64's digits"),
@@ -671,7 +671,7 @@ def test_every_objective_equals_the_one_over_stored_logits(name, mode, penalised
     fields = make(Case())
     numbers = {n.name: NUMBERS[n.name] for n in OBJECTIVES[name].numbers}
     terms = LossTerms(objective=objective_of(name, **numbers), grad_divisor=2.0)
-    reads_entropy = mode != "odds"
+    reads_entropy = mode != "scaled_exp"
     if penalised:
         bonus = {"entropy_coef": 0.01} if reads_entropy else {}
         terms = replace(terms, further=kl_and_entropy(kl_coef=0.1, kl_estimator="k3_weighted", **bonus))

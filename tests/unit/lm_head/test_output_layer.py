@@ -18,7 +18,7 @@ from megatron_pg.step.loss import Diagnostics
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 WIDTH, VOCABULARY, CAP = 8, 12, 0.5
-MODES = ["forward", "recompute", "odds", None]  # None: float32 logits
+MODES = ["forward", "recompute", "scaled_exp", None]  # None: float32 logits
 
 
 def softcap(logits):

@@ -4,11 +4,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-import teacher_oracle
 import threads
 import torch
 from compare import scalar_error, tensor_error
-from teacher_parts import SHARE, Parts
+from teacher_parts import KINDS, SHARE, Parts
 
 from megatron_pg.batch.fields import TeacherStates, TermFields, TopK
 from megatron_pg.declarations.loss_terms import LossTerm
@@ -58,7 +57,7 @@ def run(parts: Parts, head: Head, *, temperature: float = 0.7, tp_group=None, ra
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_own_tokens", [True, False])
 def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, mode, has_own_tokens):
     parts = Parts.draw(kind, dtype, has_own_tokens=has_own_tokens)
@@ -70,7 +69,7 @@ def test_loss_and_gradients_are_those_of_whole_distributions(kind, impl, dtype, 
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_wide_rows_whose_length_no_vector_divides(kind, split):
     """More than one group of tiles, a tail, and a gradient that is written over the logits."""
     parts = Parts.draw(kind, torch.float32, rows=6, size=5003, padding=0)
@@ -87,7 +86,7 @@ def test_wide_rows_whose_length_no_vector_divides(kind, split):
 @pytest.mark.parametrize(
     ("impl", "dtype", "ranks"), [(*IMPLS[0], 3), (*IMPLS[2], 2)]
 )  # of three the last holds padding alone
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_vocabulary_may_lie_over_ranks(kind, impl, dtype, mode, ranks, monkeypatch):
     lock = threading.Lock()  # the interpreter runs one kernel at a time
     for name in ("statistics_kernel", "combine_kernel", "mixture_kernel", "gradient_kernel"):
@@ -123,7 +122,7 @@ class OneAtATime:
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_that_is_the_student_teaches_nothing(kind, impl, dtype, mode):
     parts = Parts.draw(kind, dtype)
     fields, term = parts.policy_loss.fields, parts.policy_loss.terms.further[0]
@@ -155,7 +154,7 @@ def test_it_is_the_divergence_over_as_many_likeliest_tokens_as_there_are(kind):
 
 
 @pytest.mark.parametrize(("impl", "dtype"), IMPLS)
-@pytest.mark.parametrize("kind", teacher_oracle.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whose", ["student", "teacher"])
 def test_a_number_that_is_none_stays_visible(whose, kind, impl, dtype):
     """In the row that has it, of the loss and of the gradient; the other rows are as they were."""
@@ -270,7 +269,7 @@ def test_what_cannot_be_is_refused():
         policy_gradient_loss(torch.zeros(15, 48), parts.policy_loss, Vocabulary.of(48), impl="torch")
     plain = PolicyLoss(replace(terms, further=terms.further[:1]), parts.policy_loss.fields)
     with pytest.raises(ValueError, match="the distribution of a teacher"):
-        run(replace(parts, policy_loss=plain), Head(mode="odds", impl="torch"))
+        run(replace(parts, policy_loss=plain), Head(mode="scaled_exp", impl="torch"))
     states = parts.policy_loss.fields.teacher_hidden
     longer = replace(parts.policy_loss.fields, teacher_hidden=replace(states, slots=states.slots.repeat(2)))
     with pytest.raises(ValueError, match=r"teacher_hidden.slots has shape \(30,\) for \(15,\) targets"):

@@ -1,4 +1,4 @@
-"""Mode "odds" of the fused head where it is unlike the others: far targets, near ones, its tiles, its rounding and what it refuses."""
+"""Mode "scaled_exp" of the fused head where it is unlike the others: far targets, near ones, its tiles, its rounding and what it refuses."""
 
 import argparse
 import math
@@ -72,7 +72,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def head_of(impl: str) -> Head:
-    return Head(mode="odds", impl=impl)
+    return Head(mode="scaled_exp", impl=impl)
 
 
 @pytest.fixture(autouse=True)
@@ -160,10 +160,10 @@ def test_nan_is_not_mistaken_for_a_far_token(where, impl, dtype):
 @pytest.mark.parametrize(("rows", "columns", "valid", "width"), [(50, 96, 96, 40), (33, 96, 70, 16), (7, 40, 39, 64)])
 def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, width, parts, monkeypatch):
     """Several programs with several tiles each; every tile of columns holds targets, and the last one padding."""
-    from megatron_pg.lm_head.scaled_exp import kernels as odds_triton
+    from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
 
-    tiles = odds_triton.Tiles(rows=16, columns=32, depth=16, group=2, parts=parts, warps=4, stages=2)
-    monkeypatch.setattr(odds_triton.Tiles, "of_width", lambda width: tiles)
+    tiles = scaled_exp.Tiles(rows=16, columns=32, depth=16, group=2, parts=parts, warps=4, stages=2)
+    monkeypatch.setattr(scaled_exp.Tiles, "of_width", lambda width: tiles)
     monkeypatch.setattr(products, "block_rows", lambda *_: 48)
     hidden, weight = torch.randn(rows, width), torch.randn(columns, width) * width**-0.5
     fields = fields_of(rows, valid)
@@ -181,13 +181,13 @@ def test_tiles_that_rows_columns_and_width_do_not_fill(rows, columns, valid, wid
 def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     """One product per block, or two between which ranks exchange sums; the targets' logits once."""
     from megatron_pg.kernels.triton import surrogate
-    from megatron_pg.lm_head.scaled_exp import kernels as odds_triton
+    from megatron_pg.lm_head.scaled_exp import kernels as scaled_exp
 
     monkeypatch.setattr(products, "block_rows", lambda *_: 8)
     launches, collectives = [], []
     lock = threading.Lock()  # the interpreter runs one kernel at a time
-    for name in ("target_kernel", "odds_kernel", "logprob_kernel", "weigh_kernel", "scatter_kernel"):
-        monkeypatch.setattr(odds_triton, name, Counted(name, getattr(odds_triton, name), launches, lock))
+    for name in ("target_kernel", "scaled_exp_kernel", "logprob_kernel", "weigh_kernel", "scatter_kernel"):
+        monkeypatch.setattr(scaled_exp, name, Counted(name, getattr(scaled_exp, name), launches, lock))
     kernel = Counted("surrogate_kernel", surrogate.surrogate_kernel, launches, lock)
     monkeypatch.setattr(surrogate, "surrogate_kernel", kernel)
     for name in ("all_reduce", "all_gather_into_tensor"):
@@ -205,7 +205,7 @@ def test_launches_and_collectives_of_a_micro_batch(ranks, monkeypatch):
     found = threads.run(ranks, work)
     products_of = 3 * min(ranks, 2)  # blocks of 8, 8 and 4 rows
     assert launches.count("target_kernel") == ranks
-    assert launches.count("odds_kernel") == launches.count("weigh_kernel") == products_of * ranks
+    assert launches.count("scaled_exp_kernel") == launches.count("weigh_kernel") == products_of * ranks
     assert launches.count("surrogate_kernel") == products_of * ranks
     assert launches.count("scatter_kernel") == 3 * ranks
     assert collectives.count("all_gather_into_tensor") == (products_of * ranks if ranks > 1 else 0)
@@ -238,14 +238,14 @@ def test_the_rounding_is_what_the_pages_say():
     policy_loss = loss_of(fields_of(256, 2048), "reinforce")
     wanted, *gradients = expected(hidden, weight, policy_loss)
     errors = {}
-    for mode in ("forward", "odds"):
+    for mode in ("forward", "scaled_exp"):
         total = torch.zeros(2048, 64, device=DEVICE)
         impl = "triton" if CUDA else "torch"
         out, of_hidden, _ = run(hidden, weight, policy_loss, Head(mode=mode, impl=impl, main_grad=total))
         errors[mode] = error(of_hidden, gradients[0]), error(total, gradients[1])
         assert (out.logprobs.double() - wanted).abs().max() <= 1e-5
-    assert errors["odds"][0] <= 1.05 * errors["forward"][0]
-    assert 1.2 * errors["forward"][1] <= errors["odds"][1] <= 1.6 * errors["forward"][1]
+    assert errors["scaled_exp"][0] <= 1.05 * errors["forward"][0]
+    assert 1.2 * errors["forward"][1] <= errors["scaled_exp"][1] <= 1.6 * errors["forward"][1]
 
 
 def test_formulas_of_the_log_probability_meet():
@@ -257,14 +257,17 @@ def test_formulas_of_the_log_probability_meet():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"terms": (LossTerm(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)}, "an entropy"),
+        (
+            {"further": (LossTerm(name="calm", kind="entropy", weight=0.1, aggregation="policy", on="rl"),)},
+            "an entropy",
+        ),
         ({"opsm_anchor": "old_logprobs", "opsm_threshold": 0.1}, "reads whole sequences"),
     ],
 )
 def test_losses_that_read_more_are_refused(changes, what):
     policy_loss = loss_of(fields_of(4, 24))
     policy_loss = replace(policy_loss, terms=replace(policy_loss.terms, **changes))
-    with pytest.raises(ValueError, match=f"mode='odds' .*{what}"):
+    with pytest.raises(ValueError, match=f"mode='scaled_exp' .*{what}"):
         run(torch.randn(4, 16), torch.randn(24, 16), policy_loss, head_of("torch"))
 
 
@@ -272,18 +275,18 @@ def test_losses_that_read_more_are_refused(changes, what):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.randn(24, 32)[:, :16], r"strides \(32, 1\) from byte 0"),
+        (torch.randn(24, 32)[:, :16], r"strides \(32, 1\) and byte offset 0"),
         (torch.randn(16, 24).t(), r"strides \(1, 24\)"),
         (torch.randn(24, 12), r"\(24, 12\)"),
-        (torch.randn(24 * 16 + 1)[1:].view(24, 16), "from byte 4 "),
-        (torch.randn(24, 16).half(), "float16 ends at"),
+        (torch.randn(24 * 16 + 1)[1:].view(24, 16), "byte offset 4"),
+        (torch.randn(24, 16).half(), "float16 has 2"),
     ],
 )
-def test_weights_that_kernels_or_odds_cannot_have_are_refused(weight, message):
+def test_weights_that_kernels_or_scaled_exp_cannot_have_are_refused(weight, message):
     hidden = torch.randn(4, weight.shape[1]).to(weight.dtype)
-    with pytest.raises(ValueError, match=f"mode='odds' .*{message}"):
+    with pytest.raises(ValueError, match=f"mode='scaled_exp' .*{message}"):
         policy_gradient_head_loss(
-            hidden, weight, loss_of(fields_of(4, 24)), Vocabulary.of(24), Head(mode="odds", impl="triton")
+            hidden, weight, loss_of(fields_of(4, 24)), Vocabulary.of(24), Head(mode="scaled_exp", impl="triton")
         )
 
 
@@ -311,10 +314,12 @@ def test_other_chips_and_dtypes_are_refused_by_name(dtype, capability, monkeypat
     """At startup, from the flags, and by the function itself."""
     monkeypatch.setattr(device, "_device", lambda: (torch.device("cuda", 0), "a GPU"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    parsed = add_arguments(argparse.ArgumentParser()).parse_args(["--pg-fused-head", "odds", "--pg-kernel", "triton"])
+    parsed = add_arguments(argparse.ArgumentParser()).parse_args(
+        ["--pg-fused-head", "scaled_exp", "--pg-kernel", "triton"]
+    )
     parsed.params_dtype = dtype
-    with pytest.raises(ValueError, match=r"--pg-fused-head odds .* Use forward"):
+    with pytest.raises(ValueError, match=r"--pg-fused-head scaled_exp .* Use forward"):
         LossSettings.from_args(parsed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     parsed.params_dtype = torch.bfloat16
-    assert LossSettings.from_args(parsed).head_mode == "odds"
+    assert LossSettings.from_args(parsed).head_mode == "scaled_exp"

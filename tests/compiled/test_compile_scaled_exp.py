@@ -1,4 +1,4 @@
-"""The kernels of the head's mode "odds", compiled for sm_90 without a GPU: tensor cores, copies of whole tiles, spills, what fits.
+"""The kernels of the head's mode "scaled_exp", compiled for sm_90 without a GPU: tensor cores, copies of whole tiles, spills, what fits.
 
 Run as a script it compiles and prints one JSON line per width; kernels must be compiled in a process of their own, because the
 interpreter, which the other tests use, is chosen when they are imported.
@@ -22,21 +22,21 @@ def compile_all(widths: list[int]) -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
 
-    from megatron_pg.lm_head.scaled_exp.kernels import Tiles, odds_kernel
+    from megatron_pg.lm_head.scaled_exp.kernels import Tiles, scaled_exp_kernel
 
     for width in widths:
         tiles = Tiles.of_width(width)
-        constants, names = tiles.constants, odds_kernel.arg_names
+        constants, names = tiles.constants, scaled_exp_kernel.arg_names
         types = {
             "hidden": f"tensordesc<bf16[{tiles.rows},{tiles.depth}]>",
             "weight": f"tensordesc<bf16[{tiles.columns},{tiles.depth}]>",
-            "odds": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
+            "scaled": f"tensordesc<bf16[{tiles.rows},{tiles.columns // tiles.parts}]>",
             **{"target_logits": "*fp32", "targets": "*i64", "sums": "*fp32", "c": "fp32"},
         }
         signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
         aligned = [n for n, t in signature.items() if t.startswith("*") or n in ("width", "columns", "valid")]
         source = ASTSource(
-            fn=odds_kernel,
+            fn=scaled_exp_kernel,
             signature=signature,
             constexprs={(names.index(n),): value for n, value in constants.items()},
             attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
@@ -59,7 +59,7 @@ def compile_all(widths: list[int]) -> None:
 
 
 @pytest.mark.proof(
-    'The product of the head\'s mode "odds" compiled for sm_90: tensor cores, tiles copied whole, no spills, it fits'
+    'The product of the head\'s mode "scaled_exp" compiled for sm_90: tensor cores, tiles copied whole, no spills, it fits'
 )
 def test_the_product_is_made_of_whole_tiles_and_fits(evidence):
     found = processes.compiled_by(__file__, *map(str, WIDTHS), TRITON_DEFAULT_FP_FUSION="1")
