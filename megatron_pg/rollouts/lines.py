@@ -121,11 +121,10 @@ def _refuse_constant(name: str) -> float:
 def check_header(record: dict, shown: str) -> int:
     """The version in a file's first line, which must have our format; `shown` is the name of the file."""
     if record.get("format") != FORMAT or record.get("version") not in VERSIONS:
-        later = ", ".join(map(str, VERSIONS[1:]))
+        later, given = ", ".join(map(str, VERSIONS[1:])), [shorten(record.get(name)) for name in ("format", "version")]
         raise RolloutFileError(
-            f"{shown}:1: header has format {shorten(record.get('format'))}, version {shorten(record.get('version'))}, so the "
-            f"fields below cannot be trusted. The first line must be "
-            f'{{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
+            f"{shown}:1: header has format {given[0]}, version {given[1]}, so the fields below cannot be trusted. The "
+            f'first line must be {{"format": "{FORMAT}", "version": {VERSIONS[0]}}} (or {later}).'
         )
     if unknown := [name for name in record if name not in ("format", "version") and not name.startswith("x_")]:
         raise RolloutFileError(f"{shown}:1: unknown header field {shorten(unknown[0])}; your own fields begin with x_")
