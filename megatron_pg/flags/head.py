@@ -56,7 +56,7 @@ def head_violations(facts: Facts) -> Violations:
         )
     if args.pg_fused_head in AT_ONCE:
         for reader in _sequence_readers(facts):
-            yield from needs_recompute(reader, args.pg_fused_head)
+            yield from recompute_violation(reader, args.pg_fused_head)
     if args.pg_fused_head == "scaled_exp":
         for reader in _entropy_readers(facts):
             yield (
@@ -95,7 +95,7 @@ def _vocabulary_rules(args: argparse.Namespace, padded: int | None) -> Violation
         )
 
 
-def needs_recompute(reader: str, mode: str) -> Violations:
+def recompute_violation(reader: str, mode: str) -> Violations:
     """Rule E55, for the flag that reads whole sequences. What a user's own objective reads is known once it was tried."""
     yield (
         "E55",

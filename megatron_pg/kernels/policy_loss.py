@@ -121,9 +121,8 @@ class PolicyLoss:
 
     @cached_property
     def is_by_token(self) -> bool:
-        """Whether kernels have the whole loss of a token from its logits: it has a row, or would have without one top-k term."""
-        rest, count = self.without_topk, sum(term.reads_topk for term in self.terms.further)
-        return bool(rest.row) and count <= 1 and not self.terms.reads_sequences and self.fields.sampling_mask is None
+        """Whether kernels compute the whole loss of a token from its row of logits."""
+        return bool(self.row) and not self.terms.reads_sequences and self.fields.sampling_mask is None
 
     @property
     def without_topk(self) -> "PolicyLoss":

@@ -60,7 +60,7 @@ class TermPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """Totals of one optimizer step (rollouts, prompts and T of the objective), and denominators of this rank's samples."""
+    """Totals of one optimizer step (rollouts, prompts, T of the objective), and denominators of this rank's samples."""
 
     aggregation: str
     divisor: float | None

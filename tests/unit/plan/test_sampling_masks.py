@@ -58,12 +58,12 @@ def with_terms(*loss_terms: LossTerm) -> LossSettings:
 @pytest.mark.parametrize(
     ("sets", "changes", "message"),
     [
-        ([[5], [9], [1], [8]], {}, "does not hold token 6, its response token 1, .*1 of the sample's"),
-        ([[4], [9], [1], [1]], {}, "does not hold token 5, its response token 0, .*3 of the sample's"),
+        ([[5], [9], [1], [8]], {}, r"does not hold token 6, its trained response token 1 \(1 of the sample's"),
+        ([[4], [9], [1], [1]], {}, r"does not hold token 5, its trained response token 0 \(3 of the sample's"),
         (
             [[5], [], [1], [8, 2]],
             {},
-            "old_logprobs of sample s is -0.5 at response token 0, whose sampling mask is that token alone",
+            "old_logprobs of sample s is -0.5 at response token 0, whose sampling mask has only that token",
         ),
         (
             [[5, 2], [], [1], [8]],
@@ -229,7 +229,7 @@ def test_an_entropy_reads_the_sampling_mask_at_its_own_tokens_where_it_is_kept(k
 @pytest.mark.parametrize(
     ("sets", "changes", "message"),
     [
-        ([[5], [], [1, 4], [8]], {}, "does not hold token 7, its response token 2"),
+        ([[5], [], [1, 4], [8]], {}, "does not hold token 7, its trained response token 2"),
         ([[5], [], [7, 7], [8]], {}, "names a token twice, which would count twice: at response token 2"),
         ([[5], [], [7], [8]], {}, "old_logprobs of sample s is -0.5 at response token 2"),
         ([[5], [], [7], [8]], {"old_logprobs": [0.0] * 4}, "ref_logprobs of sample s is -0.5 at response token 2"),
