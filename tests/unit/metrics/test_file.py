@@ -118,7 +118,7 @@ def test_a_disk_that_fills_up_ends_the_file_with_one_warning_and_not_the_trainin
     assert read(path) == [(1, 0), (2, 0), (3, 0)]  # whole lines: the fourth was cut short and taken back
     assert done.stdout == "4\n"
     assert done.stderr.count("m.jsonl can no longer be written") == 1
-    assert "it ends before step 4; training goes on" in done.stderr
+    assert "it ends before step 4; training continues" in done.stderr
 
 
 def test_values_that_are_not_finite_are_null_with_the_ranks(tmp_path):
