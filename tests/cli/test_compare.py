@@ -266,8 +266,8 @@ def two_steps(*changes: dict) -> list[dict]:
 
 
 BAD_FILES = {
-    "empty": (b"", "holds no sample"),
-    "a header only": (json.dumps(HEADER).encode() + b"\n", "holds no sample"),
+    "empty": (b"", "contains no sample"),
+    "a header only": (json.dumps(HEADER).encode() + b"\n", "contains no sample"),
     "another format": (b'{"a": 1}\n', "header has format None"),
     "a picture": (b"\x89PNG\r\n\x1a\n", "is not UTF-8"),
     "an archive": (b"PK\x03\x04" + bytes(100), "is not one JSON object"),

@@ -768,7 +768,7 @@ BAD_JSONL = {
     "a value that JSON has not": (
         [OURS | {"note": math.nan}],
         (),
-        "extra of sample of the dump holds what JSON cannot",
+        "extra of sample of the dump has a value that JSON cannot contain",
     ),
     "a number of many digits": ([OURS | {"response_length": 10**400}], (), "mine.jsonl:1: "),
     "a length below any": (
