@@ -1,8 +1,8 @@
 """Exact reduction: per micro-batch, over micro-batches, over ranks.
 
-A partial result is one float64 vector. Without a token, sums and means contribute 0 and maxima and minima their identity.
-Pipeline stages without the loss, empty micro-batches and empty ranks therefore change nothing. Means are divided once, at
-the end, by the number of documents that contributed. A metric without contributions is absent.
+A partial result is one float64 vector. Without a token, sums and means contribute 0, maxima and minima their identity.
+Pipeline stages without the loss, empty micro-batches and empty ranks therefore change nothing. Means are divided once,
+at the end, by the number of documents that contributed. A metric without contributions is absent.
 """
 
 import math
@@ -79,7 +79,7 @@ class Reduction:
 
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
-        mask, weights = tokens.fields.of_policy.mask, tokens.sample_weights
+        mask, weights = tokens.fields.objective_mask, tokens.sample_weights
         masks: dict[str | None, Tensor] = {None: mask}
         for field in _NEEDED:
             known = getattr(tokens.fields, field)

@@ -100,7 +100,7 @@ def test_what_is_launched_with_one_divergence_beside_the_objective(monkeypatch):
     parts = Parts.draw(4, 32, 5, "topk_jsd")
     objective = objective_of("grpo", clip_eps_low=0.2, clip_eps_high=0.28)
     term = replace(parts.loss_terms[0], on="rl")
-    fields = replace(parts.fields, mask=parts.fields.policy_mask, policy_mask=None, terms={})
+    fields = replace(parts.fields, mask=parts.fields.objective_mask, terms={})
     policy_loss = PolicyLoss(LossTerms(objective=objective, further=(term,)), fields)
     leaf = torch.randn(4, 33, device=DEVICE, requires_grad=True)
     with counted(monkeypatch) as found:
@@ -173,7 +173,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(kind):
     logits = torch.randn(9, 13, dtype=torch.float64)
     parts = Parts.draw(9, 12, 4, kind, log_p=logits[:, :12].log_softmax(dim=1))
     logits[~parts.fields.mask] = 0
-    alone = parts.fields.of_term("t0").mask & ~parts.fields.policy_mask
+    alone = parts.fields.of_term("t0").mask & ~parts.fields.objective_mask
     out, gradient = run(parts, logits, "torch", temperature=1.0)
     assert alone.any()
     assert gradient[alone].abs().max() <= 1e-16
