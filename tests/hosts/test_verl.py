@@ -88,7 +88,7 @@ def test_a_batch_that_cannot_be_trained_is_refused_on_every_rank(on_ranks):
     refused = on_ranks["refused"]
     assert "prompt_mean with several mini-batches" in refused["several mini-batches"]
     assert "rollout_is_weights of algorithm.rollout_correction" in refused["rollout correction"]
-    assert "verl trains by sft_loss" in refused["another loss"]
+    assert "verl trains with sft_loss" in refused["another loss"]
     assert "non-finite loss at rank 0, sample p0/0" in refused["not finite"]
     assert "ray" in on_ranks["absent"]
 
@@ -120,7 +120,7 @@ def test_the_workers_configurations_are_checked_before_a_model_is_built(on_ranks
     found = on_ranks["worker"]
     assert found["divisor"] == ["constant", 77.0]
     assert "actor.strategy=fsdp does not use megatron_pg's loss" in found["fsdp"]
-    assert "distillation.enabled=True trains by another loss" in found["distillation"]
+    assert "distillation.enabled=True trains with another loss" in found["distillation"]
 
 
 # --- what the configuration says ---
