@@ -1,7 +1,7 @@
 """One table of what the loss knows of a micro-batch's tokens: batch, loss, kernels, heads and metrics share it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.batch.sequences import Sequences
+from megatron_pg.rollouts.fields import POLICY
 from megatron_pg.rollouts.payloads import PAYLOADS, Rows
 from megatron_pg.rollouts.payloads.hidden_states import TeacherStates
 from megatron_pg.rollouts.payloads.sampling_masks import SamplingMask
@@ -38,7 +39,6 @@ class TokenFields:
     advantages: Tensor
     weights: Tensor  # w of the aggregation, without any correction
     mask: Tensor  # bool, trained tokens: of the objective or of any loss term
-    policy_mask: Tensor | None = None  # bool, tokens of the objective; None: `mask`
     corrections: Tensor | None = None  # factor on the policy term's weight; None: there is none
     sample_weights: Tensor | None = None  # v = mask / trained tokens of the sample: sums to 1 over a sample
     ref_logprobs: Tensor | None = None  # nats, of the reference; NaN where the sample has none
@@ -57,16 +57,17 @@ class TokenFields:
         """The weights of the policy term."""
         return self.weights if self.corrections is None else self.weights * self.corrections
 
-    @property
-    def of_policy(self) -> "TokenFields":
-        """The same for the objective, whose trained tokens alone are in the mask."""
-        return self if self.policy_mask is None else replace(self, mask=self.policy_mask, policy_mask=None)
-
     def of_term(self, name: str) -> TermFields:
-        """Weights and mask of a loss term, none of them None."""
+        """Weights and mask of a loss term; without its own, those of the objective."""
         own = self.terms.get(name, TermFields())
-        mask = self.of_policy.mask if own.mask is None else own.mask
+        mask = self.objective_mask if own.mask is None else own.mask
         return TermFields(weights=self.weights if own.weights is None else own.weights, mask=mask)
+
+    @property
+    def objective_mask(self) -> Tensor:
+        """[T] bool, the tokens of the objective: all trained tokens, unless it has its own mask as other loss terms."""
+        own = self.terms.get(POLICY)
+        return self.mask if own is None or own.mask is None else own.mask
 
     def per_token(self) -> dict[str, Any]:
         """The known fields [T] by name; those of a loss term as `term.field`. Payloads are not among them."""

@@ -7,7 +7,6 @@ from megatron_pg.declarations.choices import AT_ONCE, HEAD_BACKWARDS, HEAD_MODES
 from megatron_pg.flags.errors import Violations
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.values import choice
-from megatron_pg.rollouts.fields import POLICY
 
 
 def add_head_arguments(group: argparse._ArgumentGroup) -> None:
@@ -110,7 +109,7 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
         yield f"--pg-entropy-coef {facts.args.pg_entropy_coef}"
     if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
-    live = (term for term in facts.given_terms if term.weight and term.name != POLICY)
+    live = (term for term in facts.given_terms if term.weight)
     yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
 
 

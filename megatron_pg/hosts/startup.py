@@ -203,7 +203,7 @@ def _refused_of_ours(args: argparse.Namespace, carried: Collection[str]) -> list
 
 def _refused_terms(host: str, args: argparse.Namespace, carried: Collection[str], names_terms: bool) -> Iterator[str]:
     """Loss terms that would have no tokens, or none of what they read."""
-    for term in Facts(args).terms:
+    for term in Facts(args).further:
         if term.on is None and not names_terms:
             yield (
                 f"{term.flag}: the batches of {host} name no loss terms, so it has no tokens; take those of the "

@@ -79,7 +79,7 @@ class Reduction:
 
     def partial(self, tokens: TokenValues) -> Tensor:
         """[width] float64 on the device: this rank's contribution from one micro-batch. No host sync."""
-        mask, weights = tokens.fields.of_policy.mask, tokens.sample_weights
+        mask, weights = tokens.fields.objective_mask, tokens.sample_weights
         masks: dict[str | None, Tensor] = {None: mask}
         for field in _NEEDED:
             known = getattr(tokens.fields, field)

@@ -115,7 +115,7 @@ class TokenValues:
     @property
     def total(self) -> Tensor:
         """[] the whole loss: the objective, all loss terms, and the losses over other tokens."""
-        total = torch.where(self.fields.of_policy.mask, self.fields.weights * self.token_losses, 0)
+        total = torch.where(self.fields.objective_mask, self.fields.weights * self.token_losses, 0)
         for term in self.terms.further:
             weights, losses = self.of_term(term.name)
             total = total + term.weight * weights * losses

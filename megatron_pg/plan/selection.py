@@ -83,7 +83,11 @@ def select_tokens(
     facts = SelectionFacts(int(chosen.tokens.sum()), len(everyones), chosen.threshold, chosen.num_candidates)
     factors = _with_choice(batches, counted.factors, _masks(batches, of_place, group), declared)
     rows = counted.table.rows.clone()
-    kept = [n for batch, own in zip(batches, factors, strict=True) for n in own.kept_per_sample(batch, settings.policy)]
+    kept = [
+        n
+        for batch, own in zip(batches, factors, strict=True)
+        for n in own.kept_per_sample(batch, settings.objective_tokens)
+    ]
     mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
     rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
     return CountedStep(replace(counted.table, rows=rows, selection=facts), factors)

@@ -34,7 +34,9 @@ def test_a_healthy_machine_has_nothing_that_fails():
     found = findings()
     assert not [f for f in found.values() if f.status == "fail"]
     assert "2 × H200" in found["torch"].found
-    line = "torch 2.9.0+cu130, CUDA 13.0, H200: cuda:0, --pg-kernel triton, Triton 3.6.0, one launch where a row fits"
+    line = (
+        "torch 2.9.0+cu130, CUDA 13.0, H200: cuda:0, --pg-kernel triton, Triton 3.6.0, a single pass where a row fits"
+    )
     assert found["device and kernel"].found == line
     assert "parse_and_validate_args" in found["megatron.training"].found
     assert "multiplies by C and divides by K" in found["contract, flag off"].found

@@ -106,7 +106,7 @@ class RolloutHost:
 
         settings, rows = start(declared.name, arguments, scaling=SCALING, says=is_writer())
         log = HostLog(settings, rows, arguments.args.pg_metrics_file, self._to_host(args)) if is_writer() else None
-        self.terms = Facts(arguments.args).own_tokens
+        self.terms = Facts(arguments.args).terms_of_samples
         self.trainer = RolloutTrainer(settings, log, per_token=args.calculate_per_token_loss)
         users = {name: vars(args).get(name) for name in self._hooks} | vars(args).get(_USERS, {})
         setattr(args, _USERS, {name: path for name, path in users.items() if path not in (None, self._hooks[name])})

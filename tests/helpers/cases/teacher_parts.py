@@ -63,11 +63,13 @@ class Parts:
         fields = TokenFields(
             targets=torch.where(mask, torch.randint(0, size, (rows,)), -100),
             mask=mask,
-            policy_mask=policy if has_own_tokens else None,
             weights=weights["rl"],
             old_logprobs=torch.where(policy, -torch.rand(rows) - 2, math.nan).double(),
             advantages=torch.where(policy, torch.randn(rows), math.nan).double(),
-            terms={"t": TermFields(weights=weights["t"], mask=taught if has_own_tokens else None)},
+            terms={
+                "rl": TermFields(mask=policy if has_own_tokens else None),
+                "t": TermFields(weights=weights["t"], mask=taught if has_own_tokens else None),
+            },
             teacher_hidden=TeacherStates(slots=(taught.cumsum(0) - 1).clamp(min=0), states=states),
         )
         terms = LossTerms(objective=objective_of(objective), further=loss_terms, grad_divisor=2.0)
@@ -81,7 +83,7 @@ class Parts:
         hidden = torch.where(fields.mask[:, None], self.hidden.double(), 0)
         logits = (hidden @ weight.t()).requires_grad_()
         log_q = (logits / temperature).log_softmax(1)
-        policy = fields.of_policy.mask
+        policy = fields.objective_mask
         targets, weights = fields.targets.clamp(min=0)[:, None], torch.where(policy, fields.weights, 0)
         bonus = BONUS * (log_q.exp() * log_q).sum(1)
         advantages = torch.where(policy, fields.advantages, 0)

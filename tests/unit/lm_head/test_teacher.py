@@ -179,10 +179,10 @@ def test_far_apart_they_are_as_far_as_they_are(impl, dtype):
     states = TeacherStates(slots=torch.arange(2), states=theirs.to(dtype))
     both = torch.ones(2, dtype=torch.bool)
     zeros = torch.zeros(2, dtype=torch.float64)
-    nothing = {"policy_mask": torch.zeros_like(both), **dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)}
+    nothing = dict.fromkeys(("weights", "old_logprobs", "advantages"), zeros)
     fields = replace(parts.policy_loss.fields, teacher_hidden=states, mask=both, **nothing)
     own = TermFields(mask=both, weights=torch.tensor([1.0, 2.0]))
-    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"t": own})
+    fields = replace(fields, targets=torch.zeros(2, dtype=torch.int64), terms={"rl": TermFields(mask=~both), "t": own})
     eye = torch.eye(3, dtype=dtype)
     for kind, value, sign in (("full_forward_kl", 400.0, 1.0), ("full_reverse_kl", 400.0, 0.0)):
         terms = replace(parts.policy_loss.terms, further=(replace(term, kind=kind, weight=1.0),), grad_divisor=1.0)
@@ -201,7 +201,7 @@ def test_a_micro_batch_without_a_token_of_the_term_is_one_of_the_rest(impl, dtyp
     fields = parts.policy_loss.fields
     nobody = replace(fields.terms["t"], mask=torch.zeros_like(fields.mask), weights=torch.zeros_like(fields.weights))
     empty = TeacherStates(slots=torch.zeros_like(fields.teacher_hidden.slots), states=torch.zeros(0, 1, dtype=dtype))
-    fields = replace(fields, terms={"t": nobody}, teacher_hidden=empty)
+    fields = replace(fields, terms={**fields.terms, "t": nobody}, teacher_hidden=empty)
     without = replace(parts.policy_loss.terms, further=parts.policy_loss.terms.further[1:])
     found, wanted = (
         run(moved(replace(parts, policy_loss=PolicyLoss(terms, fields)), DEVICE), Head(impl=impl))
