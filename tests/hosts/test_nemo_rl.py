@@ -8,8 +8,8 @@ from pathlib import Path
 import nemo_oracle
 import nemo_stand_in
 import pytest
-import refused_flags
 import torch
+from host_cases import refused_flags
 from nemo_oracle import BETA, CAP, DIVISOR, HIGH, LOW, TIS_HIGH, TIS_LOW, Case
 from nemo_stand_in import Options, master_config
 from processes import environment
@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         driver.train(nemo_oracle.batch(), PolicyGradientLossFn(Options(**PLAIN)))
 
 
-@pytest.mark.parametrize(("given", "message"), refused_flags.rows("nemo_rl"))
+@pytest.mark.parametrize(("given", "message"), refused_flags("nemo_rl"))
 def test_options_that_contradict_are_refused_by_name(given, message):
     """`tis` stands for the options of a truncated correction of that type."""
     given = dict(given)
@@ -193,7 +193,7 @@ def test_options_that_contradict_are_refused_by_name(given, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(("section", "message"), refused_flags.rows("nemo_rl, policy"))
+@pytest.mark.parametrize(("section", "message"), refused_flags("nemo_rl, policy"))
 def test_the_policys_configuration_is_checked_before_setup(section, message):
     from nemo_rl.algorithms.grpo import setup
 

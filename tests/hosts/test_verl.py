@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import launches
 import pytest
-import refused_flags
 import torch
+from host_cases import refused_flags
 from processes import ROOT, environment, run
 
 from megatron_pg.args import ArgumentError
@@ -255,7 +255,7 @@ def test_the_reference_model_needs_no_actor():
 
 
 @pytest.mark.filterwarnings("ignore::megatron_pg.ArgumentWarning")  # about gspo's clip
-@pytest.mark.parametrize(("given", "message"), refused_flags.rows("verl"))
+@pytest.mark.parametrize(("given", "message"), refused_flags("verl"))
 def test_what_contradicts_or_was_not_run_is_refused_by_name(given, message):
     flags = {name: policy_loss(value) if name == "policy_loss" else value for name, value in given.items()}
     with pytest.raises(ArgumentError) as refused:

@@ -1,9 +1,8 @@
 """The loss flags of slime and miles beside ours."""
 
 import pytest
-import refused_flags
 import rollout_hosts
-from host_cases import Case
+from host_cases import Case, refused_flags
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.rollout import miles, slime
@@ -24,12 +23,12 @@ def refusal(host, given: dict) -> str:
 
 
 @pytest.mark.parametrize("host", [slime.HOST, miles.HOST])
-@pytest.mark.parametrize(("given", "message"), refused_flags.rows("slime and miles"))
+@pytest.mark.parametrize(("given", "message"), refused_flags("slime and miles"))
 def test_unsupported_flags_are_refused(host, given, message):
     assert message in refusal(host, given)
 
 
-@pytest.mark.parametrize(("given", "message"), refused_flags.rows("slime"))
+@pytest.mark.parametrize(("given", "message"), refused_flags("slime"))
 def test_contradictions_are_refused(given, message):
     assert message in refusal(slime.HOST, given)
 
