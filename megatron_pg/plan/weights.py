@@ -31,7 +31,7 @@ class TokenFactors:
     penalised: Tensor  # bool, trained and with the correction's further loss
 
     def kept_per_sample(self, batch: PackedBatch, terms: Sequence[str] = (POLICY,)) -> list[int]:
-        """Each sample's tokens that these loss terms train and no correction rejects; -1: it is of none of the terms."""
+        """Each sample's tokens that these loss terms train and no correction rejects; -1: it is of none of them."""
         trained = batch.tokens_of(*terms)
         if self.kept is None:
             return trained
