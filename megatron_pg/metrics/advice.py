@@ -12,7 +12,7 @@ _ORDER = tuple(
 
 
 class Advice:
-    """Follows the steps of a run. It depends on their records alone: a resumed run gives the advice of an uninterrupted one.
+    """Follows the records of a run's steps; a resumed run gives the same advice as an uninterrupted one.
 
     Args:
         history: records of the run's earlier steps, in order.
@@ -26,7 +26,7 @@ class Advice:
             self.of(record)
 
     def of(self, record: Mapping[str, Any]) -> str | None:
-        """The advice after a step, at most once per metric and run. Steps without rollout log-probabilities are ignored."""
+        """Advice after a step, at most once per metric and run; steps without rollout log-probabilities are ignored."""
         if record.get("mismatch/outlier_fraction") is None:
             return None
         flags = red_flags(record)

@@ -1,7 +1,7 @@
-"""The trainer compared with the rollout engine in a step: the statistics of `megatron-pg mismatch` that are sums over tokens.
+"""The trainer compared with the rollout engine: the statistics of `megatron-pg mismatch` that are sums over tokens.
 
-d = o - b of a trained token: its log-probability by the trainer minus its log-probability by the engine. Statistics that
-need more than sums, such as medians, are computed by the command only.
+d = o - b of a trained token: its log-probability by the trainer minus its log-probability by the engine. Statistics
+that need more than sums, such as medians, are computed by the command only.
 """
 
 import math

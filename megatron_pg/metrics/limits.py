@@ -44,7 +44,7 @@ SIGNS: dict[str, tuple[str, str | Limit]] = {
     ),
     "mtp_loss": (
         "falls, then follows the entropy",
-        "rises while pg_loss is stable: the extra heads fall behind the policy",
+        "rises while pg_loss is stable: the extra heads lag behind the policy",
     ),
     "mtp_acceptance": ("stable", "falls: speculative decoding with these heads becomes slower"),
     "reward": ("rises", "falls, or stays where it began"),
@@ -100,7 +100,7 @@ SIGNS: dict[str, tuple[str, str | Limit]] = {
     ),
     "mismatch/outlier_fraction": (
         "< 1e-3",
-        Limit(high=0.03, steps=_ADVISED, cause="other tokens, another template or begin of documents"),
+        Limit(high=0.03, steps=_ADVISED, cause="other tokens, another template or start of documents"),
     ),
     "mismatch/rank_factor": ("< 1.4", Limit(high=2.0, steps=_ADVISED, cause="one rank or one engine only")),
     "entropy": ("falls slowly", "near 0 early"),

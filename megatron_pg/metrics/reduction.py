@@ -1,8 +1,8 @@
 """Exact reduction: per micro-batch, over micro-batches, over ranks.
 
-A partial result is one float64 vector. Without a token, sums and means contribute 0 and maxima and minima their identity.
-Pipeline stages without the loss, empty micro-batches and empty ranks therefore change nothing. Means are divided once, at
-the end, by the number of documents that contributed. A metric without contributions is absent.
+A partial result is one float64 vector. Without a token, sums and means contribute 0, maxima and minima their identity.
+Pipeline stages without the loss, empty micro-batches and empty ranks therefore change nothing. Means are divided once,
+at the end, by the number of documents that contributed. A metric without contributions is absent.
 """
 
 import math

@@ -5,7 +5,7 @@
     mean     over documents (samples with a trained token) of the document's mean over its trained tokens
     sum      over the objective's trained tokens of the step
     all      over the trained tokens of the step, those of loss terms too
-    total    a sum that the formula has taken over this rank's part of a micro-batch
+    total    a sum that the formula computes over this rank's part of a micro-batch
     max min  over the trained tokens of the step
     rank     of sums over each data-parallel rank's trained tokens
     step     an integer of the step plan
@@ -86,12 +86,12 @@ def _farthest(place: int) -> Callable[[Any], Any]:
 
 
 def own_metric(name: str) -> Metric:
-    """What a custom objective reports beside its loss."""
+    """A value that a custom objective reports in addition to its loss."""
     return Metric(name, lambda t: t.own[name], "your objective's", "yours", "reported by the custom objective")
 
 
 def term_metrics(term: LossTerm) -> tuple[Metric, ...]:
-    """What is reported of a loss term that has no metrics of its own in the table."""
+    """The metrics of a loss term that the table does not list."""
     name, loss = term.name, KINDS[term.kind].formula
 
     def of(kind: str, formula: Callable[[Any], Any], suffix: str, *words: str, level: str = "basic") -> Metric:
@@ -221,7 +221,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mtp_acceptance",
         lambda t: t.totals["mtp_acceptance"],
-        "Σ_d Σ 1[target is the likeliest] / Σ_d n_d",
+        "Σ_d Σ 1[target is the most likely] / Σ_d n_d",
         "fraction",
         "tokens of the responses that multi-token prediction, decoding greedily, would have drafted right, over all "
         "depths",
@@ -243,7 +243,7 @@ METRICS: tuple[Metric, ...] = (
         "1[max reward = min reward] of a prompt",
         "fraction",
         "prompts whose rewards are all equal, of those with rewards of two rollouts or more: a group baseline makes "
-        "their advantages 0; absent when there is no such prompt",
+        "their advantages 0; absent if no prompt has that many",
     ),
     _fact(
         "response_length",
@@ -273,7 +273,7 @@ METRICS: tuple[Metric, ...] = (
         attrgetter("num_missing"),
         "Σ 1[y ∉ S]",
         "tokens",
-        "tokens that their samples' sampling masks do not hold, masked before anything is counted",
+        "tokens that their samples' sampling masks do not contain, masked before anything is counted",
         kind="step",
         only_with="sampling_mask_missing",
     ),
@@ -326,7 +326,7 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.outside[0] | t.outside[1],
         "1[r < 1 - ε_low or r > 1 + ε_high]",
         "fraction",
-        "outside the objective's bounds whatever the sign of A (gspo: R of its sequence; cispo: the weight's bounds; "
+        "outside the objective's bounds for either sign of A (gspo: R of its sequence; cispo: the weight's bounds; "
         "dppo: the trust region; ipo: the band; gmpo: log r): an upper bound of the tokens without gradient",
         only_with="clip",
     ),
@@ -509,12 +509,12 @@ METRICS: tuple[Metric, ...] = (
         "probability of columns that one side alone counts",
     ),
     _of_gap(
-        "outlier_fraction", gap.outlier_fraction, "1[|d| > 0.5]", "fraction", "tokens on which the two hardly agree"
+        "outlier_fraction", gap.outlier_fraction, "1[|d| > 0.5]", "fraction", "tokens with a gap of more than 0.5 nats"
     ),
     Metric(
         "mismatch/rank",
         _farthest(0),
-        "argmax_r of mean_r |d| over that of the others",
+        "argmax_r of mean_r |d| over the mean of the other ranks",
         "rank",
         "the data-parallel rank that is furthest from the rollout engine; absent with one rank",
         kind="rank",
@@ -523,7 +523,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/rank_factor",
         _farthest(1),
-        "mean_r |d| over that of the others, |d| up to 3",
+        "mean_r |d| over the mean of the other ranks, |d| up to 3",
         "1",
         "how much further it is than the others",
         kind="rank",

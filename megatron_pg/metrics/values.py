@@ -104,7 +104,7 @@ class TokenValues:
         return torch.where(_known(self.fields.of_term(name).mask), _known(self.result.student_mass), 0)
 
     def is_floored(self, term: LossTerm) -> Tensor:
-        """Whether the tail of a token's teacher is raised: only at the term's tokens, and if some tokens are not named."""
+        """Whether a token's teacher tail is raised: only at the term's tokens, and if some ids are not named."""
         is_low = _known(self.fields.of_term(term.name).mask) & (self._teacher.tails < cast(float, term.tail_floor))
         return is_low if self.vocab_size is None else is_low & ((self._teacher.ids >= 0).sum(dim=1) < self.vocab_size)
 

@@ -1,6 +1,6 @@
 """A user's own reducer, with the four arguments that slime and miles give it.
 
-It is called on the CPU, once per micro-batch, with whole samples, whatever the context-parallel layout; context
+It is called on the CPU, once per micro-batch, with whole samples in any context-parallel layout; context
 parallelism then slices the weights like any other token field. It must be linear in the per-token loss, add up over
 samples, and not read masked slots: its token weights are its derivative, and the probe checks all of that on a tiny
 step before training starts.

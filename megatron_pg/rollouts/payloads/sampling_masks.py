@@ -1,6 +1,6 @@
 """The tokens that the rollout engine could have sampled at each response token: what top-p and top-k leave."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.rollouts.fields import POLICY, is_int
-from megatron_pg.rollouts.payloads.base import Payload, Rows, Tokens, first_trained, integers, is_plain
+from megatron_pg.rollouts.payloads.base import Layout, Payload, Rows, Tokens, first_trained, integers, is_plain
 
 _IDS = ("ids", "token_ids")  # ours, and vLLM's
 
@@ -51,7 +51,7 @@ class SamplingMask(Rows):
 class RecordedMask:
     """One set of ids per response token, concatenated, on the CPU: token k's set is ids[offsets[k] : offsets[k + 1]].
 
-    An empty set stands for the whole vocabulary.
+    An empty set means the whole vocabulary.
     """
 
     ids: Tensor  # [n] int32
@@ -81,7 +81,7 @@ class RecordedMask:
 
 
 class SampledTokens(Payload[RecordedMask]):
-    """`RecordedMask`; at tokens that the objective does not train it may hold arbitrary integers."""
+    """`RecordedMask`; at tokens that the objective does not train its ids may be arbitrary."""
 
     form = (
         "is not the ids that could be sampled. Give a list of ids per response token, or "
@@ -129,20 +129,14 @@ class SampledTokens(Payload[RecordedMask]):
         """Ids and offsets."""
         return record.ids, record.offsets
 
-    def rows(
-        self,
-        records: Sequence[RecordedMask | None],
-        lengths: Sequence[int],
-        here: Callable[[Tensor], Tensor],
-        is_read: Tensor,
-    ) -> SamplingMask | None:
+    def rows(self, records: Sequence[RecordedMask | None], layout: Layout, is_read: Tensor) -> SamplingMask | None:
         """Rows at which no term reads it have the whole vocabulary; None if all rows do."""
         if all(record is None for record in records):
             return None
-        without = [torch.zeros(length, dtype=torch.int64) for length in lengths]
+        without = [torch.zeros(length, dtype=torch.int64) for length in layout.lengths]
         counts = torch.cat([n if record is None else record.counts for record, n in zip(records, without, strict=True)])
         ids = torch.cat([record.ids for record in records if record is not None])
-        whole = SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).map(here)
+        whole = SamplingMask.of(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))).map(layout.here)
         whole = replace(whole, counts=torch.where(is_read, whole.counts, 0))
         return whole if whole.counts.any() else None
 
@@ -168,7 +162,7 @@ def check_ids(record: RecordedMask, trained: Tensor, label: str) -> None:
     twice = torch.zeros(len(keys.values), dtype=torch.bool)
     twice[keys.indices[1:]] = keys.values[1:] == keys.values[:-1]
     for mistake, wrong in {
-        "holds a negative number, which is not a token": record.ids < 0,
+        "contains a negative number, which is not a token": record.ids < 0,
         "names a token twice, which would count twice": twice,
     }.items():
         if (k := first_trained(record.any_of(wrong), trained)) is not None:
