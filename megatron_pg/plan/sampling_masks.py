@@ -60,8 +60,8 @@ def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> N
     for sample, sampling_mask, mask in members(samples, settings):
         if settings.head_mode == "scaled_exp":
             raise ValueError(
-                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp computes log-probabilities "
-                "over the whole vocabulary only. Use --pg-fused-head forward."
+                f"sample {sample.sample_id} has a sampling mask, and --pg-fused-head scaled_exp computes "
+                "log-probabilities over the whole vocabulary only. Use --pg-fused-head forward."
             )
         check_ids(sampling_mask, mask, sample.sample_id)
         _check_holds(sample, sampling_mask, mask)
