@@ -17,7 +17,7 @@ from megatron_pg.plan.sampling_masks import check_sampling_masks
 from megatron_pg.plan.settings import LossSettings
 from megatron_pg.reducers.custom import reducer_weights
 from megatron_pg.rollouts.fields import POLICY
-from megatron_pg.rollouts.payloads.topk import TokenSets
+from megatron_pg.rollouts.payloads import PAYLOADS
 from megatron_pg.rollouts.sample import Sample, check_range
 
 
@@ -91,10 +91,8 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                 raise ValueError(
                     f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
                 )
-            if isinstance(values, TokenSets):
-                _check_topk(sample, values, mask, flag)
-                continue
-            if name == "teacher_hidden":  # `Sample` has looked at every trained token
+            if name in PAYLOADS:
+                PAYLOADS[name].check_read(values, mask, sample.sample_id, flag)
                 continue
             if (bad := mask & ~torch.isfinite(values)).any():
                 k = int(bad.nonzero()[0])
@@ -103,15 +101,6 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
                     "reads, so the loss would not be finite. Take the token out of the mask, or repair the value."
                 )
             check_range(name, values[mask], sample.sample_id)
-
-
-def _check_topk(sample: Sample, sets: TokenSets, mask: Tensor, flag: str) -> None:
-    """At the tokens of its loss term a teacher names something."""
-    if (bad := mask & (sets.ids < 0).all(dim=1)).any():
-        raise ValueError(
-            f"teacher_topk of sample {sample.sample_id} has no id at response token {int(bad.nonzero()[0])}, which {flag} trains, so nothing "
-            "would be learned from it. Take the token out of the mask, or record the teacher there."
-        )
 
 
 def _check_advantages(samples: Sequence[Sample], objective: str) -> None:
@@ -191,11 +180,9 @@ def token_weights(
         found |= {"mask": batch.mask_of(*settings.trained), f"{POLICY}.mask": policy}
     if any(sample.sampling_mask is not None for sample in batch.samples):
         found["sampling_mask"] = batch.mask_of(*settings.over_sampling_mask)
-    if settings.terms.reads_topk:
-        found["teacher_topk"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_topk))
-    if settings.terms.whole_form is not None:
-        found["teacher_hidden"] = batch.mask_of(*(s.tokens for s in settings.terms.further if s.reads_hidden))
-    for name in settings.terms.reads - {"teacher_topk", "teacher_hidden"}:
+    for payload in dict.fromkeys(term.payload for term in settings.terms.further if term.payload):
+        found[payload] = batch.mask_of(*(t.tokens for t in settings.terms.further if t.payload == payload))
+    for name in settings.terms.reads - PAYLOADS.keys():
         if all(
             getattr(sample, name) is None for sample in batch.samples
         ):  # a micro-batch without a token that reads it is one of the same loss

@@ -34,6 +34,7 @@ from megatron_pg.objectives.custom.loading import load_custom_objective
 from megatron_pg.plan.settings import LossSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
+PACKAGE = DOCS.parent / "megatron_pg"
 
 
 def blocks() -> dict[str, str]:
@@ -220,3 +221,16 @@ def test_the_page_of_objectives_names_every_flag_and_correction():
     assert [name for name in CORRECTIONS if f"`{name}`" not in page] == []
     stems = {re.sub("-(low|high|pos|neg)$", "", number.flag) for number in numbers()}
     assert [stem for stem in stems if stem not in page] == []
+
+
+def test_a_structural_term_is_at_most_twelve_files_each_of_which_has_its_counterpart():
+    section = (
+        (DOCS / "adding.md").read_text(encoding="utf-8").partition("## A structural loss term")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `(.+?)` \| .+ \| `(.+?)` \|$", section, re.MULTILINE)
+    assert 6 < len(rows) <= 12
+    for path, counterpart in rows:
+        if counterpart.endswith(".py"):
+            assert (PACKAGE / counterpart).exists()
+        else:
+            assert counterpart in (PACKAGE / path).read_text(encoding="utf-8"), (path, counterpart)
