@@ -254,7 +254,7 @@ def cases(full: bool, layout: str) -> list[tuple]:
     return [*whole, *(TRITON if layout in ("dp2", "tp2") else [])] if full else FAST
 
 
-# --- verl's own loss beside ours ---
+# --- verl's own loss compared with ours ---
 
 THEIRS: dict[str, dict[str, Any]] = {
     "default": {},

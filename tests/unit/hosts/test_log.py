@@ -1,4 +1,4 @@
-"""How a host's steps are numbered: in metrics.jsonl from 1, one by one, whatever the host counts."""
+"""Steps of a host are numbered from 1 in metrics.jsonl, independently of the host's numbers."""
 
 import json
 from dataclasses import replace
