@@ -1,4 +1,4 @@
-"""Divergences over a teacher's likeliest tokens, from stored logits, by every implementation, against their losses in float64."""
+"""Divergences over a teacher's top-k tokens from stored logits, by every implementation, against float64."""
 
 import math
 from dataclasses import replace
