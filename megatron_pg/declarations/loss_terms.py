@@ -30,10 +30,9 @@ class TermKind:
     """What the loss of a token is."""
 
     formula: str  # of ℓ
-    reads_topk: bool = False  # the teacher's likeliest tokens, which every sample must have
-    whole_form: str | None = (
-        None  # a divergence over the whole vocabulary, from the teacher's hidden states, which likewise
-    )
+    payload: str | None = None  # of the samples, which it reads instead of one log-probability per token
+    whole_form: str | None = None  # of a divergence over the whole vocabulary, from the teacher's hidden states
+    module: str = "losses"  # of `megatron_pg.objectives.terms`, with its function
     has_tail: bool = True  # of such a kind: all other tokens are one category
     mixture: Mixture | None = None
     against: str | None = (
@@ -43,17 +42,22 @@ class TermKind:
     is_of_a_correction: bool = False  # which chooses its tokens; no flag of loss terms asks for it
     function: str  # of `megatron_pg.objectives.terms.losses`
 
+    @property
+    def reads_topk(self) -> bool:
+        """Whether it reads the teacher's top-k tokens."""
+        return self.payload == "teacher_topk"
+
     def load(self) -> Callable:
         """From `TermTokens` to [T]."""
-        return load(f"megatron_pg.objectives.terms.{'topk' if self.reads_topk else 'losses'}:{self.function}")
+        return load(f"megatron_pg.objectives.terms.{self.module}:{self.function}")
 
 
 def _topk(formula: str, function: str, **rest: Any) -> TermKind:
-    return TermKind(formula=formula, reads_topk=True, function=function, **rest)
+    return TermKind(formula=formula, payload="teacher_topk", module="topk", function=function, **rest)
 
 
 def _full(formula: str, form: str, **rest: Any) -> TermKind:
-    return TermKind(formula=formula, whole_form=form, function="whole_divergence", **rest)
+    return TermKind(formula=formula, payload="teacher_hidden", whole_form=form, function="whole_divergence", **rest)
 
 
 _JSD = "β·KL(P‖m) + (1-β)·KL(Q‖m), m = βP + (1-β)Q"
@@ -105,8 +109,13 @@ class LossTerm:
         return KINDS.get(self.kind, _OBJECTIVE_KIND)
 
     @property
+    def payload(self) -> str | None:
+        """The payload of the samples that it reads."""
+        return self._kind.payload
+
+    @property
     def reads_topk(self) -> bool:
-        """Whether it reads the teacher's likeliest tokens."""
+        """Whether it reads the teacher's top-k tokens."""
         return self._kind.reads_topk
 
     @property
@@ -137,10 +146,8 @@ class LossTerm:
     @property
     def reads(self) -> tuple[str, ...]:
         """Fields that every sample with a token of it must have."""
-        if self.reads_topk:
-            return ("teacher_topk",)
-        if self.reads_hidden:
-            return ("teacher_hidden",)
+        if self.payload is not None:
+            return (self.payload,)
         against = self._kind.against
         is_weighted = self.estimator is not None and KL_ESTIMATORS[self.estimator].is_weighted
         return (() if against is None else (against,)) + (("old_logprobs",) if is_weighted else ())

@@ -110,7 +110,7 @@ def _entropy_readers(facts: Facts) -> Iterator[str]:
     if facts.args.pg_metrics == "with_entropy":
         yield "--pg-metrics with_entropy"
     live = (term for term in facts.given_terms if term.weight)
-    yield from (s.flag for s in live if s.kind == "entropy" or s.reads_topk or s.reads_hidden)
+    yield from (s.flag for s in live if s.kind == "entropy" or s.payload)
 
 
 def _sequence_readers(facts: Facts) -> Iterator[str]:

@@ -32,7 +32,7 @@ def check_loss(values: Tensor, policy_loss: PolicyLoss, grad_scale: float) -> No
         if is_needed and getattr(fields, name) is None:
             raise ValueError(f"{name} is missing, and a term of the loss needs it. Give one value per token.")
     size, known = fields.targets.shape, fields.per_token()
-    if fields.sampling_mask is not None and (terms.reads_topk or terms.whole_form is not None):
+    if fields.sampling_mask is not None and any(term.payload for term in terms.further):
         raise ValueError(
             "a loss over a teacher's distribution is over the whole vocabulary, and the log-probabilities of this "
             "micro-batch are over what could be sampled. Leave out one of the loss term and the sampling mask."

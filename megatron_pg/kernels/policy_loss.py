@@ -20,7 +20,7 @@ from megatron_pg.kernels.sampling_masks import Restriction
 from megatron_pg.kernels.teacher import Form
 from megatron_pg.kernels.topk import TopKLogprobs
 from megatron_pg.objectives import Objective, Tokens, objective_of
-from megatron_pg.objectives.interface.row import Row
+from megatron_pg.objectives.interface.token_kernel import TokenKernel
 from megatron_pg.objectives.terms.losses import Categories, TermTokens
 
 
@@ -112,7 +112,7 @@ class PolicyLoss:
     fields: TokenFields
 
     @cached_property
-    def row(self) -> Row | None:
+    def token_kernel(self) -> TokenKernel | None:
         """The objective as kernels compute it, where they compute all that the loss has; else None, and it ends in torch.
 
         They have at most one divergence and one entropy term, over the objective's tokens, and average over sequences once:
@@ -123,12 +123,12 @@ class PolicyLoss:
         has_more |= any(own.mask is not None for own in self.fields.terms.values())
         has_more |= self.fields.old_logprobs is None
         has_more |= self.terms.opsm_anchor is not None and self.terms.objective.has_one_loss_per_sequence
-        return None if has_more else self.terms.objective.row
+        return None if has_more else self.terms.objective.token_kernel
 
     @cached_property
     def is_by_token(self) -> bool:
         """Whether kernels compute the whole loss of a token from its row of logits."""
-        return bool(self.row) and not self.terms.reads_sequences and self.fields.sampling_mask is None
+        return bool(self.token_kernel) and not self.terms.reads_sequences and self.fields.sampling_mask is None
 
     @property
     def without_topk(self) -> "PolicyLoss":

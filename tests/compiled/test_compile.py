@@ -39,7 +39,7 @@ def compile_all(chip: int, names: list[str]) -> None:
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from megatron_pg.kernels.triton import rows, single_pass
+    from megatron_pg.kernels.triton import single_pass, token_kernels
     from megatron_pg.kernels.triton.single_pass_kernel import single_pass_kernel
     from megatron_pg.kernels.triton.terms import FieldPointers
 
@@ -47,7 +47,7 @@ def compile_all(chip: int, names: list[str]) -> None:
         columns, dtype, loss = name.split(":")
         shape = single_pass.Shape.of_row(int(columns), {"bf16": 2, "fp32": 4}[dtype])
         objective, _, estimator = loss.partition("+")
-        constants = {"TOKEN_KERNEL": getattr(rows, objective), "KL": getattr(rows, estimator, None)}
+        constants = {"TOKEN_KERNEL": getattr(token_kernels, objective), "KL": getattr(token_kernels, estimator, None)}
         constants |= {"BONUS": bool(estimator), "ENTROPY": True, "ROW": shape.tiling}
         kernel = single_pass_kernel
         types = {"logits": f"*{dtype}", "gradients": f"*{dtype}", "targets": "*i64", "results": "*fp32"}

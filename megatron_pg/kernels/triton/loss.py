@@ -33,7 +33,7 @@ def triton_loss(
         options = {"grad_scale": grad_scale, "entropy": entropy}
         return PolicyGradientLoss(*_SinglePass.apply(logits, policy_loss, vocabulary, inplace, options))
     fields, detail = policy_loss.fields, detail_of(policy_loss, entropy=entropy)
-    if detail is None and policy_loss.row:
+    if detail is None and policy_loss.token_kernel:
         targets, mask = fields.targets.contiguous(), fields.mask.contiguous()  # kernels have no strides
         return PolicyGradientLoss(*_TwoPasses.apply(logits, targets, mask, policy_loss, vocabulary, inplace))
     reader = reader_of("triton", vocabulary, fields.targets, detail, fields.mask)

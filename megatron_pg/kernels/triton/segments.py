@@ -58,8 +58,8 @@ def sequence_fields(policy_loss: PolicyLoss, logprobs: Tensor) -> SequenceFields
 
 def _sum(policy_loss: PolicyLoss, logprobs: Tensor, sums: Tensor, constants: dict[str, Any]) -> None:
     """Fills the sums of this rank's tokens."""
-    fields, row, anchor = policy_loss.fields, policy_loss.row, policy_loss.terms.opsm_anchor
-    averaged = row.load_averaged() if row is not None and row.load_averaged is not None else None
+    fields, kernel, anchor = policy_loss.fields, policy_loss.token_kernel, policy_loss.terms.opsm_anchor
+    averaged = kernel.load_averaged() if kernel is not None and kernel.load_averaged is not None else None
     anchors = fields.mask if anchor is None else getattr(fields, anchor)
     read = [fields.old_logprobs, anchors, fields.advantages, fields.corrected_weights, fields.mask]
     read += [fields.sequences.order, fields.sequences.lengths]

@@ -1,8 +1,8 @@
-"""All terms of the loss of one token, for the kernels: the objective by its row, a divergence and an entropy term.
+"""All terms of the loss of one token, for the kernels: the objective by its token kernel, a divergence and an entropy term.
 
     loss_t = w l + lambda u kl - eta v H,   and its derivatives by log π and by H
 
-`PolicyLoss`, the specification, is torch; its `row` says whether these are all the terms that there are.
+`PolicyLoss`, the specification, is torch; its `token_kernel` says whether these are all the terms that there are.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_pg.declarations.corrections import KL_ESTIMATORS
 from megatron_pg.declarations.loss_terms import KINDS, LossTerm
 from megatron_pg.kernels.policy_loss import PolicyLoss
-from megatron_pg.kernels.triton import rows
-from megatron_pg.objectives.interface.row import MOST_NUMBERS
+from megatron_pg.kernels.triton import token_kernels
+from megatron_pg.objectives.interface.token_kernel import MOST_NUMBERS
 
 
 def _terms(policy_loss: PolicyLoss) -> tuple[LossTerm | None, LossTerm | None]:
@@ -66,16 +66,16 @@ def coefficients_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
 
 
 def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
-    """The numbers of the row, filled up with zeros."""
-    numbers = policy_loss.row.numbers if policy_loss.row else ()
+    """The numbers of the token kernel, filled up with zeros."""
+    numbers = policy_loss.token_kernel.numbers if policy_loss.token_kernel else ()
     return *numbers, *[0.0] * (MOST_NUMBERS - len(numbers))
 
 
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
     """What a kernel is compiled for: the Triton functions of the objective and the estimator, and whether H is in the loss."""
-    row, (kl, bonus) = policy_loss.row, _terms(policy_loss)
-    estimator = None if kl is None else getattr(rows, KL_ESTIMATORS[kl.estimator].function)
-    return {"TOKEN_KERNEL": row.load() if row else None, "KL": estimator, "BONUS": bonus is not None}
+    kernel, (kl, bonus) = policy_loss.token_kernel, _terms(policy_loss)
+    estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[kl.estimator].function)
+    return {"TOKEN_KERNEL": kernel.load() if kernel else None, "KL": estimator, "BONUS": bonus is not None}
 
 
 def term_losses(policy_loss: PolicyLoss, kl: Tensor | None, entropy: Tensor) -> Tensor | None:

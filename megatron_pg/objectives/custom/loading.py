@@ -17,7 +17,7 @@ from megatron_pg.flags.errors import ArgumentError
 from megatron_pg.flags.facts import Facts
 from megatron_pg.flags.head import recompute_violation
 from megatron_pg.flags.import_path import load_function
-from megatron_pg.objectives.custom.custom_row import custom_row, row_failure, row_refusal
+from megatron_pg.objectives.custom.token_kernel import custom_token_kernel, token_kernel_failure, token_kernel_refusal
 from megatron_pg.objectives.interface.objective import Objective
 from megatron_pg.objectives.interface.tokens import Parameters, Tokens
 
@@ -62,7 +62,7 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
 
     Raises:
         ArgumentError: rule E16, when it fails, has another shape or dtype, no gradient, a token's loss or metric depends on
-            other tokens of the micro-batch, or its row is not it.
+            other tokens of the micro-batch, or its token kernel differs from it.
         ImportPathError: it cannot be imported or called.
     """
     function = load_function(path, OBJECTIVE_PARAMETERS)
@@ -81,10 +81,10 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     names = tuple(reports(_tokens(torch.arange(_SIZE)), parameters))
     reads_sequences = _reads_sequences(loss, reports, parameters)
-    if reason := row_refusal(function, parameters, reads_sequences=reads_sequences):
+    if reason := token_kernel_refusal(function, parameters, reads_sequences=reads_sequences):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
-    row = custom_row(function, parameters)
-    if row and (reason := row_failure(row, loss, parameters)):
+    token_kernel = custom_token_kernel(function, parameters)
+    if token_kernel and (reason := token_kernel_failure(token_kernel, loss, parameters)):
         raise ArgumentError([("E16", f"custom objective {path!r} {reason}")])
     return Objective(
         name=path,
@@ -92,7 +92,7 @@ def load_custom_objective(path: str, **numbers: float) -> Objective:
         reports=reports if names else None,
         reported=names,
         reads_sequences=reads_sequences,
-        row=row,
+        token_kernel=token_kernel,
         parameters=parameters,
     )
 

@@ -96,6 +96,13 @@ class Payload(ABC, Generic[Record]):
             ValueError: for the first of them.
         """
 
+    def check_read(self, record: Any, mask: Tensor, sample_id: str, flag: str) -> None:  # optional
+        """Refuse a record that lacks what the loss term of a flag needs at its tokens [R].
+
+        Raises:
+            ValueError: for the first such token.
+        """
+
     @abstractmethod
     def to_json(self, record: Record) -> Any:
         """The record as the rollout file contains it."""

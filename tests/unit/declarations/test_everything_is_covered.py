@@ -36,12 +36,16 @@ class Place(NamedTuple):
         return not any(found.search(path.read_text(encoding="utf-8")) for path in files)
 
 
+# which the declaration gives a reason for
+WITHOUT_TOKEN_KERNEL = "|".join(["^$", *(f"^{name}$" for name, each in OBJECTIVES.items() if each.no_token_kernel)])
 REQUIRED = {
     "objective": (
         OBJECTIVES,
         Place("an oracle", ("tests/oracles/objective_oracle.py",)),
         Place("a hand-worked value", ("tests/unit/objectives/test_formulas.py",)),
         Place("a row (make docs)", ("docs/objectives.md",)),
+        Place("a word among the objectives", ("docs/flags.md",)),
+        Place("a token kernel", ("megatron_pg/kernels/triton/token_kernels.py",), not_for=WITHOUT_TOKEN_KERNEL),
     ),
     "aggregation": (
         AGGREGATIONS,

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS = [name for name, declared in OBJECTIVES.items() if declared.row]
+ROWS = [name for name, declared in OBJECTIVES.items() if not declared.no_token_kernel]
 PER_TOKEN = ("old_logprobs", "advantages", "weights", "corrections", "ref_logprobs")
 COUNT = 2 * BLOCK + 17
 LIMIT = 1e-5  # where a ratio at its clamp, e^20, multiplies e^-x - 1 + x of a small x
@@ -121,7 +121,7 @@ def test_one_launch_is_the_policy_loss_and_its_gradient(name, full, evidence, mo
             if (number + seed) % 3 and not OBJECTIVES[name].has_one_loss_per_sequence:
                 terms |= {"opsm_anchor": "old_logprobs", "opsm_threshold": 0.02}
             loss, logprobs, entropy = drawn(name, 100 * seed + number, grad_divisor=4.0, **terms)
-            assert loss.row is not None
+            assert loss.token_kernel is not None
             expected, by_logprob, by_entropy = evaluated(loss, logprobs, entropy)
             as_kernels, *leaves = poisoned(loss, logprobs, entropy)
             found = surrogate_loss(as_kernels, *leaves)
@@ -173,7 +173,7 @@ def test_the_penalty_of_chosen_tokens_is_a_divergence_from_the_anchor(name, bonu
     own = {PENALTY: TermFields(weights=loss.fields.weights * chosen)}
     fields = replace(loss.fields, terms={**loss.fields.terms, **own})
     loss = PolicyLoss(replace(loss.terms, further=(penalty, *loss.terms.further)), fields)
-    assert loss.row is not None
+    assert loss.token_kernel is not None
     expected, by_logprob, _ = evaluated(loss, logprobs, entropy)
     as_kernels, *leaves = poisoned(loss, logprobs, entropy)
     found, (slope, _) = surrogate_and_slopes(as_kernels, *(leaf.detach() for leaf in leaves))

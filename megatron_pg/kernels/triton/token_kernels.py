@@ -1,12 +1,12 @@
 """One token of each objective, and of each KL estimator, for the kernels: its loss and the loss's derivative by log π.
 
-    loss, slope = row(logprob, old_logprob, advantage, numbers)         value, slope = row(logprob, old_logprob, ref_logprob)
+    loss, slope = kernel(logprob, old_logprob, advantage, numbers)         value, slope = kernel(logprob, old_logprob, ref_logprob)
 
-The torch functions of `megatron_pg.objectives` are the specification; the docstring says where a row is it in other words.
+The torch functions of `megatron_pg.objectives` are the specification; the docstring says where a kernel computes it in another form.
 `numbers` are four, what the declaration makes of the flags, and behind them, for objectives of whole sequences, four of the
 token's sequence: the average of log r, the average of A, its trained tokens, and the average of what the objective averages
 itself; the slope is by the token's own log-ratio in each average, times the trained tokens. Comparisons choose, never `minimum` or `maximum`, which
-would drop a NaN: what is not finite stays visible. A row is finite where all fields are 0, as they are where nothing is trained.
+would drop a NaN: what is not finite stays visible. Each is finite where all fields are 0, as they are where nothing is trained.
 """
 
 import triton
@@ -62,7 +62,7 @@ def grpo(logprob, old_logprob, advantage, numbers):
 
 
 @triton.jit
-def capped(logprob, old_logprob, advantage, numbers):
+def dual_clip(logprob, old_logprob, advantage, numbers):
     """low, high and the cap where A < 0; -v A, v = min(r, high), where A < 0 r in [low, cap]."""
     r, clamped = ratio(logprob - old_logprob)
     highest = tl.where(advantage < 0, numbers[2], numbers[1])
@@ -208,7 +208,7 @@ def gmpo(logprob, old_logprob, advantage, numbers):
 
 
 @triton.jit
-def gmpo_clipped(log_ratio, advantage, numbers):
+def gmpo_averaged(log_ratio, advantage, numbers):
     """What gmpo averages."""
     lowered = tl.where(log_ratio < -numbers[0], -numbers[0], log_ratio)
     raised = tl.where(log_ratio > numbers[1], numbers[1], log_ratio)
