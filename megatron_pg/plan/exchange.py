@@ -145,21 +145,21 @@ def exchange(
     Without a group this process alone is counted.
     """
     rank = 0 if group is None else torch.distributed.get_rank(group)
-    own = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
-    deal = _Deal(torch.cat([units.rows for units in own]), group)
+    held = [_own_units(local, rule, kind, rank) for kind in KINDS.values()]
+    deal = _Deal(torch.cat([units.rows for units in held]), group)
     owned = [_owned_units(deal.rows, kind) for kind in KINDS.values()]
-    answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in own])
+    answers = deal.answered(_answers(deal.rows, owned)).split([len(units.rows) for units in held])
     strays = _strays(owned, rule)
     of_rollouts = owned[0].facts, *of_environments(owned[0].facts, environments)
-    sums = _combined(_sums(local, rule, rank, own, owned, of_rollouts), ReduceOp.SUM, group)
-    largest = _combined(_largest(own, of_rollouts, strays), ReduceOp.MAX, group)
+    sums = _combined(_sums(local, rule, rank, held, owned, of_rollouts), ReduceOp.SUM, group)
+    largest = _combined(_largest(held, of_rollouts, strays), ReduceOp.MAX, group)
     mixed, *firsts = _first_strays(strays, largest[-1], group)
     num_trained, num_positions, num_response_tokens, num_missing, balance = sums[0].tolist()
     return WholeStep(
         units={
             kind: _units(answer[units.of_held], of_sums, of_largest)
             for kind, units, answer, of_sums, of_largest in zip(
-                KINDS.values(), own, answers, sums[4:], largest[1:-1], strict=True
+                KINDS.values(), held, answers, sums[4:], largest[1:-1], strict=True
             )
         },
         tokens=sums[1].tolist(),
@@ -278,7 +278,7 @@ def _sums(
     local: LocalTable,
     rule: PlanRule,
     rank: int,
-    own: Sequence[_OwnUnits],
+    held: Sequence[_OwnUnits],
     owned: Sequence[_OwnedUnits],
     of_rollouts: Sequence[Tensor],
 ) -> list[Tensor]:
@@ -291,7 +291,7 @@ def _sums(
         torch.cat([fact_sums(rollouts) for rollouts in of_rollouts]),
         count_groups(owned[-1].facts),
     ]
-    for mine, units in zip(own, owned, strict=True):
+    for mine, units in zip(held, owned, strict=True):
         counts = [(units.totals >= 0).sum(dim=0), (units.totals > 0).sum(dim=0)]
         parts.append(torch.cat([*counts, torch.tensor([len(units.totals), _count_brought(mine)])]))
     return parts
@@ -301,9 +301,9 @@ def _count_brought(units: _OwnUnits) -> int:
     return int((units.rows[:, _PLACE] != _NOWHERE).sum())
 
 
-def _largest(own: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
+def _largest(held: Sequence[_OwnUnits], of_rollouts: Sequence[Tensor], strays: Sequence[Stray]) -> list[Tensor]:
     """Numbers to take the maximum of over the ranks."""
-    counts = [float(_count_brought(units)) for units in own]
+    counts = [float(_count_brought(units)) for units in held]
     sets = [torch.tensor([n, -n if n else -torch.inf], dtype=torch.float64) for n in counts]
     first = torch.tensor([-stray.sample for stray in strays], dtype=torch.float64)
     return [torch.cat([largest_facts(rollouts) for rollouts in of_rollouts]), *sets, first]
@@ -349,10 +349,10 @@ def _stray(rows: Tensor, parts: Tensor) -> Stray:
     return Stray(*rows[[apart[0], first[apart[0]]], _PLACE].tolist())
 
 
-def _first_strays(own: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
+def _first_strays(strays: Sequence[Stray], largest: Tensor, group: ProcessGroup | None) -> list[Stray | None]:
     """The first stray of each kind over all ranks; a further collective on every rank if there is any."""
     if (largest == -_NOWHERE).all():
-        return [None] * len(own)
-    rows = gathered(torch.tensor(own, dtype=torch.int64), group)  # [ranks, sorts, 2]
+        return [None] * len(strays)
+    rows = gathered(torch.tensor(strays, dtype=torch.int64), group)  # [ranks, sorts, 2]
     firsts = [min(Stray(*stray) for stray in column) for column in rows.transpose(0, 1).tolist()]
     return [None if stray == _NO_STRAY else stray for stray in firsts]

@@ -190,12 +190,12 @@ def _plan_terms(rule: PlanRule, count: Callable[..., StepCounts]) -> dict[str, T
     plans, columns = {}, rule.columns
     for term in rule.terms[rule.has_objective :]:
         column, denominators = columns[term.tokens], None
-        own = count(column, live_only=rule.live_only and column == TRAINED)
+        counts = count(column, live_only=rule.live_only and column == TRAINED)
         if term.aggregation and term.aggregation != AS_POLICY:
-            denominators = _denominators(replace(own, divisor=term.divisor), term.aggregation)
+            denominators = _denominators(replace(counts, divisor=term.divisor), term.aggregation)
         plans[term.name] = TermPlan(
             denominators=denominators,
-            num_tokens=own.num_tokens,
+            num_tokens=counts.num_tokens,
             num_rollouts=count(column, live_only=False).num_rollouts,
         )
     return plans

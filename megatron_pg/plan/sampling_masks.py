@@ -47,8 +47,8 @@ def without_missing(batch: PackedBatch, settings: LossSettings) -> PackedBatch:
 def _without(sample: Sample, outside: Tensor, settings: LossSettings) -> Sample:
     """The sample without those tokens [R] in the loss terms that read the sampling mask."""
     kept = {name: mask & ~outside for name, mask in _masks_of(sample, settings.over_sampling_mask).items()}
-    own = kept.pop(sample.term, sample.loss_mask)
-    return replace(sample, loss_mask=own, masks={**sample.masks, **kept})
+    loss_mask = kept.pop(sample.term, sample.loss_mask)
+    return replace(sample, loss_mask=loss_mask, masks={**sample.masks, **kept})
 
 
 def check_sampling_masks(samples: Sequence[Sample], settings: LossSettings) -> None:

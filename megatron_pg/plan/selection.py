@@ -85,8 +85,8 @@ def select_tokens(
     rows = counted.table.rows.clone()
     kept = [
         n
-        for batch, own in zip(batches, factors, strict=True)
-        for n in own.kept_per_sample(batch, settings.objective_tokens)
+        for batch, of_batch in zip(batches, factors, strict=True)
+        for n in of_batch.kept_per_sample(batch, settings.objective_tokens)
     ]
     mine = [n for n, place in zip(kept, places_of(batches, group), strict=True) if is_brought(place, group)]
     rows[:, KEPT] = torch.tensor(mine, dtype=torch.int64)
@@ -128,9 +128,9 @@ def _gathered_tokens(
     row[: len(of_lines) + len(of_keys)] = torch.cat([of_lines, of_keys])
     keyed: list[tuple[_Line, Tensor]] = []
     for values, (num_samples, num_tokens) in zip(gathered(row, group), sizes.tolist(), strict=True):
-        theirs = [_Line(*line) for line in values[: num_samples * width].view(-1, width).tolist()]
+        of_rank = [_Line(*line) for line in values[: num_samples * width].view(-1, width).tolist()]
         bits = values[num_samples * width :][:num_tokens]
-        keyed += zip(theirs, bits.view(torch.float64).split([line.length for line in theirs]), strict=True)
+        keyed += zip(of_rank, bits.view(torch.float64).split([line.length for line in of_rank]), strict=True)
     keyed.sort(key=lambda each: each[0])
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(k for _, k in keyed)]), [line for line, _ in keyed]
 
@@ -161,8 +161,8 @@ def _with_choice(
 ) -> list[TokenFactors]:
     """The factors of the tokens with the selection."""
     if declared.penalises:
-        return [replace(own, penalised=chosen) for own, chosen in zip(factors, masks, strict=True)]
+        return [replace(of_batch, penalised=chosen) for of_batch, chosen in zip(factors, masks, strict=True)]
     return [
-        replace(own, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
-        for batch, own, chosen in zip(batches, factors, masks, strict=True)
+        replace(of_batch, corrections=(~chosen).double(), kept=batch.mask_of(POLICY) & ~chosen)
+        for batch, of_batch, chosen in zip(batches, factors, masks, strict=True)
     ]

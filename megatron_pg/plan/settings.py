@@ -61,10 +61,12 @@ class LossSettings:
         )
         anchor = CORRECTIONS[correction.name].anchor
         opsm: dict[str, Any] = {"opsm_anchor": anchor, "opsm_threshold": correction.high} if anchor else {}
-        own = args.pg_custom_objective_path is not None
+        is_custom = args.pg_custom_objective_path is not None
         depths = vars(args).get("mtp_num_layers") or 0
         terms = LossTerms(
-            objective=custom_objective_of(args) if own else objective_of(args.pg_objective, **facts.objective_numbers),
+            objective=custom_objective_of(args)
+            if is_custom
+            else objective_of(args.pg_objective, **facts.objective_numbers),
             **opsm,
             further=facts.further,
             has_objective=facts.has_objective,

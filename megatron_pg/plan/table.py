@@ -200,13 +200,13 @@ def local_table_of(
     if rule.needs_prompt_ids and prompt_ids is None:
         prompt_ids = [sample.prompt_id for sample in samples]  # names the sample that has none
     rollout_ids, counts = _all_or_none("rollout_id", samples), _tokens_of(batches, rule.tokens[: rule.has_objective])
-    own = places_of(batches, group)
+    places = places_of(batches, group)
     kept = counts if kept_per_sample is None else torch.tensor(kept_per_sample, dtype=torch.int64)
-    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(own, dtype=torch.int64)
+    further, keys = _further_columns(batches, samples, rule, counts >= 0), torch.tensor(places, dtype=torch.int64)
     table = table_of_counts(rule, group, counts, rollout_ids, prompt_ids, kept, further, keys)
     rank = _rank_of(group)
     brought = [batch for batch in batches if batch.cp_ranks is None or batch.cp_ranks.first == rank]
-    mine = [i for i, place in enumerate(own) if is_brought(place, group)]
+    mine = [i for i, place in enumerate(places) if is_brought(place, group)]
     return replace(
         table,
         rows=table.rows[mine],

@@ -76,6 +76,7 @@ def any_command_lines(rng: random.Random, files: list[str]) -> str:
     return rng.choice(["", "\n", "megatron_pg command line: "]) + "\n".join(lines)
 
 
+JOBS = ("validate", "explain")
 LONG, NINES = "x" * 300, "9" * 5000
 REFUSED = [  # what random words have found, and their like
     *([command, LONG] for command in ("compare", "plot")),
@@ -87,22 +88,14 @@ REFUSED = [  # what random words have found, and their like
     ),
     ["convert", "dump.jsonl", "--format", "jsonl", "--output", "/dev/null", "--overwrite"],
     ["convert", f"train_data_step{NINES}.jsonl", "--format", "nemo_rl", "--output", "a", "--group-size", "1"],
-    *([command, "--args-file", LONG] for command in ("validate", "explain")),
-    *([command, flag, "9" * size] for command in ("validate", "explain") for flag in BOUNDED for size in (400, 5000)),
-    *(
-        [command, flag, "-inf"]
-        for command in ("validate", "explain")
-        for flag in ("--loss-scale", "--moe-z-loss-coeff")
-    ),
-    *([command, "--context-parallel-size=--"] for command in ("validate", "explain")),
+    *([command, "--args-file", LONG] for command in JOBS),
+    *([command, flag, "9" * size] for command in JOBS for flag in BOUNDED for size in (400, 5000)),
+    *([command, flag, "-inf"] for command in JOBS for flag in ("--loss-scale", "--moe-z-loss-coeff")),
+    *([command, "--context-parallel-size=--"] for command in JOBS),
     *(["validate", "--dataloader-type", text] for text in ("\x1b[31m", "a\nb", "\u202e")),
-    [
-        "validate",
-        "--tensor-model-parallel-size",
-        "1000000000",
-        "--custom-pg-loss-reducer-function-path",
-        "own_reducer:mean",
-    ],
+    shlex.split(
+        "validate --tensor-model-parallel-size 1000000000 --custom-pg-loss-reducer-function-path own_reducer:mean"
+    ),
 ]
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import launches
+import processes
 import pytest
 import torch
 from host_cases import refused_flags
-from processes import ROOT, environment, run
+from processes import ROOT, environment
 
 from megatron_pg.args import ArgumentError
 from megatron_pg.hosts.verl import options as verl_options
@@ -33,9 +34,8 @@ def on_ranks(folder, full):
         return None
     env = environment()
     env["PYTHONPATH"] += os.pathsep + str(FOLDER)  # last: its wheels have a folder `tests` too
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(ROOT / "tests/hosts/programs/verl_ranks.py")
-    run([*runner, script, str(folder), "full" if full else "fast"], env)
+    processes.wait_for(processes.on_ranks(2, env, script, str(folder), "full" if full else "fast"))
     return json.loads((folder / "verl.json").read_text(encoding="utf-8"))
 
 

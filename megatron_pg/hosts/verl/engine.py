@@ -194,8 +194,8 @@ class PolicyGradientEngine(_Theirs):
             return outputs
         group = self.get_context_parallel_group()
         count = self._routed_num_tokens(data)
-        own = count // group.size() + (group.rank() < count % group.size())
-        return outputs[0], own.to(torch.int), outputs[2]
+        num_here = count // group.size() + (group.rank() < count % group.size())
+        return outputs[0], num_here.to(torch.int), outputs[2]
 
     def _lm_head_logits_processor(
         self, logits: Tensor, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **rest: Any

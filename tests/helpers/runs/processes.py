@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import warm
 
 TESTS = Path(__file__).parents[2]
 ROOT = TESTS.parent
@@ -94,6 +95,18 @@ def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variable
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def with_warm_python(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with an interpreter, PYTHON, that has imported torch and Megatron; torch's launcher takes PYTHON_EXEC."""
+    python = warm.python(env)
+    return {**env, "PYTHON": python, "PYTHON_EXEC": python}
+
+
+def on_ranks(size: int, env: Mapping[str, str], *words: str) -> subprocess.Popen:
+    """A script and its arguments on this many ranks of one node."""
+    runner = [env.get("PYTHON", sys.executable), "-m", "torch.distributed.run", "--standalone"]
+    return begin([*runner, "--nproc-per-node", str(size), *words], env)
+
+
 def beside_each_other(*jobs: Callable) -> list:
     """Their results, two jobs at a time."""
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -102,8 +115,8 @@ def beside_each_other(*jobs: Callable) -> list:
 
 def start(processes: int, out: Path, cases: Sequence[str], *first: Path) -> subprocess.Popen:
     """Run the cases on this many ranks; `first` are folders that come before all others, such as another Megatron."""
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return begin([*runner, str(TESTS / "ranks/programs/ranks.py"), str(out), *cases], environment(*first))
+    env = environment(*first) if first else with_warm_python(environment())
+    return on_ranks(processes, env, str(TESTS / "ranks/programs/ranks.py"), str(out), *cases)
 
 
 @contextmanager
