@@ -1,4 +1,4 @@
-"""Where the single-pass kernel runs: on the chip and Triton releases of its tests, elsewhere after a self-test."""
+"""Where the single-pass kernel runs: the GPUs and the releases of Triton that its tests ran on, and others."""
 
 from dataclasses import dataclass
 
