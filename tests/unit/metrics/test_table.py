@@ -1,4 +1,4 @@
-"""Declarations, reduction, and that the page says what the code does. Values over layouts: test_partition_invariance."""
+"""Declarations, reduction, and the page that describes them. Values over layouts: test_partition_invariance."""
 
 import dataclasses
 import math
@@ -172,7 +172,7 @@ def test_a_metric_without_a_contribution_is_absent_never_zero():
 
 
 def test_metrics_of_the_step_need_no_trained_token_of_the_objective():
-    """Every sample of the objective is masked while a term trains; without the objective, what else is trained stays."""
+    """Every sample of the objective is masked while a term trains; without the objective, other metrics stay."""
     masked = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 3, "num_prompts": 2})
     dropped = SimpleNamespace(**vars(PLAN) | {"num_tokens": 0, "num_rollouts": 0, "num_prompts": 0})
     facts = unit_facts(encode_facts([sample_of_the_objective()]))
