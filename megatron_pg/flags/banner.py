@@ -34,7 +34,7 @@ def describe(args: argparse.Namespace) -> list[tuple[str, str]]:
         ("layout", _layout(args)),
         *_head_rows(args),
         ("kernel", f"{args.pg_kernel or 'triton on CUDA, torch elsewhere'}  (--pg-kernel)"),
-        ("metrics", f"{args.pg_metrics}, means over documents whatever the aggregation  (--pg-metrics)"),
+        ("metrics", f"{args.pg_metrics}, means over documents for every aggregation  (--pg-metrics)"),
     ]
 
 

@@ -116,7 +116,7 @@ def _contradictions(terms: list[LossTerm]) -> list[str]:
     for term in terms:
         if term.on in names and term.on not in with_tokens:
             messages.append(
-                f"{term.flag},on={term.on}: {term.on} has no tokens of its own; name the loss term whose tokens it uses"
+                f"{term.flag},on={term.on}: {term.on} uses the tokens of another loss term; name that loss term"
             )
         elif term.on is not None and term.on not in with_tokens:
             messages.append(

@@ -1,4 +1,4 @@
-"""Whatever is written on the command line: done, or one line that says what is wrong, and nothing of it raw."""
+"""Any command line: it runs, or prints one line with the mistake, and never raw control characters."""
 
 import io
 import random

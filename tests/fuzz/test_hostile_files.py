@@ -1,4 +1,4 @@
-"""Whatever is in a file: read, or one line that says what is wrong, and nothing of it raw."""
+"""Any file: it is read, or one line names the mistake, without raw control characters."""
 
 import itertools
 import json

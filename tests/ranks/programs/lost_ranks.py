@@ -2,9 +2,9 @@
 
     python tests/ranks/programs/lost_ranks.py OUT_DIR WRITERS case [case …]
 
-A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of a loop of its own (`lost_in_step.py`), or behind
+A case is `layout-signal-point-victim`, such as `dp2-kill-forward-1`, of its own loop (`lost_in_step.py`), or behind
 `pretrain-` a launch script (`lost_in_pretrain.py`). This process imports everything once and forks the ranks of each case,
-because a lost rank cannot be used again; cases wait for timeouts beside each other. WRITERS processes are killed while they
+because a lost rank cannot be used again; cases wait for timeouts at the same time. WRITERS processes are killed while they
 write files. Only the peers of a stopped rank wait by the clock: they cannot notice it otherwise.
 """
 
@@ -44,7 +44,7 @@ def run_child(case: Case, rank: int, port: int, folder: Path) -> None:
 
 
 def run_all(cases: list[Case], out: Path) -> None:
-    """Run the cases, a few beside each other; result.json of each says how and when its ranks ended."""
+    """Run the cases, a few at the same time; result.json of each says how and when its ranks ended."""
     waiting, running, ended = (
         list(zip(cases, forked.begin_stores(len(cases)), strict=True)),
         {},

@@ -1,4 +1,4 @@
-"""Megatron's settings that no exact loss goes with: each rule broken alone, and its near misses. `-k E55` finds one rule."""
+"""Megatron's settings by release, which rules.txt does not cover."""
 
 import sys
 import types

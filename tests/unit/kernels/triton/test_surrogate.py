@@ -166,7 +166,7 @@ def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
 @pytest.mark.parametrize("bonus", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["reinforce_is", "grpo", "gspo_token"])
 def test_the_penalty_of_chosen_tokens_is_a_divergence_from_the_anchor(name, bonus):
-    """It has weights that are 0 off the chosen tokens, and no tokens of its own: the kernels take it."""
+    """It has weights that are 0 off the chosen tokens, and no own tokens: the kernels take it."""
     loss, logprobs, entropy = drawn(name, 5, entropy_coef=bonus)
     penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.7, on="rl", aggregation=AS_POLICY, estimator="abs")
     chosen = torch.arange(COUNT) % 3 == 0
