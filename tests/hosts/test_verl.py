@@ -64,8 +64,8 @@ def test_metrics_equal_the_oracles(on_ranks, evidence):
 
 @needs_verl
 @pytest.mark.proof("Hosts: verl's own configuration in its engine and in ours, without our options: the same gradients")
-def test_switching_between_verls_loss_and_ours_makes_no_jump(on_ranks, evidence):
-    errors = figures(on_ranks, "beside", "gradient") + figures(on_ranks, "beside", "loss")
+def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
+    errors = figures(on_ranks, "compared", "gradient") + figures(on_ranks, "compared", "loss")
     evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
 
 

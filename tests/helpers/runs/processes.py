@@ -29,7 +29,7 @@ FOLDERS = (
 )
 # The folder that the tests import the package from: a copy of it may be on PYTHONPATH, and what they start tests the same one.
 PACKAGE = Path(importlib.util.find_spec("megatron_pg").origin).parents[1]
-ENVIRONMENT = dict(os.environ)  # before any test changes it: launches are made beside the tests, by other threads
+ENVIRONMENT = dict(os.environ)  # before any test changes it: other threads launch during the tests
 HANG = 1800.0  # seconds after which a process is given up; no test is about time, and a loaded machine is slow
 
 
@@ -87,7 +87,7 @@ def run(command: Sequence[str], env: Mapping[str, str], *, check: bool = True) -
 
 
 def compiled_by(script: str, *words: str, first: Sequence[Path] = (), **variables: str) -> list[dict]:
-    """What a script prints, a JSON object per line, in a process of its own: whether kernels are compiled is chosen when they are imported."""
+    """What a script prints, a JSON object per line, in its own process: whether kernels are compiled is chosen when they are imported."""
     command = [sys.executable, script, *words]
     env = environment(*first) | {"TRITON_INTERPRET": "0"} | variables
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env, check=False)
@@ -121,7 +121,7 @@ def start(processes: int, out: Path, cases: Sequence[str], *first: Path) -> subp
 
 @contextmanager
 def finished(launches: Sequence[subprocess.Popen], *, timeout: float = HANG) -> Iterator[None]:
-    """Wait for launches that run beside each other; none is left behind."""
+    """Wait for launches that run at the same time; none is left behind."""
     try:
         for process in launches:
             wait_for(process, timeout=timeout)

@@ -182,8 +182,8 @@ def _end(selector: selectors.BaseSelector, pid: int, connection: socket.socket, 
     connection.close()
 
 
-def become(request: dict) -> None:
-    """Run what was asked for, as a new interpreter would."""
+def become(request: dict, set_at_import: dict[str, str]) -> None:
+    """Run what was asked for, as a new interpreter would; imports have set some variables of the environment."""
     import numpy as np
 
     os.setsid()
@@ -192,7 +192,7 @@ def become(request: dict) -> None:
         os.close(file)
     os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["env"])
+    os.environ.update(set_at_import | request["env"])
     np.random.seed()  # Python's own generator is seeded at a fork
     words = request["words"]
     if request["is_unbuffered"]:
@@ -205,13 +205,14 @@ def become(request: dict) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _import() -> None:
-    """What launched processes import."""
+def _import() -> dict[str, str]:
+    """Import what launched processes import; the variables of the environment that this sets."""
     import gc
     import warnings
 
     from cpu import cpu_megatron
 
+    before = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cpu_megatron.enable()
@@ -220,10 +221,11 @@ def _import() -> None:
         import megatron_pg.pretrain  # noqa: F401
     gc.collect()
     gc.freeze()
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         call(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
-    _import()
-    become(serve(Path(sys.argv[1])))
+    set_at_import = _import()
+    become(serve(Path(sys.argv[1])), set_at_import)

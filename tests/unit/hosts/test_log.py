@@ -1,4 +1,4 @@
-"""Steps of a host are numbered from 1 in metrics.jsonl, independently of the host's numbers."""
+"""How a host's steps are numbered: in metrics.jsonl from 1, one by one, regardless of the host counts."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The fused head beside a teacher, from both hidden states, against the losses and gradients written out row by row in float64."""
+"""The fused head with a teacher, from both hidden states, against the losses and gradients written out row by row in float64."""
 
 import threading
 from dataclasses import replace

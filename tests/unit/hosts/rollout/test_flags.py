@@ -1,4 +1,4 @@
-"""The loss flags of slime and miles together with ours."""
+"""The loss flags of slime and miles compared with ours."""
 
 import pytest
 import rollout_hosts
