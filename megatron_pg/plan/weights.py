@@ -89,7 +89,8 @@ def _check_fields(batch: PackedBatch, settings: LossSettings) -> None:
             values = getattr(sample, name)
             if values is None:
                 raise ValueError(
-                    f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove the flag."
+                    f"sample {sample.sample_id} has no {name}, which {flag} needs. Give it to every sample, or remove "
+                    "the flag."
                 )
             if name in PAYLOADS:
                 PAYLOADS[name].check_read(values, mask, sample.sample_id, flag)

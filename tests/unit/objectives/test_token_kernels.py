@@ -1,4 +1,5 @@
-"""Rows, what kernels compute objectives and KL estimators by: their source, in torch, against autograd of the specification."""
+"""Rows, what kernels compute objectives and KL estimators by: their source, in torch, against autograd of the
+specification."""
 
 import math
 
@@ -193,7 +194,8 @@ def helper(r, bound):
 
 @triton.jit
 def row(logprob, old_logprob, advantage, numbers):
-    r = tl.exp(tl.where(logprob - old_logprob > 20.0, 20.0, tl.where(logprob - old_logprob < -20.0, -20.0, logprob - old_logprob)))
+    x = logprob - old_logprob
+    r = tl.exp(tl.where(x > 20.0, 20.0, tl.where(x < -20.0, -20.0, x)))
     slope = {slope}
     return slope * logprob{more}, tl.where((logprob - old_logprob > 20.0) | (logprob - old_logprob < -20.0), 0.0, slope)
 
