@@ -358,8 +358,7 @@ def test_triton_equals_torch_in_float32(name):
 
 
 def test_the_gradient_divisor_is_clip_times_g_and_eps_times_g():
-    """Adam after clipping: (gradient / G, clip c, eps e) is (gradient, clip c G, eps e G), bit for bit for a power of
-    2."""
+    """Adam after clipping: (gradient / G, clip c, eps e) is (gradient, clip c G, eps e G), bit for bit if G = 2^n."""
     walks = []
     for scale in (1.0, 1024.0):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))

@@ -577,8 +577,7 @@ def test_a_row_out_of_range_is_nan_in_loss_and_gradient_and_spoils_no_other(dtyp
 
 
 def test_logits_that_something_hid_with_a_huge_number_have_no_probability(fused):
-    """Whole tiles of them too, whose maximum is rounded by more than an exponent holds: only the row's largest has a
-    range."""
+    """Whole tiles too, whose maximum is rounded by more than an exponent holds: only the row's largest has a range."""
     case = base(rows=5)
     fields = trained_everywhere(case)
     fields["targets"] %= 40

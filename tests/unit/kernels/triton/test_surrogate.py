@@ -1,5 +1,4 @@
-"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64: every row, KL estimator and the
-bonus."""
+"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64, with every token kernel and term."""
 
 import gc
 import math
@@ -85,8 +84,7 @@ def evaluated(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -
 
 
 def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple:
-    """As kernels get it: float32, NaN in all fields of tokens that are not trained, whose log-probability and entropy
-    are 0."""
+    """As kernels receive it: float32; untrained tokens have NaN fields, and log-probability and entropy 0."""
     mask = loss.fields.mask
     known = loss.fields.per_token()
     names = (*PER_TOKEN, *(name for name in known if name.endswith(".weights")))
