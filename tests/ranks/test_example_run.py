@@ -30,7 +30,8 @@ def launch(run: Path, *flags: str) -> Path:
 
 @launches.launch
 def sampled(folder, full):
-    """A run that samples, with both writers. In addition, first steps on its samples, by the divisor of the constant."""
+    """A run that samples, with both writers. In addition, first steps on its samples, by the divisor of the
+    constant."""
     run = folder / "sampled"
     launch(run, "--wandb-project", "pg", "--wandb-exp-name", "test", "--wandb-save-dir", str(run / "wandb"))
 
@@ -60,7 +61,8 @@ def of_shared_experts(folder, full):
 
 @launches.launch
 def taught(folder, full):
-    """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module is built in."""
+    """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module
+    is built in."""
     saved = str(folder / "teacher" / "saved")
     launch(folder / "teacher", "--bf16", "--save", saved, "--save-interval", "2", "--train-iters", "2")
     begins = [
@@ -97,7 +99,8 @@ def mixed(folder, full):
 
 @launches.launch
 def kept(folder, full):
-    """Runs of rollouts that leave out what is unlikely, one update each, by logits and by the fused head in both modes, on one and two ranks."""
+    """Runs of rollouts that leave out what is unlikely, one update each, by logits and by the fused head in both
+    modes, on one and two ranks."""
     flags = ["--top-p", "0.95", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--train-iters", "3"]
     flags += ["--pg-metrics", "with_entropy"]
     two = ["--tensor-model-parallel-size", "2"]
