@@ -38,8 +38,8 @@ def full(pytestconfig):
 def evidence(request):
     """Counts cases in the row that the test is marked with.
 
-    `evidence(cases=n)`, with `worst=` and `tolerance=` where there is a relative error, which must be within it, and with
-    `slowest=`, the seconds of the slowest case, where the row is about time.
+    `evidence(cases=n)`, with `worst=` and `tolerance=` where there is a relative error, which must be within it, and
+    with `slowest=`, the seconds of the slowest case, where the row is about time.
     """
     row = request.node.get_closest_marker("proof").args[0]
     return lambda **figures: request.config.stash[EVIDENCE].add(row, **figures)
@@ -101,4 +101,4 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    torch.set_num_threads(1)  # tests run beside each other; tiny tensors gain nothing from more
+    torch.set_num_threads(1)  # tests run at the same time; tiny tensors gain nothing from more

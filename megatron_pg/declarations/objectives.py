@@ -13,9 +13,9 @@ from megatron_pg.declarations.declaration import ABOVE_ONE, ABOVE_ZERO, Number, 
 class ObjectiveDeclaration:
     """An objective NAME, an entry of `OBJECTIVES`: formula, numbers and kind. Its functions are found by its name.
 
-    The module `megatron_pg.objectives.NAME` has `NAME(tokens, parameters) -> [T]`, and may have `outside` (to [T] bool each: above and
-    below its bounds) and `averaged` (to [T], whose averages over whole sequences the loss reads). The Triton module
-    `megatron_pg.kernels.triton.token_kernels` has `NAME`, and `NAME_averaged` where there is `averaged`.
+    The module `megatron_pg.objectives.NAME` has `NAME(tokens, parameters) -> [T]`, and may have `outside` (to [T] bool
+    each: above and below its bounds) and `averaged` (to [T], whose averages over whole sequences the loss reads). The
+    Triton module `megatron_pg.kernels.triton.token_kernels` has `NAME`, and `NAME_averaged` where there is `averaged`.
     """
 
     formula: str
@@ -23,7 +23,7 @@ class ObjectiveDeclaration:
     bounds: Mapping[str, str] = field(
         default_factory=dict
     )  # what its numbers come to: rows of the banner, to be formatted
-    advice: Callable[[Numbers], str | None] = lambda numbers: None  # what numbers do that work and can hardly be meant
+    advice: Callable[[Numbers], str | None] = lambda numbers: None  # on legal numbers that are probably wrong
     published_with: str | None = None  # the aggregation that it is published with, where it matters
     reads_sequences: bool = False  # a token's loss depends on its whole sequence
     has_one_loss_per_sequence: bool = False  # so that its tokens must have one weight
@@ -37,7 +37,7 @@ class ObjectiveDeclaration:
         return [(name, text.format(**numbers, **clip)) for name, text in self.bounds.items()]
 
     def token_kernel_numbers(self, numbers: Numbers) -> tuple[float, ...]:
-        """What its token kernel reads: its numbers in order, but bounds of the ratio in place of their distances from 1."""
+        """The numbers of its token kernel: its own in order, with bounds of the ratio for their distances from 1."""
         sides = {CLIP_EPS_LOW: -1.0, CLIP_EPS_HIGH: 1.0}
         return tuple(1.0 + sides[n] * numbers[n.name] if n in sides else numbers[n.name] for n in self.numbers)
 
@@ -61,8 +61,8 @@ CLIP_EPS_HIGH = Number(
     low=0.0,
     high=math.inf,
     requirement="finite and >= 0",
-    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo and gspo_token: "
-    "4e-4).",
+    help="Upper clip bound of the probability ratio is 1 + EPS; EPS >= 0. Default 0.2 (DAPO clip-higher: 0.28; gspo "
+    "and gspo_token: 4e-4).",
     metavar="EPS",
 )
 
@@ -75,8 +75,8 @@ def _above(name: str, low: float, text: str) -> Number:
 DUAL_CLIP = _above(
     "dual_clip",
     ABOVE_ONE,
-    "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r whatever the sign of A; "
-    "default: none.",
+    "c of --pg-objective dual_clip: cap of r where A < 0. With dppo_tv and dppo_kl: cap of the weight r for either "
+    "sign of A; default: none.",
 )
 CISPO_CAP = Number(
     name="cispo_cap",
@@ -128,7 +128,8 @@ _PRODUCT = "W = Π r over the sequence"
 
 def _trust_region(unit: str) -> dict[str, str]:
     return {
-        "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  (--pg-dppo-delta-high/-low)",
+        "trust region": f"{{dppo_delta_high:g}} where A > 0, {{dppo_delta_low:g}} where A < 0, {unit}  "
+        "(--pg-dppo-delta-high/-low)",
         "cap": "c = {dual_clip:g}, whatever the sign of A  (--pg-dual-clip)",
     }
 
@@ -212,7 +213,8 @@ OBJECTIVES = {
         formula=f"ℓ = -r·A where π - π_old is inside the band, and everywhere + τ·(log r)², {_R}",
         numbers={IPO_DELTA_LOW: 0.2, IPO_DELTA_HIGH: 0.2, IPO_TAU: 1e-3},
         bounds={
-            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], whatever the sign of A  (--pg-ipo-delta-low/-high)",
+            "band": "π - π_old in [-{ipo_delta_low:g}, {ipo_delta_high:g}], whatever the sign of A  "
+            "(--pg-ipo-delta-low/-high)",
             "pull": "τ = {ipo_tau:g}  (--pg-ipo-tau)",
         },
     ),
@@ -229,7 +231,8 @@ OBJECTIVES = {
         formula=f"ℓ = -G·A, G = exp(mean over the sequence of log r clipped towards A), {_R}",
         numbers={GMPO_EPS_LOW: 0.4, GMPO_EPS_HIGH: 0.4},
         bounds={
-            "clip": "log r <= {gmpo_eps_high:g} where A >= 0, >= -{gmpo_eps_low:g} where A < 0  (--pg-gmpo-eps-high/-low)"
+            "clip": "log r <= {gmpo_eps_high:g} where A >= 0, >= -{gmpo_eps_low:g} where A < 0  "
+            "(--pg-gmpo-eps-high/-low)"
         },
         published_with="sample_mean",
         reads_sequences=True,

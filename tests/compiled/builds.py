@@ -1,7 +1,8 @@
-"""The kernels as they are compiled for a GPU that the machine need not have: one table, and what the assembler says of each build.
+"""The table of kernels to compile for a GPU that the machine need not have, and figures of their machine code.
 
-As a script, `builds.py CHIP [NAME…]` compiles for a compute capability the builds or groups of these names (none: the default tier), and
-prints one JSON line for each; `builds.py table` prints each build's kernel and whether the default tier has it. It runs in its own process, because the interpreter, which other tests use, is chosen on import.
+As a script, `builds.py CHIP [NAME…]` compiles for a compute capability the builds or groups of these names (none: the
+default tier), and prints one JSON line for each; `builds.py table` prints each build's kernel and whether the default
+tier has it. It runs in its own process, because the interpreter, which other tests use, is chosen on import.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""Every kernel compiled without a GPU: no spills, wide accesses, and as many programs as are launched fit on a multiprocessor.
+"""Every kernel compiled without a GPU: no spills, wide accesses, and the launched programs fit on a multiprocessor.
 
-The default tier compiles each kernel for sm_90 at its smallest configuration, the full tier all of `builds` and other chips and, in
-.venv/triton-RELEASE, other releases of Triton.
+The default tier compiles each kernel for sm_90 at its smallest configuration, the full tier all of `builds` and other
+chips and, in .venv/triton-RELEASE, other releases of Triton.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Whatever is written on the command line: done, or one line that says what is wrong, and nothing of it raw."""
+"""Any command line: it runs, or prints one line with the mistake, and never raw control characters."""
 
 import io
 import random
@@ -78,7 +78,7 @@ def any_command_lines(rng: random.Random, files: list[str]) -> str:
 
 JOBS = ("validate", "explain")
 LONG, NINES = "x" * 300, "9" * 5000
-REFUSED = [  # what random words have found, and their like
+REFUSED = [  # command lines that random words have found, and similar ones
     *([command, LONG] for command in ("compare", "plot")),
     *([command, f"{name}\ud800"] for command in ("compare", "plot") for name in ("rollouts.jsonl", "metrics.jsonl")),
     *(["report", LONG, "--output", "a.html"], ["report", "metrics.jsonl", "--output", LONG]),
@@ -122,12 +122,13 @@ def test_what_a_flag_names_does_not_drive_the_terminal(files):
 @pytest.mark.parametrize("command", ["validate", "explain"])
 def test_a_launch(command, files, full, evidence):
     def words(rng: random.Random) -> list[str]:
-        own = command_line(rng, LAUNCH, files, most=rng.choice([0, 0, 1, 2]))
+        options = command_line(rng, LAUNCH, files, most=rng.choice([0, 0, 1, 2]))
         if rng.random() < 0.3:
             text = any_command_lines(rng, files)
             Path("job.txt").write_text(text, encoding="utf-8", errors="surrogatepass")
-            return [command, *own, "--args-file", rng.choice([*files, "job.txt"]), *command_line(rng, TRAINING, most=1)]
-        flags = [*own, *command_line(rng, TRAINING, files)]
+            path = rng.choice([*files, "job.txt"])
+            return [command, *options, "--args-file", path, *command_line(rng, TRAINING, most=1)]
+        flags = [*options, *command_line(rng, TRAINING, files)]
         return [command, *flags] if rng.random() < 0.95 else [*flags, command]
 
     evidence(cases=hostile.cases(command, 12_000 if full else 150, words))

@@ -1,4 +1,4 @@
-"""Whatever is in a file: read, or one line that says what is wrong, and nothing of it raw."""
+"""Any file: it is read, or one line names the mistake, without raw control characters."""
 
 import itertools
 import json
@@ -64,7 +64,7 @@ def facts(sample) -> tuple:
     pairs = zip(sample.advantages.tolist(), sample.loss_mask.tolist(), strict=True)
     trained = [advantage for advantage, is_trained in pairs if is_trained]
     magnitude = sum(map(abs, trained))
-    near = [pytest.approx(each, abs=1e-12 * min(magnitude, 1e300)) for each in (sum(trained), magnitude)]
+    near = [pytest.approx(value, abs=1e-12 * min(magnitude, 1e300)) for value in (sum(trained), magnitude)]
     return (sample.step, sample.prompt_id, sample.rollout_id, len(sample.loss_mask), len(trained), *near)
 
 

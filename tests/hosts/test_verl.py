@@ -65,7 +65,7 @@ def test_metrics_equal_the_oracles(on_ranks, evidence):
 @needs_verl
 @pytest.mark.proof("Hosts: verl's own configuration in its engine and in ours, without our options: the same gradients")
 def test_verls_own_loss_beside_ours_makes_no_jump(on_ranks, evidence):
-    errors = figures(on_ranks, "beside", "gradient") + figures(on_ranks, "beside", "loss")
+    errors = figures(on_ranks, "compared", "gradient") + figures(on_ranks, "compared", "loss")
     evidence(cases=len(errors), worst=max(errors), tolerance=LIMIT)
 
 
@@ -302,7 +302,7 @@ def test_rows_become_samples_and_filling_rows_nothing():
     assert sample.tokens.tolist() == [1, 2, 3]
 
 
-def test_a_row_that_trains_a_token_is_a_sample_whatever_its_uid_is_called():
+def test_a_row_that_trains_a_token_is_a_sample_with_any_uid():
     rows = samples_of(batch(uid=Column(["padlock", "pad1"])))
     assert [row and row.prompt_id for row in rows] == ["padlock", None]
 

@@ -30,7 +30,8 @@ def launch(run: Path, *flags: str) -> Path:
 
 @launches.launch
 def sampled(folder, full):
-    """A run that samples, with both writers. Beside it, first steps on its samples, by the divisor of the constant."""
+    """A run that samples, with both writers. In addition, first steps on its samples, by the divisor of the
+    constant."""
     run = folder / "sampled"
     launch(run, "--wandb-project", "pg", "--wandb-exp-name", "test", "--wandb-save-dir", str(run / "wandb"))
 
@@ -60,7 +61,8 @@ def of_shared_experts(folder, full):
 
 @launches.launch
 def taught(folder, full):
-    """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module is built in."""
+    """A run that saves its policy, and one that begins with it and has it as its teacher; in bfloat16, which no module
+    is built in."""
     saved = str(folder / "teacher" / "saved")
     launch(folder / "teacher", "--bf16", "--save", saved, "--save-interval", "2", "--train-iters", "2")
     begins = [
@@ -87,7 +89,7 @@ def of_sharp_tokens(folder, full):
 
 @launches.launch
 def mixed(folder, full):
-    """Runs of the same rollouts, alone and with right answers beside them, which fill micro-batches of their own."""
+    """Runs of the same rollouts, alone and with right answers, which fill their own micro-batches."""
     steps = ["--micro-batch-size", "16", "--train-iters", "2"]
     beside = ["--global-batch-size", "160", "--demonstrations-per-step", "32", "--pg-term", "sft:ce,weight=0.1"]
     launch(folder / "alone", *steps)
@@ -97,7 +99,10 @@ def mixed(folder, full):
 
 @launches.launch
 def kept(folder, full):
-    """Runs of rollouts by top-p, one update each, by logits and by both modes of the fused head, on two ranks; in full on one too."""
+    """Runs of rollouts by top-p, one update each, by logits and by both modes of the fused head, on two ranks.
+
+    In the full tier they run on one rank too.
+    """
     flags = ["--top-p", "0.95", "--prompts-per-rollout", "8", "--global-batch-size", "64", "--train-iters", "2"]
     flags += ["--pg-metrics", "with_entropy"]
     two = ["--tensor-model-parallel-size", "2"]

@@ -1,6 +1,6 @@
-"""What a loss reads of whole sequences, in one launch: sums in float64 and in a fixed order, added over context-parallel ranks.
+"""Sums over whole sequences in one launch, float64, in a fixed order, then added over context-parallel ranks.
 
-`PolicyLoss`, the specification, takes a dozen launches for each of them.
+`PolicyLoss`, the specification, takes a dozen launches for each sum.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""All terms of the loss of one token, for the kernels: the objective by its token kernel, a divergence and an entropy term.
+"""All terms of the loss of one token, for the kernels: objective, a divergence and an entropy term.
 
     loss_t = w l + lambda u kl - eta v H,   and its derivatives by log π and by H
 
@@ -41,7 +41,7 @@ class FieldPointers(NamedTuple):
 
 
 class FieldValues(NamedTuple):
-    """In a kernel, the fields of one token or a block of tokens: float32, 0 where nothing is trained or no term reads it."""
+    """In a kernel, the fields of one token or a block: float32, 0 where nothing is trained or no term reads them."""
 
     old_logprob: Any
     advantage: Any
@@ -72,7 +72,7 @@ def numbers_of(policy_loss: PolicyLoss) -> tuple[float, ...]:
 
 
 def term_constants(policy_loss: PolicyLoss) -> dict[str, Any]:
-    """What a kernel is compiled for: the Triton functions of the objective and the estimator, and whether H is in the loss."""
+    """What a kernel is compiled for: the functions of objective and KL estimator, and whether H is in the loss."""
     kernel, (kl, bonus) = policy_loss.token_kernel, _terms(policy_loss)
     estimator = None if kl is None else getattr(token_kernels, KL_ESTIMATORS[kl.estimator].function)
     return {"TOKEN_KERNEL": kernel.load() if kernel else None, "KL": estimator, "BONUS": bonus is not None}
@@ -103,7 +103,7 @@ def load_values(fields, token, live, KL: tl.constexpr, BONUS: tl.constexpr):
 
 @triton.jit
 def loss_terms(policy, slope, logprob, entropy, values, coefficients, KL: tl.constexpr, BONUS: tl.constexpr):
-    """From loss and slope of the objective: the whole loss, its derivatives by log π and by H, and the value of the KL estimator."""
+    """From the objective's loss and slope: the whole loss, its derivatives by log π and H, and the KL estimate."""
     loss = values.weight * policy
     slope = values.weight * slope
     bend = 0.0

@@ -71,12 +71,13 @@ def token_kernel_failure(token_kernel: TokenKernel, loss: Callable, parameters: 
         bad = ~((ours - theirs).abs() <= _TOLERANCE * (1 + ours.abs()))
         if bad.any():
             at = int(bad.double().argmax())
+            where = f"log π {float(logprobs[at]):g}, log π_old {float(old[at]):g}, A {float(advantages[at]):g}"
             return (
-                f"has a token kernel whose {what} is {float(theirs[at]):g} where the function's is {float(ours[at]):g}, at log π "
-                f"{float(logprobs[at]):g}, log π_old {float(old[at]):g}, A {float(advantages[at]):g}; correct the wrong one"
+                f"has a token kernel whose {what} is {float(theirs[at]):g} where the function's is "
+                f"{float(ours[at]):g}, at {where}; correct the wrong one"
             )
     if not at_rest.isfinite().all():
-        return "has a token kernel that is not finite where all fields are 0, as they are at tokens that are not trained; choose by where"
+        return "has a token kernel that is not finite where all fields are 0, as at untrained tokens; choose by where"
     return None
 
 

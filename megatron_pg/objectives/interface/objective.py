@@ -24,7 +24,7 @@ class Objective:
     outside: Callable[[Tokens, Parameters], tuple[Tensor, Tensor]] | None = None
     """[T] bool each, above and below its bounds; None: it has none."""
     reports: Callable[[Tokens, Parameters], dict[str, Tensor]] | None = None
-    """[T] each, metrics of its own by name; None: it has none."""
+    """[T] each, its own metrics by name; None: it has none."""
     reported: tuple[str, ...] = ()  # their names
     reads_sequences: bool = False
     has_one_loss_per_sequence: bool = False
@@ -36,7 +36,7 @@ class Objective:
 
 
 def objective_of(name: str, **numbers: float | None) -> Objective:
-    """The declared objective of that name, with its numbers, which `validate_args` has checked; one left out has its default."""
+    """The declared objective with its numbers, which `validate_args` has checked; a missing one has its default."""
     declared = OBJECTIVES[name]
     numbers = {number.name: default for number, default in declared.numbers.items() if default is not None} | numbers
     loss, outside, averaged = declared.load(name)

@@ -55,7 +55,9 @@ class Rows:
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
         """All tensors, moved by `move` to the device that reads them."""
-        tensors = {each.name: value for each in fields(self) if isinstance(value := getattr(self, each.name), Tensor)}
+        tensors = {
+            field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)
+        }
         return replace(self, **{name: move(value) for name, value in tensors.items()})
 
     def at(self, rows: Tensor | slice) -> Self:

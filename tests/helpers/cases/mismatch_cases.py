@@ -1,7 +1,7 @@
 """Rollouts of a small GPT with a known fault between trainer and engine, at three strengths; and clean ones.
 
-Both sides are computed from logits: the engine's are those that drew the tokens, the trainer's have the fault. What is drawn
-is drawn from the engine's distribution, as in reality. The package is not used.
+Both sides are computed from logits: the engine's are those that drew the tokens, the trainer's have the fault. What is
+drawn is drawn from the engine's distribution, as in reality. The package is not used.
 """
 
 import random
@@ -28,7 +28,7 @@ class Drawn:
     weight_version: list[int | None]
     worker: list[str | None]
     rank: list[int | None]
-    topk: tuple[Tensor, Tensor] | None = None  # [B, L, K] ids and log-probabilities of the engine's likeliest tokens
+    topk: tuple[Tensor, Tensor] | None = None  # [B, L, K] ids and log-probabilities of the engine's top-k tokens
     group: int = 1  # documents of a prompt
     truth: dict[str, str] = field(default_factory=dict)  # cause: strength
 

@@ -1,4 +1,5 @@
-"""Hidden states of a student and a teacher, heads of both, and the loss of a micro-batch written out row by row in float64."""
+"""Hidden states of a student and a teacher, heads of both, and the loss of a micro-batch written out row by row in
+float64."""
 
 import math
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ BONUS = 0.2
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of which some are the objective's, some the teacher's, some both, and some nobody's, where everything is poison."""
+    """Rows of which some are the objective's, some the teacher's, some both, and some nobody's, where everything is
+    poison."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H], and padding
-    teacher_weight: Tensor  # [V, H_T], likewise
+    teacher_weight: Tensor  # [V, H_T], and padding
     policy_loss: PolicyLoss
     size: int  # columns that are no padding
 
@@ -77,7 +79,7 @@ class Parts:
         return cls(hidden, weight, teacher_weight, PolicyLoss(terms, fields), size)
 
     def expected(self, temperature: float) -> tuple[float, Tensor, Tensor]:
-        """The loss, and its gradients by hidden states and weight, whatever the gradient is divided by."""
+        """The loss, and its gradients by hidden states and weight, regardless of the gradient is divided by."""
         fields, (term, _) = self.policy_loss.fields, self.policy_loss.terms.further
         weight = self.weight[: self.size].double()
         hidden = torch.where(fields.mask[:, None], self.hidden.double(), 0)

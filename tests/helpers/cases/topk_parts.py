@@ -1,4 +1,4 @@
-"""A micro-batch's token fields with divergences over a teacher's likeliest tokens, and their loss written out in float64."""
+"""A micro-batch's token fields with top-k divergences, and their loss written out in float64."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,7 +30,8 @@ def terms_of(*kinds: str) -> tuple[LossTerm, ...]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of which some are the objective's, some the loss terms', some both, and some nobody's, where everything is poison."""
+    """Rows of which some are the objective's, some the loss terms', some both, and some nobody's, where everything is
+    poison."""
 
     fields: TokenFields
     loss_terms: tuple[LossTerm, ...]
@@ -81,7 +82,8 @@ class Parts:
         return PolicyLoss(LossTerms(objective=objective, further=self.loss_terms), self.fields)
 
     def expected(self, logits: Tensor, temperature: float) -> Tensor:
-        """The sum of all losses in float64 by autograd over [T, V], row by row; rows that nothing trains are not read."""
+        """The sum of all losses in float64 by autograd over [T, V], row by row; rows that nothing trains are not
+        read."""
         total = torch.zeros((), dtype=torch.float64)
         f = self.fields
         for t in f.mask.nonzero()[:, 0].tolist():
@@ -130,9 +132,10 @@ def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 def one_term(
     kind: str, width: int, rows: int = 20, size: int = 48, padding: int = 16, **terms
 ) -> tuple[PolicyLoss, Tensor]:
-    """A divergence over the tokens of the objective, KL and bonus beside it, and logits [rows, size + padding].
+    """A divergence over the tokens of the objective, with KL and bonus, and logits [rows, size + padding].
 
-    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and one not.
+    Among the rows: a tail of 1e-9 and one of 1e-26, a teacher's of 0, rows without and with one id, a target named and
+        one not.
     """
     mask = torch.rand(rows) < 0.6
     mask[:8] = True  # the rows of which something is known

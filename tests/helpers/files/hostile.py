@@ -75,8 +75,8 @@ def broken(words: Sequence[str], found: Outcome) -> str | None:
         "has no line of an error": found.code != 2 or all(re.match("megatron-pg[ :]", line) for line in lines[:-1]),
         "has not one line of an error": found.code != 2
         or (len(lines) == 2 or (command == "validate" and len(lines) > 2)),
-        "prints beside an error": found.code != 2 or found.out == "" or "--json" in words,
-        "is no JSON": found.code == 2 or "--json" not in words or is_json_or_help(found.out),
+        "prints together with an error": found.code != 2 or found.out == "" or "--json" in words,
+        "is not JSON": found.code == 2 or "--json" not in words or is_json_or_help(found.out),
     }
     return next((name for name, holds in laws.items() if not holds), None)
 
@@ -242,7 +242,7 @@ class Mutator:
 
 
 def cases(subject: str, count: int, make: Callable[[random.Random], Sequence[str]]) -> int:
-    """Check `count` command lines that `make` draws, each from a seed of its own; their number."""
+    """Check `count` command lines that `make` draws, each from its own seed; their number."""
     for number in range(count):
         words = make(random.Random(f"{subject} {number}"))
         try:
@@ -259,4 +259,4 @@ def actions_of(add: Callable[[argparse.ArgumentParser], object]) -> list[argpars
     return [action for action in parser._actions if action.option_strings]
 
 
-sys.set_int_max_str_digits(4300)  # Python's own default, whatever the environment says
+sys.set_int_max_str_digits(4300)  # Python's own default, regardless of the environment says

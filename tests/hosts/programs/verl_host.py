@@ -73,7 +73,7 @@ class Absent:
 def load() -> SimpleNamespace:
     """verl's modules, imported."""
     logging.Logger.warning_once = logging.Logger.warning  # transformers adds it
-    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the platform is a GPU, whatever this machine has
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the platform is a GPU, on any machine
     output = type("CausalLMOutput", (SimpleNamespace,), {})
     held = {
         "ray": {"remote": lambda decorated=None, **options: decorated or (lambda each: each)},
@@ -210,7 +210,7 @@ def worker(
     model: DistributedDataParallel | None = None,
     optimizer: Any = None,
 ) -> Any:
-    """Their TrainingWorker with a given engine or that of their registry, and a given model or the toy."""
+    """verl's TrainingWorker with a given engine or the registered one, and a given model or the toy."""
     name = SimpleNamespace(enable=False, enable_train=False)
     model_config = {
         "model_type": "language_model",

@@ -4,8 +4,8 @@
 
 Starting processes is what costs, so one launch runs many cases: `tp2s-constant-tied` trains one step of that layout and
 aggregation and saves the gradients, `dp2-constant-docs` takes the same samples as one step of `--docs-per-step`,
-`dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts with arguments that differ between the
-ranks.
+`dp2-constant-nan` seeds a fault of `rank_faults`, `startup-loss_aggregation` starts with arguments that differ between
+the ranks.
 """
 
 import gc
@@ -88,7 +88,8 @@ class Case:
 
 
 def samples(options: frozenset[str] = frozenset()):
-    """The one step that every case trains on; with `replay` each token has experts at random, another choice in every layer."""
+    """The one step that every case trains on; with `replay` each token has experts at random, another choice in every
+    layer."""
     step, rng = random_step(random.Random(11), vocabulary=VOCABULARY, poison=True), random.Random(12)
     if options & {"terms", "whole"}:
         step = [mixed(sample, number) for number, sample in enumerate(step)]
@@ -125,7 +126,7 @@ STATES = 6  # width of the teacher's
 
 
 def taught(sample: Sample, number: int) -> Sample:
-    """With a teacher's hidden states in the place of its likeliest tokens."""
+    """With a teacher's hidden states in the place of its top-k tokens."""
     states = torch.randn(sample.response_length, STATES, generator=torch.Generator().manual_seed(number))
     return replace(sample, teacher_topk=None, teacher_hidden=states.bfloat16() if number % 2 else states)
 
@@ -138,9 +139,10 @@ def teacher_head() -> TeacherHead:
 
 
 def mixed(sample: Sample, number: int) -> Sample:
-    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further tokens of `echo`.
+    """Every third sample is supervised, without what only the objective reads; the others have a teacher, and further
+    tokens of `echo`.
 
-    All have the likeliest tokens of one, some of them their own.
+    All have the top-k tokens of one, some of them their own.
     """
     sample = replace(sample, teacher_topk=likeliest(sample, number))
     if number % 3 == 2:
@@ -150,7 +152,8 @@ def mixed(sample: Sample, number: int) -> Sample:
 
 
 def with_sampling_masks(sample: Sample, rng: random.Random) -> Sample:
-    """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is certain."""
+    """With 1 to 6 tokens that could be sampled, over which `tp` ranks lie, or the whole vocabulary; one alone is
+    certain."""
     sets = []
     for token in sample.tokens[-sample.response_length :].tolist():
         size = rng.randint(0, 6)
@@ -229,7 +232,7 @@ def dynamic_batches(case: Case) -> list:
 
 
 def shared_documents() -> SharedDocumentAccumulator:
-    """What cuts the one step over ranks of its own, and then finds no other."""
+    """What cuts the one step over its own ranks, and then finds no other."""
     plane = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def cut(mine: list, count: int) -> list:
@@ -402,7 +405,7 @@ def free_groups() -> None:
 
 
 def free_groups_but(kept: set) -> None:
-    """Some cases make groups of their own: meshes of FSDP, ranks of micro-batches."""
+    """Some cases make their own groups: meshes of FSDP, ranks of micro-batches."""
     if made := [group for group in distributed_c10d._world.pg_map if group not in kept]:
         getattr(RotaryEmbedding.forward, "cache_clear", int)()  # it remembers arguments, groups among them
         take_apart_fsdp()

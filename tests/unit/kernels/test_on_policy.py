@@ -1,4 +1,4 @@
-"""Without old log-probabilities the model being trained is the sampling policy: the ratio is 1, and its gradient stays."""
+"""Without old log-probabilities the model being trained is the sampling policy: the ratio is 1 and has a gradient."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""The fused head where distributions are over what could be sampled, against loops in float64, and on the policy that sampled."""
+"""The fused head where distributions are over what could be sampled, against loops in float64, and on the policy that
+sampled."""
 
 import math
 from functools import partial
@@ -95,7 +96,7 @@ def test_tensor_parallel_ranks_equal_one(sampling_mask_entropy, mode):
 
 @pytest.mark.parametrize(("impl", "tp"), [("torch", 1), pytest.param("torch", 2, marks=ON_CPU), ("triton", 1)])
 def test_on_the_policy_that_sampled_the_ratio_is_1(impl, tp):
-    """The sampler keeps 0.95 of the probability of float32 logits and reports what is left, in float64."""
+    """The sampler keeps 0.95 of the probability of float32 logits and reports the rest, in float64."""
     torch.manual_seed(8)
     rows, columns = 12, 200
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(columns, HIDDEN)

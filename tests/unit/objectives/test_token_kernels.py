@@ -1,4 +1,4 @@
-"""Rows, what kernels compute objectives and KL estimators by: their source, in torch, against autograd of the specification."""
+"""Token kernels of objectives and KL estimators: their source, run in torch, against autograd of the specification."""
 
 import math
 
@@ -193,9 +193,10 @@ def helper(r, bound):
 
 @triton.jit
 def row(logprob, old_logprob, advantage, numbers):
-    r = tl.exp(tl.where(logprob - old_logprob > 20.0, 20.0, tl.where(logprob - old_logprob < -20.0, -20.0, logprob - old_logprob)))
+    d = logprob - old_logprob
+    r = tl.exp(tl.where(d > 20.0, 20.0, tl.where(d < -20.0, -20.0, d)))
     slope = {slope}
-    return slope * logprob{more}, tl.where((logprob - old_logprob > 20.0) | (logprob - old_logprob < -20.0), 0.0, slope)
+    return slope * logprob{more}, tl.where((d > 20.0) | (d < -20.0), 0.0, slope)
 
 
 def mine(tokens, parameters):

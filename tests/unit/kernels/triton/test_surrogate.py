@@ -1,4 +1,4 @@
-"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64: every row, KL estimator and the bonus."""
+"""The loss from log-probabilities in one launch, against `PolicyLoss` in float64, with every token kernel and term."""
 
 import gc
 import math
@@ -84,7 +84,7 @@ def evaluated(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -
 
 
 def poisoned(loss: PolicyLoss, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple:
-    """As kernels get it: float32, NaN in all fields of tokens that are not trained, whose log-probability and entropy are 0."""
+    """As kernels receive it: float32; untrained tokens have NaN fields, and log-probability and entropy 0."""
     mask = loss.fields.mask
     known = loss.fields.per_token()
     names = (*PER_TOKEN, *(name for name in known if name.endswith(".weights")))
@@ -166,7 +166,7 @@ def test_what_is_launched_with_a_sequence_objective(name, monkeypatch):
 @pytest.mark.parametrize("bonus", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["reinforce_is", "grpo", "gspo_token"])
 def test_the_penalty_of_chosen_tokens_is_a_divergence_from_the_anchor(name, bonus):
-    """It has weights that are 0 off the chosen tokens, and no tokens of its own: the kernels take it."""
+    """It has weights that are 0 off the chosen tokens, and no own tokens: the kernels take it."""
     loss, logprobs, entropy = drawn(name, 5, entropy_coef=bonus)
     penalty = LossTerm(name=PENALTY, kind=PENALTY, weight=0.7, on="rl", aggregation=AS_POLICY, estimator="abs")
     chosen = torch.arange(COUNT) % 3 == 0
