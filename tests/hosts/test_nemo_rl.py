@@ -108,7 +108,6 @@ def test_gradients_and_metrics_are_those_of_plain_loops(name, packed):
     assert not [name for name in logged if "sum/" in name or name == "pg/max_advantage"]
 
 
-@pytest.mark.filterwarnings("ignore:Conversion of an array")  # the interpreter computes in NumPy
 def test_what_is_written_over_one_packed_sequence_is_no_change_of_the_next():
     options = Options(**PLAIN, sequence_level_importance_ratios=True, megatron_pg={"pg_kernel": "triton"})
     rows = {name: values[[0, 2, 7, 11]] for name, values in nemo_oracle.batch().items()}  # short ones

@@ -1,4 +1,4 @@
-"""What examples/train_grpo.py says of a sample, sizes and layers that it cannot take; a process, because it patches torch."""
+"""What examples/train_grpo.py says of samples, sizes and layers that it cannot take; a process, since it patches torch."""
 
 from types import SimpleNamespace
 

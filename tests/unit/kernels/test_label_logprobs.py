@@ -6,10 +6,7 @@ import torch
 from megatron_pg.kernels import Vocabulary
 from megatron_pg.kernels.label_logprobs import label_logprobs
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.usefixtures("on_the_device"),
-]
+pytestmark = [pytest.mark.usefixtures("on_the_device")]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

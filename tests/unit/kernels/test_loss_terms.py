@@ -13,11 +13,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 LIMITS = {"torch": 1e-12, "triton": 2e-6}  # of float64 and float32, as tests/unit/kernels/triton/test_loss.py
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 @pytest.mark.parametrize("columns", [33, 1024])  # 1024: the single-pass kernel's, if the objective were alone
 @pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])

@@ -20,12 +20,7 @@ LIMITS = {"torch": 1e-13, "triton": 2e-6}  # of float64 and float32
 DTYPES = {"torch": torch.float64, "triton": torch.float32}
 PADDING, TEMPERATURE = 3, 0.8
 
-pytestmark = [
-    pytest.mark.usefixtures("on_the_device"),
-    # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("on_the_device")]
 BY_EVERY_IMPL = pytest.mark.parametrize(("impl", "inplace"), [("torch", False), ("triton", False), ("triton", True)])
 
 

@@ -16,11 +16,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROWS, HIDDEN, COLUMNS, PADDING = 23, 16, 48, 5
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # as tests/unit/lm_head/test_lm_head.py
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 @pytest.mark.parametrize("mode", ["forward", "recompute"])
 @pytest.mark.parametrize(

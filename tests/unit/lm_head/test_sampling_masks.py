@@ -22,12 +22,7 @@ ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads
 HIDDEN, PADDING, TEMPERATURE = 16, 4, 0.7
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # as tests/unit/lm_head/test_lm_head.py
 
-pytestmark = [
-    pytest.mark.usefixtures("on_the_device"),
-    # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("on_the_device")]
 
 
 @pytest.fixture(autouse=True)

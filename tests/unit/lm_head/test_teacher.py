@@ -21,11 +21,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # as tests/unit/lm_head/test_lm_head.py
 IMPLS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
 
-pytestmark = [  # of Triton's interpreter, which computes in NumPy
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
